@@ -1,0 +1,430 @@
+"""Host cost of sharding: Python per unit and step, per optimizer step and per gradient clipping.
+
+Tiny tensors and the fake process group leave nothing to wait for, so what a sharded side takes
+longer than the plain model is what its hooks, views and dispatch cost the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import common
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from common import Spread
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_compose
+
+Measurement: TypeAlias = Callable[[], Sequence[float]]
+
+CPU = torch.device("cpu")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "default": {},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model that is timed: ``units`` residual blocks of ``linears`` biased linear layers."""
+
+    units: int
+    linears: int
+    width: int
+    batch: int
+    param_dtype: torch.dtype
+
+    @property
+    def low_precision(self) -> bool:
+        return self.param_dtype != torch.float32
+
+
+class Block(nn.Module):
+    """One unit: ``linears`` square layers with bias, so 2·``linears`` parameters."""
+
+    def __init__(self, linears: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(linears)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def blocks(shape: Shape) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(shape.linears, shape.width) for _ in range(shape.units)))
+
+
+def plain(shape: Shape) -> nn.Module:
+    return blocks(shape).to(shape.param_dtype)
+
+
+def fsdp1(shape: Shape, *, use_orig_params: bool) -> nn.Module:
+    precision = None
+    if shape.low_precision:
+        precision = torch_fsdp.MixedPrecision(
+            param_dtype=shape.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
+        )
+    wrap = partial(
+        torch_fsdp.FullyShardedDataParallel,
+        use_orig_params=use_orig_params,
+        device_id=CPU,
+        mixed_precision=precision,
+    )
+    return wrap(nn.Sequential(*(wrap(block) for block in blocks(shape))))
+
+
+def fsdp2(shape: Shape, mesh: DeviceMesh) -> nn.Module:
+    precision = torch_fsdp.MixedPrecisionPolicy()
+    if shape.low_precision:
+        precision = torch_fsdp.MixedPrecisionPolicy(
+            param_dtype=shape.param_dtype, reduce_dtype=torch.float32
+        )
+    model = blocks(shape)
+    for module in (*model, model):
+        torch_fsdp.fully_shard(module, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def ours(shape: Shape) -> nn.Module:
+    precision = fsdp_compose.MixedPrecision()
+    if shape.low_precision:
+        precision = fsdp_compose.MixedPrecision(
+            param_dtype=shape.param_dtype, reduce_dtype=torch.float32
+        )
+    model = blocks(shape)
+    for module in (*model, model):
+        fsdp_compose.fully_shard(module, mp_policy=precision)
+    return model
+
+
+def builders(mesh: DeviceMesh) -> dict[str, Callable[[Shape], nn.Module]]:
+    return {
+        "plain": plain,
+        "FSDP2": partial(fsdp2, mesh=mesh),
+        "FSDP1 original parameters": partial(fsdp1, use_orig_params=True),
+        "FSDP1 flat": partial(fsdp1, use_orig_params=False),
+        "ours": ours,
+    }
+
+
+def input_for(model: nn.Module, shape: Shape, name: str) -> Tensor:
+    """fp32 for the sharded sides, which cast it themselves; the plain model takes its own."""
+    torch.manual_seed(1)
+    dtype = shape.param_dtype if name == "plain" else torch.float32
+    return torch.randn(shape.batch, shape.width, dtype=dtype)
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
+    """One forward and one backward; returns the µs of each. Gradients are dropped untimed."""
+    start = time.perf_counter()
+    loss = model(x).sum()
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    model.zero_grad()
+    return (middle - start) * 1e6, (end - middle) * 1e6
+
+
+def timed(call: Measurement, repeats: int) -> list[float]:
+    """The median of each figure over ``repeats`` calls, after one that warms the caches."""
+    call()
+    samples = [call() for _ in range(repeats)]
+    return [Spread.of(figure).median for figure in zip(*samples, strict=True)]
+
+
+def microseconds(call: Callable[[], object]) -> tuple[float]:
+    start = time.perf_counter()
+    call()
+    return ((time.perf_counter() - start) * 1e6,)
+
+
+def keep_runnable(sides: Mapping[str, Measurement], failures: list[str]) -> dict[str, Measurement]:
+    """Try each side once; what raises is reported and left out instead of ending the run."""
+    runnable = {}
+    for name, call in sides.items():
+        try:
+            call()
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            failures.append(f"- {name} cannot run: {type(error).__name__}: {reason}")
+        else:
+            runnable[name] = call
+    return runnable
+
+
+def unit_cost(
+    shape: Shape, models: dict[str, nn.Module], options: argparse.Namespace, failures: list[str]
+) -> tuple[str, dict[str, Spread]]:
+    """µs per unit that each side adds to the plain forward and backward."""
+    calls = {
+        name: partial(step, model, input_for(model, shape, name)) for name, model in models.items()
+    }
+    runnable = keep_runnable(calls, failures)
+    figures = common.interleave(
+        {name: partial(timed, call, options.steps) for name, call in runnable.items()},
+        options.rounds,
+    )
+    base = figures["plain"]
+    rows, costs = [], {}
+    for name in figures:
+        # The difference is taken within a round, so that drift of the machine cancels.
+        pairs = list(zip(figures[name], base, strict=True))
+        if name == "plain":
+            forward = Spread.of([side[0] / shape.units for side, _ in pairs])
+            total = Spread.of([sum(side) / shape.units for side, _ in pairs])
+        else:
+            forward = Spread.of([(side[0] - b[0]) / shape.units for side, b in pairs])
+            total = Spread.of([(sum(side) - sum(b)) / shape.units for side, b in pairs])
+            costs[name] = total
+        rows.append((name, forward, total))
+    reference = costs["FSDP2"].median
+    body = []
+    for name, forward, total in rows:
+        ratio = "(itself)" if name == "plain" else f"{reference / total.median:.2f}"
+        backward = total.median - forward.median
+        body.append([name, *total.cells(), f"{forward.median:.0f}", f"{backward:.0f}", ratio])
+    headers = ["side", "µs per unit over plain", "min–max", "forward", "backward", "FSDP2 ÷ side"]
+    return common.table(headers, body), costs
+
+
+def with_gradients(model: nn.Module, shape: Shape, name: str) -> None:
+    model(input_for(model, shape, name)).sum().backward()
+
+
+def plain_shards(sharded: nn.Module) -> list[Tensor]:
+    """Plain parameters of the local sizes that FSDP2 left this rank, with gradients."""
+    shards: list[Tensor] = []
+    for slice_ in local(list(sharded.parameters())):
+        shard = nn.Parameter(torch.randn(slice_.shape))
+        shard.grad = torch.randn(slice_.shape)
+        shards.append(shard)
+    return shards
+
+
+def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The plain slices on this rank of DTensors, sharded parameters or plain tensors."""
+    return [getattr(tensor, "to_local", tensor.detach)() for tensor in tensors]
+
+
+def updated(parameters: Sequence[Tensor]) -> int:
+    """Elements on this rank that an optimizer step would change: those with a gradient."""
+    return sum(p.numel() for p in local([p for p in parameters if p.grad is not None]))
+
+
+def shard_lists(
+    shape: Shape, models: dict[str, nn.Module], notes: list[str]
+) -> dict[str, list[Tensor]]:
+    """What an optimizer is given on each side, every tensor with its gradient in place."""
+    lists: dict[str, list[Tensor]] = {}
+    for name in ("FSDP2", "FSDP1 original parameters", "ours"):
+        if name in models:
+            with_gradients(models[name], shape, name)
+            lists[name] = list(models[name].parameters())
+    if "FSDP2" in models:
+        lists = {"plain tensors": plain_shards(models["FSDP2"]), **lists}
+    if "ours" in models:
+        for function in ("local_parameters", "flat_parameters"):
+            if function in fsdp_compose.__all__:
+                model = ours(shape)
+                parameters = list(getattr(fsdp_compose, function)(model))
+                with_gradients(model, shape, "ours")
+                lists[f"ours, {function}"] = parameters
+            else:
+                notes.append(f"- ours, {function}: not available yet")
+    return lists
+
+
+def optimizer_cost(
+    lists: dict[str, list[Tensor]], options: argparse.Namespace, failures: list[str]
+) -> tuple[str, dict[str, dict[str, Spread]]]:
+    """ms of one AdamW step over every side's shards, for three ways to run AdamW."""
+    results: dict[str, dict[str, Spread]] = {}
+    for kind, settings in OPTIMIZERS.items():
+        calls = {}
+        for name, parameters in lists.items():
+            optimizer = torch.optim.AdamW(parameters, lr=1e-6, **settings)
+            calls[name] = partial(microseconds, optimizer.step)
+        runnable = keep_runnable(calls, failures)
+        # The per-tensor loop over DTensors takes a tenth of a second: fewer repeats for it.
+        repeats = 1 if kind == "default" else options.steps
+        figures = common.interleave(
+            {name: partial(timed, call, repeats) for name, call in runnable.items()},
+            options.rounds,
+        )
+        for name, samples in figures.items():
+            results.setdefault(name, {})[kind] = Spread.of([us[0] / 1e3 for us in samples])
+    body = []
+    for name, parameters in lists.items():
+        row = [name, str(len(parameters)), str(updated(parameters))]
+        for kind in OPTIMIZERS:
+            cost = results.get(name, {}).get(kind)
+            if cost is None:
+                row += ["cannot run", ""]
+                continue
+            fsdp2 = results.get("FSDP2", {}).get(kind)
+            row.append(f"{cost.median:.2f} ({cost.low:.2f}–{cost.high:.2f})")
+            row.append("" if fsdp2 is None else f"{fsdp2.median / cost.median:.2f}")
+        body.append(row)
+    headers = ["parameters given to AdamW", "tensors", "elements"]
+    for kind in OPTIMIZERS:
+        headers += [f"{kind}, ms (min–max)", "FSDP2 ÷ side"]
+    return common.table(headers, body), results
+
+
+def clip_cost(
+    lists: dict[str, list[Tensor]],
+    models: dict[str, nn.Module],
+    options: argparse.Namespace,
+    failures: list[str],
+) -> tuple[str, dict[str, Spread]]:
+    """ms of one gradient clipping over every side's shards."""
+    torch_clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0)
+    calls: dict[str, Measurement] = {}
+    for name in ("plain tensors", "FSDP2", "ours"):
+        if name in lists:
+            label = f"{name}, torch.nn.utils.clip_grad_norm_"
+            calls[label] = partial(microseconds, partial(torch_clip, lists[name]))
+    wrapped = models.get("FSDP1 original parameters")
+    if isinstance(wrapped, torch_fsdp.FullyShardedDataParallel):
+        calls["FSDP1 original parameters, its own clip_grad_norm_"] = partial(
+            microseconds, partial(wrapped.clip_grad_norm_, 1.0)
+        )
+    if "ours" in models and "clip_grad_norm_" in fsdp_compose.__all__:
+        calls["ours, fsdp_compose.clip_grad_norm_"] = partial(
+            microseconds, partial(fsdp_compose.clip_grad_norm_, models["ours"], 1.0)
+        )
+    runnable = keep_runnable(calls, failures)
+    figures = common.interleave(
+        {name: partial(timed, call, options.steps) for name, call in runnable.items()},
+        options.rounds,
+    )
+    costs = {name: Spread.of([us[0] / 1e3 for us in samples]) for name, samples in figures.items()}
+    reference = costs.get("FSDP2, torch.nn.utils.clip_grad_norm_")
+    body = [
+        [name, *cost.cells(2), f"{reference.median / cost.median:.2f}" if reference else ""]
+        for name, cost in costs.items()
+    ]
+    return common.table(["clipping", "ms", "min–max", "FSDP2 ÷ side"], body), costs
+
+
+def targets(costs: dict[str, Spread]) -> str:
+    """The two ratios that the design sets a target for."""
+    if "ours" not in costs:
+        return "ours: not measured"
+    mine = costs["ours"].median
+    lines = []
+    for name, factor in (("FSDP2", 5), ("FSDP1 flat", 3)):
+        if name in costs:
+            ratio = costs[name].median / mine
+            verdict = "reached" if ratio >= factor else "missed"
+            lines.append(f"- {name} ÷ ours = {ratio:.2f} (target ≥ {factor}: {verdict})")
+    return "\n".join(lines)
+
+
+def profile_side(model: nn.Module, shape: Shape, name: str, steps: int = 50) -> None:
+    """Print where one side's time goes: own time per call, over ``steps`` steps."""
+    x = input_for(model, shape, name)
+    for _ in range(3):
+        step(model, x)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        step(model, x)
+    profiler.disable()
+    print(f"{name}: {steps} steps of {shape.units} units")
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(45)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", type=int, default=2, help="ranks of the fake process group")
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--linears", type=int, default=6, help="linear layers per unit")
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--dtype", choices=[*common.DTYPES, "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per side and round")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--profile", choices=SIDES, help="profile this side instead of timing")
+    common.add_output_options(parser)
+    return parser.parse_args()
+
+
+PARTS = ["units", "optimizer", "clip"]
+SIDES = ["plain", "FSDP2", "FSDP1 original parameters", "FSDP1 flat", "ours"]
+
+
+def main() -> int:
+    options = parse()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
+    mesh = init_device_mesh("cpu", (options.world,))
+    chosen = [name for name in SIDES if name in {*options.sides, "plain", "FSDP2"}]
+    dtypes = list(common.DTYPES) if options.dtype == "both" else [options.dtype]
+    shapes = {
+        dtype: Shape(
+            options.units, options.linears, options.width, options.batch, common.DTYPES[dtype]
+        )
+        for dtype in dtypes
+    }
+    if options.profile:
+        for shape in shapes.values():
+            model = builders(mesh)[options.profile](shape)
+            profile_side(model, shape, options.profile)
+        return 0
+
+    per_unit = 2 * options.linears
+    sections = [
+        f"{options.units} units of {per_unit} parameters, width {options.width}, batch "
+        f"{options.batch}; fake process group of {options.world} ranks on CPU; median over "
+        f"{options.rounds} interleaved rounds of {options.steps} steps per side, with the "
+        "smallest and largest round."
+    ]
+    failures: list[str] = []
+    notes: list[str] = []
+    figures: dict[str, object] = {}
+    with common.without_torch_warnings():
+        for dtype, shape in shapes.items():
+            models = {name: builders(mesh)[name](shape) for name in chosen}
+            if "units" in options.parts:
+                text, costs = unit_cost(shape, models, options, failures)
+                sections += [f"## Forward and backward, {dtype}", text, targets(costs)]
+                figures[f"units {dtype}"] = costs
+        shape = next(iter(shapes.values()))
+        models = {name: builders(mesh)[name](shape) for name in chosen}
+        lists = shard_lists(shape, models, notes)
+        count = options.units * per_unit
+        if "optimizer" in options.parts:
+            text, steps = optimizer_cost(lists, options, failures)
+            sections += [f"## AdamW over {count} parameters", text]
+            figures["optimizer"] = steps
+        if "clip" in options.parts:
+            text, clips = clip_cost(lists, models, options, failures)
+            sections += [f"## Gradient clipping over {count} gradients", text]
+            figures["clip"] = clips
+    if failures or notes:
+        sections += ["## What could not run", "\n".join(failures + notes)]
+    sections += ["## Machine", common.machine()]
+    common.publish("host_overhead", options, sections, figures)
+    dist.destroy_process_group()
+    return 1 if any(line.startswith("- ours") for line in failures) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

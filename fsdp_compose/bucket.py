@@ -1,0 +1,279 @@
+"""A bucket: parameters in one flat buffer, with every view of it that a step needs made once.
+
+    shard      storage dtype   layout.shard_numel      persistent; parameters are slices of it
+    full       compute dtype   layout.numel            gathered; parameters in compute alias it
+    flat_grad  reduce dtype    layout.numel            packed gradients, real numbers
+
+The storages of ``full`` and ``flat_grad`` hold 0 bytes except while they are needed. Aliases are
+made over the storage, not as views, since views share a version counter with their base, and
+refilling ``full`` between forward and backward would trip autograd's check.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.comm import Exchange
+from fsdp_compose.layout import Layout
+from fsdp_compose.mesh import Mesh
+from fsdp_compose.sharded import Residence, ShardSpec, tag
+from fsdp_compose.torch_private import parameter_slots, raw
+
+
+class Phase(Enum):
+    """Where a bucket's full parameters are."""
+
+    SHARDED = auto()  # nowhere: full's storage holds 0 bytes
+    GATHERING = auto()  # being filled
+    GATHERED = auto()  # readable on the compute stream
+
+
+_LEGAL = {
+    (Phase.SHARDED, Phase.GATHERING),
+    (Phase.GATHERING, Phase.GATHERED),
+    (Phase.GATHERED, Phase.SHARDED),
+    (Phase.GATHERED, Phase.GATHERING),  # the shard changed under a bucket that was kept gathered
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place a module reads a parameter from: ``values[name]``."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    values: dict[str, Any]  # the module's own dictionary of parameters
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        return cls(weakref.ref(module), name, parameter_slots(module))
+
+
+@dataclass(eq=False)
+class LeafHooks:
+    """What a user registered on a parameter; called with its sharded gradient once it is reduced.
+
+    Autograd itself would call them too early: the gradient it sees at the leaf is undefined.
+    """
+
+    gradient: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = field(default_factory=dict)
+    accumulated: dict[int, Callable[[torch.Tensor], None]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Entry:
+    """A parameter: the caller's own object, now this rank's slice of a bucket."""
+
+    param: nn.Parameter
+    spec: ShardSpec
+    names: tuple[str, ...]  # FQNs from the unit's module; more than one when tied
+    slots: list[Slot]
+    hooks: LeafHooks = field(default_factory=LeafHooks)
+    accumulator: Any = None  # the leaf's node in the autograd graph, once it has one
+    owner: weakref.ref[Bucket] | None = None
+    index: int = 0  # within the owner
+
+
+@dataclass(frozen=True, eq=False)
+class GradBuffer:
+    """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
+
+    flat: torch.Tensor
+    parts: list[torch.Tensor]  # by rank
+    views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
+    gaps: list[torch.Tensor]  # where no parameter lies
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters of one dtype, trainability and mesh; see the top of this file."""
+
+    entries: list[Entry]
+    layout: Layout
+    mesh: Mesh
+    residence: Residence
+    reduce_dtype: torch.dtype
+    shard: torch.Tensor
+    full: torch.Tensor
+    own: torch.Tensor  # this rank's part of ``full``
+    whole_bytes: torch.Tensor  # ``full`` as uint8
+    part_bytes: list[torch.Tensor]  # ``full`` as uint8, by rank
+    aliases: list[torch.Tensor]  # by entry, in the parameter's shape and strides
+    grads: GradBuffer | None  # made on first use
+    splits: list[int]  # cuts a sharded gradient into slices and gaps ...
+    pieces: list[int]  # ... of which this one is the entry's slice
+    in_place: bool  # ``full`` is ``shard``: one rank, and computing in the storage dtype
+    phase: Phase = Phase.SHARDED
+    holders: int = 0
+    gather: Exchange = field(default_factory=Exchange)
+    gathered_at: Any = None  # stream mark behind the gather
+    stamp: object = None  # of the shard when it was gathered
+    packed: bool = False  # ``grads`` holds gradients that were not reduced
+    partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
+
+    def move_to(self, phase: Phase) -> None:
+        """The one place where a bucket changes phase."""
+        assert (self.phase, phase) in _LEGAL, f"illegal phase change {self.phase} -> {phase}"
+        self.phase = phase
+
+    @property
+    def full_nbytes(self) -> int:
+        return self.layout.numel * self.full.element_size()
+
+
+def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in which ``tensor`` is flattened: its own when they are dense, else contiguous."""
+    dims = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
+    )
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return contiguous_strides(tensor.shape)
+        expected *= size
+    return tuple(tensor.stride()) if tensor.numel() else contiguous_strides(tensor.shape)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+def flatten(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` as one dimension, in the order of ``strides``; a view where it can be."""
+    if tensor.stride() == strides or tensor.numel() == 0:
+        return tensor.as_strided((tensor.numel(),), (1,))
+    flat = tensor.new_empty(tensor.numel())
+    flat.as_strided(tensor.shape, strides).copy_(tensor)
+    return flat
+
+
+def alias(base: torch.Tensor, offset: int, spec: ShardSpec) -> torch.Tensor:
+    """A tensor over the storage of ``base`` in the shape and strides of ``spec``."""
+    tensor = base.new_empty(0)
+    tensor.set_(base.untyped_storage(), offset, spec.shape, spec.stride)  # type: ignore[call-overload]
+    return tensor
+
+
+def make_bucket(
+    entries: list[Entry],
+    layout: Layout,
+    mesh: Mesh,
+    shard: torch.Tensor,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> Bucket:
+    """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
+    ranks = layout.world_size
+    in_place = ranks == 1 and compute_dtype == shard.dtype
+    with torch.inference_mode(False), torch.no_grad():
+        full = shard if in_place else shard.new_empty(layout.numel, dtype=compute_dtype)
+        whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
+        bucket = Bucket(
+            entries=entries,
+            layout=layout,
+            mesh=mesh,
+            residence=entries[0].spec.residence,
+            reduce_dtype=reduce_dtype,
+            shard=shard,
+            full=full,
+            own=full[slice(*_part(layout, mesh.shard.rank))],
+            whole_bytes=whole_bytes,
+            part_bytes=list(whole_bytes.chunk(ranks)) if whole_bytes.numel() else [],
+            aliases=[alias(full, entry.spec.offset, entry.spec) for entry in entries],
+            grads=None,
+            splits=[],
+            pieces=[],
+            in_place=in_place,
+        )
+        _cut(bucket)
+        place_parameters(bucket)
+        if not in_place:
+            full.untyped_storage().resize_(0)
+    for index, entry in enumerate(entries):
+        entry.owner, entry.index = weakref.ref(bucket), index
+        entry.param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
+    return bucket
+
+
+_ENTRY_KEY = "_fsdp_compose_entry"
+
+
+def find_entry(param: nn.Parameter) -> Entry:
+    """The entry of a sharded parameter."""
+    ref = param.__dict__.get(_ENTRY_KEY)
+    entry: Entry | None = None if ref is None else ref()
+    assert entry is not None, "a sharded parameter outside any bucket"
+    return entry
+
+
+def forget_entry(param: nn.Parameter) -> None:
+    """The parameter is plain again."""
+    param.__dict__.pop(_ENTRY_KEY, None)
+
+
+def place_parameters(bucket: Bucket) -> None:
+    """Make every parameter of the bucket a slice of its shard; the objects stay the same."""
+    slices = bucket.shard.split(bucket.splits) if bucket.splits else ()
+    with raw():
+        for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
+            entry.param.data = slices[piece]
+            tag(entry.param, entry.spec)
+
+
+def make_grad_buffer(bucket: Bucket) -> GradBuffer:
+    """A flat gradient buffer with its views; its storage is allocated."""
+    layout, dtype = bucket.layout, bucket.reduce_dtype
+    per_element = 2 if bucket.shard.is_complex() else 1
+    with torch.inference_mode(False):
+        flat = bucket.shard.new_empty(layout.numel * per_element, dtype=dtype)
+        typed = torch.view_as_complex(flat.view(-1, 2)) if per_element == 2 else flat
+        spans = [
+            (e.spec.offset, e.spec.offset + e.spec.numel) for e in bucket.entries if e.spec.numel
+        ]
+        starts = [start for start, _ in sorted(spans)] + [layout.numel]
+        ends = [0] + [stop for _, stop in sorted(spans)]
+        return GradBuffer(
+            flat=flat,
+            parts=list(flat.chunk(layout.world_size)) if flat.numel() else [],
+            views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
+            gaps=[
+                flat[stop * per_element : start * per_element]
+                for stop, start in zip(ends, starts, strict=True)
+                if start > stop
+            ],
+        )
+
+
+def _part(layout: Layout, rank: int) -> tuple[int, int]:
+    return rank * layout.shard_numel, (rank + 1) * layout.shard_numel
+
+
+def _cut(bucket: Bucket) -> None:
+    """Find the sizes that ``split`` a shard into slices and gaps, and each entry's place there."""
+    rank = bucket.mesh.shard.rank
+    slices = [bucket.layout.slice_of(i, rank) for i in range(len(bucket.entries))]
+    order = sorted(range(len(slices)), key=lambda i: (slices[i].shard_offset, slices[i].numel))
+    bucket.pieces = [0] * len(slices)
+    position = 0
+    for index in order:
+        piece = slices[index]
+        offset = piece.shard_offset if piece.numel else position
+        if offset > position:
+            bucket.splits.append(offset - position)
+        bucket.pieces[index] = len(bucket.splits)
+        bucket.splits.append(piece.numel)
+        position = offset + piece.numel
+    if position < bucket.layout.shard_numel or not bucket.splits:
+        bucket.splits.append(bucket.layout.shard_numel - position)

@@ -1,0 +1,201 @@
+"""The only file that calls collectives: functions over plain tensors and a group.
+
+A buffer is one flat tensor of ``group.size`` equal parts, part ``r`` belonging to rank ``r``.
+Gathers move bytes, so that any dtype travels. On gloo both directions go point to point: its own
+all-gather and reduce-scatter move the data two to three times, and summing here lets low
+precision travel while fp32 accumulates, in rank order, so that results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compose.mesh import Group
+from fsdp_compose.torch_private import (
+    GATHER_OPTIONS,
+    REDUCE_OPTIONS,
+    all_gather_single,
+    reduce_scatter_single,
+)
+
+Op = Literal["sum", "max", "min", "product"]
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@dataclass
+class Traffic:
+    """What this process has communicated, for tests and reports.
+
+    Counts are collectives; bytes are what this rank receives: ``(W - 1) / W`` of a buffer for a
+    gather or a reduce-scatter, twice that for an all-reduce.
+    """
+
+    gathers: int = 0
+    gather_bytes: int = 0
+    reduces: int = 0
+    reduce_bytes: int = 0
+    all_reduces: int = 0
+    all_reduce_bytes: int = 0
+    control: int = 0
+
+    def reset(self) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, 0)
+
+
+traffic = Traffic()
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Communication under way; ``wait`` makes its data safe to read on the current stream."""
+
+    works: Sequence[Any] = ()
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = ()
+
+
+@dataclass(slots=True)
+class ReduceScatter:
+    """A reduce-scatter under way: on gloo every rank's contribution, elsewhere the sum."""
+
+    exchange: Exchange
+    contributions: list[torch.Tensor] = field(default_factory=list)
+
+    def result(self, dtype: torch.dtype, scale: float) -> torch.Tensor:
+        """This rank's part of the sum, times ``scale``, in ``dtype``; a tensor of its own."""
+        self.exchange.wait()
+        parts = self.contributions
+        if len(parts) == 1:
+            total = parts[0].to(dtype)
+        else:
+            first, second, *rest = parts
+            total = first.to(dtype) + second if first.dtype != dtype else first + second
+            for part in rest:
+                total += part
+        if scale != 1.0:
+            total *= scale
+        self.contributions = []
+        return total
+
+
+def is_point_to_point(group: Group) -> bool:
+    """Whether buffers travel between pairs of ranks instead of through the group's collectives."""
+    return group.backend == "gloo"
+
+
+def gather_parts(whole: torch.Tensor, parts: Sequence[torch.Tensor], group: Group) -> Exchange:
+    """Fill every part of ``whole`` from the rank that owns it; part ``group.rank`` is in place.
+
+    Args:
+        whole: uint8, one dimension.
+        parts: ``whole`` cut into ``group.size`` equal views.
+    """
+    if group.pg is None or whole.numel() == 0:
+        return Exchange()
+    traffic.gathers += 1
+    traffic.gather_bytes += whole.numel() - parts[0].numel()
+    if is_point_to_point(group):
+        return Exchange(_swap([parts[group.rank]] * group.size, parts, group))
+    work = all_gather_single(group.pg, whole, parts[group.rank], GATHER_OPTIONS)
+    return _on_stream(work, whole)
+
+
+def reduce_scatter_parts(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], group: Group
+) -> ReduceScatter:
+    """Start summing every rank's ``whole``; this rank receives part ``group.rank`` of the sum.
+
+    Args:
+        whole: real floating point, one dimension; must stay allocated until the result is read.
+        parts: ``whole`` cut into ``group.size`` equal views.
+    """
+    if group.pg is None:
+        return ReduceScatter(Exchange(), [whole])
+    own = parts[group.rank]
+    if whole.numel() == 0:
+        return ReduceScatter(Exchange(), [own])
+    traffic.reduces += 1
+    traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
+    if is_point_to_point(group):
+        received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+        return ReduceScatter(Exchange(_swap(parts, received, group)), received)
+    total = torch.empty_like(own)
+    work = reduce_scatter_single(group.pg, total, whole, REDUCE_OPTIONS)
+    return ReduceScatter(_on_stream(work, whole), [total])
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, op: Op = "sum") -> torch.Tensor:
+    """Combine ``tensor`` over the group in place and return it."""
+    if group.pg is not None:
+        traffic.all_reduces += 1
+        traffic.all_reduce_bytes += (
+            2 * tensor.numel() * tensor.element_size() * (group.size - 1) // group.size
+        )
+        dist.all_reduce(tensor, _OPS[op], group=group.pg)
+    return tensor
+
+
+def all_gather_uneven(local: torch.Tensor, lengths: Sequence[int], group: Group) -> torch.Tensor:
+    """Concatenate one-dimensional pieces of known ``lengths`` in rank order, on every rank."""
+    if group.pg is None:
+        return local.clone()
+    width = max(lengths)
+    whole = local.new_empty(width * group.size).view(torch.uint8)
+    parts = whole.chunk(group.size) if width else [whole] * group.size
+    parts[group.rank].view(local.dtype)[: local.numel()].copy_(local)
+    gather_parts(whole, parts, group).wait()
+    pieces = (p.view(local.dtype)[:n] for p, n in zip(parts, lengths, strict=True))
+    return torch.cat(list(pieces))
+
+
+def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
+    """Overwrite ``tensor`` with that of the group's rank ``source``; bytes, so any dtype."""
+    if group.pg is not None and tensor.numel():
+        traffic.control += 1
+        dist.broadcast(tensor, group.ranks[source], group=group.pg)
+    return tensor
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step."""
+    if group.pg is None or group.backend == "fake":
+        return [value] * group.size
+    traffic.control += 1
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.pg)
+    return values
+
+
+def _swap(
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group
+) -> list[Any]:
+    """Send ``outgoing[r]`` to every other rank ``r`` and receive ``incoming[r]`` from it."""
+    assert group.pg is not None
+    peers = [(group.rank + step) % group.size for step in range(1, group.size)]
+    works: list[Any] = [group.pg.recv([incoming[r]], r, 0) for r in reversed(peers)]
+    works += [group.pg.send([outgoing[r]], r, 0) for r in peers]
+    return works
+
+
+def _on_stream(work: Any, buffer: torch.Tensor) -> Exchange:
+    """On an accelerator the work is ordered on the current stream already; elsewhere, wait later."""
+    if work is None:
+        return Exchange()
+    if buffer.device.type != "cpu":
+        work.wait()
+        return Exchange()
+    return Exchange([work])

@@ -1,0 +1,434 @@
+"""Unshard, reshard, reduce and prefetch: functions on state, called by hooks and by users.
+
+A unit is gathered while it has a reason to be (``Hold``), and a bucket while some unit holds it.
+Gradients are packed once into a flat buffer, reduced while backward goes on, and become the
+parameters' ``.grad`` no later than at its end.
+
+Order of frees and allocations, and what breaks without it: a unit's ``full`` is freed before its
+reduction allocates, and the previous reduction is finished before the next pack, so that at most
+two gathered units, one unit's gradients and one flat buffer exist at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from fsdp_compose import comm
+from fsdp_compose.bucket import Bucket, Entry, Phase, make_grad_buffer
+from fsdp_compose.sharded import tag
+from fsdp_compose.state import Hold, Lane, Reduction, Task, Unit
+from fsdp_compose.torch_private import flat_weights, graph_task_id, on_backward_end, raw
+
+# Attribute access without the detour through a sharded tensor's own properties; use under raw().
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+# Gathering and releasing
+
+
+def hold(unit: Unit, reason: Hold) -> None:
+    """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
+    if reason not in unit.holds:
+        unit.holds.add(reason)
+        for bucket in unit.gathered:
+            bucket.holders += 1
+    for bucket in unit.gathered:
+        if bucket.phase is Phase.SHARDED:
+            _start_gather(unit.lane, bucket)
+
+
+def drop(unit: Unit, reason: Hold) -> None:
+    """Withdraw a reason; what nobody holds any more is released."""
+    if reason in unit.holds:
+        unit.holds.remove(reason)
+        for bucket in unit.gathered:
+            bucket.holders -= 1
+            if bucket.holders == 0:
+                _release(unit.lane, bucket)
+
+
+def wait_gathered(unit: Unit) -> None:
+    """Make the unit's full parameters readable on the current stream."""
+    for bucket in unit.gathered:
+        if bucket.phase is Phase.GATHERING:
+            _finish_gather(unit.lane, bucket)
+
+
+def refresh_stale(unit: Unit) -> None:
+    """Gather again what was kept gathered while its shard changed."""
+    for bucket in unit.gathered:
+        if bucket.phase is not Phase.SHARDED and bucket.stamp != stamp_of(bucket):
+            if bucket.phase is Phase.GATHERING:
+                _finish_gather(unit.lane, bucket)
+            _start_gather(unit.lane, bucket)
+
+
+def stamp_of(bucket: Bucket) -> object:
+    """Changes whenever a parameter of the bucket is written, in whatever way autograd can see.
+
+    A parameter whose ``.data`` was handed out can be written unseen, so its stamp never repeats.
+    """
+    if bucket.in_place:
+        return None
+    if bucket.residence.written:
+        return object()
+    with raw():
+        return (bucket.shard._version, *[entry.param._version for entry in bucket.entries])
+
+
+def _start_gather(lane: Lane, bucket: Bucket) -> None:
+    bucket.move_to(Phase.GATHERING)
+    if bucket.in_place:
+        return
+    bucket.stamp = stamp_of(bucket)
+    streams = lane.streams
+    if streams.gather is None:
+        _fill(bucket)
+        return
+    with streams.on(streams.gather):
+        _fill(bucket)
+        bucket.gathered_at = streams.record(streams.gather)
+
+
+def _fill(bucket: Bucket) -> None:
+    storage = bucket.full.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(bucket.full_nbytes)
+    with torch.no_grad():
+        bucket.own.copy_(bucket.shard)
+    bucket.gather = comm.gather_parts(bucket.whole_bytes, bucket.part_bytes, bucket.mesh.shard)
+
+
+def _finish_gather(lane: Lane, bucket: Bucket) -> None:
+    bucket.move_to(Phase.GATHERED)
+    bucket.gather.wait()
+    lane.streams.wait(bucket.gathered_at)
+    bucket.gathered_at = None
+
+
+def _release(lane: Lane, bucket: Bucket) -> None:
+    if bucket.phase is Phase.SHARDED:
+        return
+    if bucket.phase is Phase.GATHERING:
+        _finish_gather(lane, bucket)
+    bucket.move_to(Phase.SHARDED)
+    if bucket.in_place:
+        return
+    storage = bucket.full.untyped_storage()
+    if lane.streams.gather is None:
+        storage.resize_(0)
+    else:
+        # Freed on the stream it was allocated on, behind the compute that read it: the allocator
+        # then gives the memory only to later gathers, and nothing has to be kept alive for compute.
+        with lane.streams.on(lane.streams.gather):
+            storage.resize_(0)
+
+
+# Parameters in compute
+
+
+def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    """Let the unit's modules read ``tensors``, by entry, as their parameters."""
+    for values, name, index in unit.places:
+        values[name] = tensors[index]
+    for ref, positions in unit.recurrent:
+        module = ref()
+        assert isinstance(module, torch.nn.RNNBase)
+        weights = flat_weights(module)
+        for position, index in positions:
+            weights[position] = tensors[index]
+
+
+def install_leaves(unit: Unit) -> None:
+    """Let the unit's modules hold their sharded parameters again."""
+    install(unit, [entry.param for entry in unit.entries])
+
+
+def check_slots(unit: Unit) -> None:
+    """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
+    entries = unit.entries
+    for values, name, index in unit.places:
+        if values.get(name) is not entries[index].param:
+            found = values.get(name)
+            raise RuntimeError(
+                f"parameter {entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
+                f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
+                "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
+                "with fsdp_compose.gathered(module, writeback=True)), or call "
+                "fsdp_compose.undo(module) before replacing it."
+            )
+
+
+# Gradients
+
+
+def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
+    """Copy or add the gradients of the bucket's entries into its flat buffer; None is zero."""
+    buffer = bucket.grads
+    if buffer is None:
+        buffer = bucket.grads = make_grad_buffer(bucket)
+    elif not bucket.packed:
+        buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
+    views = [v for v, g in zip(buffer.views, grads, strict=True) if g is not None]
+    given = [g for g in grads if g is not None]
+    with torch.no_grad():
+        if bucket.packed:
+            torch._foreach_add_(views, given)
+            return
+        bucket.packed = True
+        if given:
+            torch._foreach_copy_(views, given)
+        zeros = [v for v, g in zip(buffer.views, grads, strict=True) if g is None] + buffer.gaps
+        if zeros:
+            torch._foreach_zero_(zeros)
+
+
+def start_reduce(unit: Unit, bucket: Bucket) -> Reduction:
+    """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result."""
+    assert bucket.grads is not None
+    bucket.packed = False
+    mesh, streams = bucket.mesh, unit.lane.streams
+    factor = unit.switches.divide_factor
+    scale = 1.0 / (mesh.size if factor is None else factor)
+    flat, parts = bucket.grads.flat, bucket.grads.parts
+    if streams.reduce is None:
+        return Reduction(unit, bucket, comm.reduce_scatter_parts(flat, parts, mesh.shard), scale)
+    with streams.on(streams.reduce):
+        scatter = comm.reduce_scatter_parts(flat, parts, mesh.shard)
+        reduction = Reduction(unit, bucket, scatter, scale)
+        reduction.result = _combine(reduction)
+        reduction.done = streams.record(streams.reduce)
+    return reduction
+
+
+def _combine(reduction: Reduction) -> torch.Tensor:
+    """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
+    bucket, switches = reduction.bucket, reduction.unit.switches
+    real = _real_dtype(bucket.shard.dtype)
+    grad = reduction.scatter.result(real, reduction.scale)
+    if bucket.partial is not None:
+        grad += bucket.partial
+        bucket.partial = None
+    if bucket.mesh.replicate.size > 1:
+        if not switches.all_reduce:
+            bucket.partial = grad
+        else:
+            comm.all_reduce(grad, bucket.mesh.replicate)
+    return torch.view_as_complex(grad.view(-1, 2)) if bucket.shard.is_complex() else grad
+
+
+def finish_reduce(reduction: Reduction) -> torch.Tensor:
+    """Wait for a reduction and free the buffer it read."""
+    bucket, streams = reduction.bucket, reduction.unit.lane.streams
+    if reduction.result is None:
+        reduction.result = _combine(reduction)
+    streams.wait(reduction.done)
+    assert bucket.grads is not None
+    if bucket.mesh.shard.size == 1:
+        bucket.grads = None  # the result is the buffer itself
+    elif not bucket.packed:
+        # Not before the current stream has waited for the reduction that reads it.
+        bucket.grads.flat.untyped_storage().resize_(0)
+    return reduction.result
+
+
+def drain(lane: Lane) -> None:
+    """Finish every reduction under way and hand its gradients to the parameters."""
+    while lane.reductions:
+        reduction = lane.reductions.pop(0)
+        grad = finish_reduce(reduction)
+        if reduction.bucket.partial is None:
+            assign(reduction, grad)
+
+
+def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Slices of a sharded flat tensor by entry, each tagged as what it is."""
+    slices = flat.split(bucket.splits)
+    return [
+        tag(slices[piece], entry.spec)
+        for entry, piece in zip(bucket.entries, bucket.pieces, strict=True)
+    ]
+
+
+def assign(reduction: Reduction, flat: torch.Tensor) -> None:
+    """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
+    bucket, wanted = reduction.bucket, reduction.wanted
+    hooked: list[Entry] = []
+    held: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    grads = cut(bucket, flat)
+    with raw(), torch.no_grad():
+        for entry, grad in zip(bucket.entries, grads, strict=True):
+            param = entry.param
+            if not requires_grad(param) or (wanted is not None and entry not in wanted):
+                continue
+            if entry.hooks.gradient:
+                grad = run_gradient_hooks(entry, grad)
+            previous = get_grad(param)
+            if previous is None:
+                set_grad(param, grad)
+            else:
+                held.append(previous)
+                added.append(grad)
+            if entry.hooks.accumulated:
+                hooked.append(entry)
+        if held:
+            torch._foreach_add_(held, added)
+    for entry in hooked:
+        for hook in tuple(entry.hooks.accumulated.values()):
+            hook(entry.param)
+    for reduced in tuple(reduction.unit.post_reduce_hooks.values()):
+        reduced(reduction.unit)
+
+
+def run_gradient_hooks(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
+    """Apply the hooks a user registered on the parameter to its sharded gradient."""
+    for hook in tuple(entry.hooks.gradient.values()):
+        changed = hook(grad)
+        if changed is not None:
+            grad = changed
+    return grad
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+# Passes
+
+
+def begin_forward_pass(lane: Lane) -> None:
+    """An outermost forward starts: clear what a failed step left, then count it."""
+    if lane.tasks and not any(task.alive for task in lane.tasks.values()):
+        recover(lane)
+    lane.pass_id += 1
+
+
+def running_task(lane: Lane) -> Task:
+    """The autograd run under way, known to the lane from its first event on."""
+    task_id = graph_task_id()
+    task = lane.tasks.get(task_id)
+    if task is not None:
+        return task
+    if lane.tasks and not any(task.alive for task in lane.tasks.values()):
+        recover(lane)
+    outermost = not lane.tasks
+    task = lane.tasks[task_id] = Task(task_id)
+    lane_ref = weakref.ref(lane)
+
+    def callback() -> None:
+        owner = lane_ref()
+        if owner is not None:
+            end_task(owner, task_id)
+
+    task.callback = weakref.ref(callback)
+    on_backward_end(callback)
+    if outermost:
+        drop_prefetched(lane)
+        lane.backward_order.expect(
+            list(reversed(lane.forward_order.current or lane.forward_order.recorded))
+        )
+    return task
+
+
+def end_task(lane: Lane, task_id: int) -> None:
+    """An autograd run ended: reduce what is left, hand out gradients, release every unit."""
+    task = lane.tasks.pop(task_id)
+    for unit, bucket in task.packed:
+        if bucket.packed and unit.switches.sync:
+            drain(lane)
+            lane.reductions.append(start_reduce(unit, bucket))
+    drain(lane)
+    for unit in task.units:
+        if unit.task is task or unit.task is None:
+            close_backward(unit)
+    for unit in task.consumed:
+        drop(unit, Hold.RETAINED)
+    if not lane.tasks:
+        drop_prefetched(lane)
+        lane.forward_order.close()
+        lane.backward_order.close()
+
+
+def open_backward(unit: Unit, task: Task) -> None:
+    """Gather the unit for its backward and let its modules read the parameters forward used."""
+    if unit.task is not None and unit.task.alive:
+        hold(unit, Hold.BACKWARD)
+        wait_gathered(unit)
+        return
+    unit.task = task
+    task.units.append(unit)
+    hold(unit, Hold.BACKWARD)
+    drop(unit, Hold.PREFETCH)
+    if torch.is_grad_enabled():
+        # A graph over this backward is being created: a later backward reads the weights again.
+        hold(unit, Hold.RETAINED)
+    wait_gathered(unit)
+    if unit.live is not None and not unit.calls:
+        install(unit, unit.live.tensors)
+    lane = unit.lane
+    lane.backward_order.visit(unit)
+    if unit.prefetch.backward_moment == "pre":
+        prefetch(lane, lane.backward_order.ahead(unit.prefetch.backward))
+
+
+def close_backward(unit: Unit) -> None:
+    """The unit's gradients have arrived: put its leaves back and release it."""
+    if unit.live is not None:
+        unit.live.pass_id = 0
+        if not unit.calls:
+            install_leaves(unit)
+    unit.task = None
+    if unit.switches.reshard_after_backward:
+        drop(unit, Hold.KEPT)
+    elif Hold.BACKWARD in unit.holds:
+        hold(unit, Hold.KEPT)
+    drop(unit, Hold.BACKWARD)
+
+
+def prefetch(lane: Lane, units: Iterable[Unit]) -> None:
+    """Start gathering units that are expected next."""
+    for unit in units:
+        if not unit.holds:
+            hold(unit, Hold.PREFETCH)
+            lane.prefetched.append(unit)
+
+
+def drop_prefetched(lane: Lane) -> None:
+    """Release what was gathered ahead and not used."""
+    for unit in lane.prefetched:
+        drop(unit, Hold.PREFETCH)
+    lane.prefetched.clear()
+
+
+def recover(lane: Lane) -> None:
+    """Return every unit to rest after a step that ended with an exception; gradients that were
+    complete stay, those under way are dropped."""
+    for reduction in lane.reductions:
+        finish_reduce(reduction)
+    lane.reductions.clear()
+    lane.tasks.clear()
+    lane.active.clear()
+    lane.prefetched.clear()
+    for unit in list(lane.units):
+        unit.calls = 0
+        unit.finished.clear()
+        unit.task = None
+        unit.live = None
+        for reason in tuple(unit.holds - {Hold.USER}):
+            drop(unit, reason)
+        install_leaves(unit)
+        for bucket in unit.buckets:
+            if bucket.packed and unit.switches.sync:
+                discard_packed(bucket)
+
+
+def discard_packed(bucket: Bucket) -> None:
+    """Forget gradients that were packed and not reduced."""
+    bucket.packed = False
+    assert bucket.grads is not None
+    bucket.grads.flat.untyped_storage().resize_(0)

@@ -1,0 +1,333 @@
+"""``fully_shard``: validate, collect, lay out, attach, hook; and ``undo``, which takes it all back.
+
+Everything that can fail is done before anything is changed, and the ranks agree on it: an error on
+one is raised on all, and no module is left half sharded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose import comm, hooks
+from fsdp_compose.agree import agree
+from fsdp_compose.bucket import (
+    Bucket,
+    Entry,
+    find_entry,
+    flatten,
+    forget_entry,
+    make_bucket,
+    storage_order,
+)
+from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards
+from fsdp_compose.engine import drain, drop, install_leaves
+from fsdp_compose.gather import gather_flat
+from fsdp_compose.mesh import MeshLike
+from fsdp_compose.policy import (
+    INITS,
+    GranularityLike,
+    Init,
+    MixedPrecision,
+    MixedPrecisionLike,
+    Prefetch,
+    ShardingStrategy,
+    keeps_after_forward,
+)
+from fsdp_compose.sharded import Residence, ShardSpec, tag, untag
+from fsdp_compose.state import (
+    STATE_KEY,
+    Switches,
+    Unit,
+    _FSDPState,
+    find_state,
+    iter_units,
+    lane_of,
+)
+from fsdp_compose.torch_private import buffer_slots, raw, restore_leaf_hooks, take_leaf_hooks
+from fsdp_compose.wrap import Policy
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: MeshLike | None = None,
+    units: Policy | None = None,
+    strategy: ShardingStrategy | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionLike = MixedPrecision(),
+    ignored: Iterable[nn.Parameter | nn.Module] = (),
+    granularity: GranularityLike = 1,
+    prefetch: Prefetch = Prefetch(),
+    init: Init = "verify",
+) -> Any:
+    """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
+
+    The module, its parameters and their names stay the same objects; between passes each parameter
+    holds this rank's slice. Call it on submodules first, then on what contains them, or once with
+    ``units``. All ranks of the mesh must call it.
+
+    Args:
+        module: a module, or several that are gathered together as one unit.
+        mesh: None for all ranks, a DeviceMesh with dimensions (shard) or (replicate, shard), a
+            ProcessGroup, or a (shard, replicate) pair of ProcessGroups. Without
+            ``torch.distributed`` initialised, a world of one.
+        units: a policy of ``fsdp_compose.wrap`` that names the submodules that become units of
+            their own; what they leave belongs to ``module``'s unit.
+        strategy: where weights live between forward and backward; see ``ShardingStrategy``.
+        reshard_after_forward: release full parameters between forward and backward. None: all but
+            the outermost unit's, which backward needs first.
+        mp_policy: dtypes, or a function ``(fqn, parameter)`` that gives them per parameter.
+        ignored: parameters and modules to leave alone.
+        granularity: how parameters may be cut: 1 (anywhere), a block size in elements, ``"row"``,
+            ``"tensor"`` (never), or a function ``(fqn, parameter)`` that says so per parameter.
+        prefetch: how many units are gathered ahead of use.
+        init: ``"verify"`` raises when ranks start with different parameters, ``"broadcast"`` takes
+            parameters and buffers from rank 0, ``"as_is"`` takes each rank's slice as it is.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: ``module`` is not a module, or an argument is of the wrong type.
+        ValueError: the module is sharded already, options contradict each other, ``units`` matches
+            nothing, parameters lie on several devices or differ between ranks. The same error is
+            raised on every rank, and nothing has been changed.
+    """
+    options = Options(
+        mesh=mesh,
+        keep_after_forward=None,
+        replicate_only=strategy is ShardingStrategy.NO_SHARD,
+        mp=mp_policy,
+        granularity=granularity,
+        prefetch=prefetch,
+        init=init,
+    )
+    modules = [module] if isinstance(module, nn.Module) else module
+    problem: Exception | None = None
+    plans: list[UnitPlan] = []
+    try:
+        options = replace(
+            options, keep_after_forward=keeps_after_forward(strategy, reshard_after_forward)
+        )
+        if init not in INITS:
+            raise ValueError(f"fully_shard: init is {init!r}; wanted one of {INITS}.")
+        plans = plan_shards(modules, options, units, Ignored.of(ignored))
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree(plans, mesh, problem)
+    for plan in plans:
+        _build(plan)
+    for outer in modules:
+        _rename_nested(outer)
+    return module
+
+
+def _build(plan: UnitPlan) -> None:
+    """Make the unit that was planned; nothing here depends on the user's input any more."""
+    buckets: list[Bucket] = []
+    entries: dict[int, Entry] = {}
+    for bucket_plan in plan.buckets:
+        bucket = _build_bucket(plan, bucket_plan)
+        buckets.append(bucket)
+        entries.update((id(entry.param), entry) for entry in bucket.entries)
+    borrowed = [find_entry(item.param) for item in plan.found if id(item.param) not in entries]
+    order = [*(e for b in buckets for e in b.entries), *borrowed]
+    index = {id(entry.param): i for i, entry in enumerate(order)}
+    mp = plan.options.mp
+    device = _device(plan, buckets, borrowed)
+    unit = Unit(
+        name=plan.name,
+        modules=tuple(weakref.ref(module) for module in plan.modules),
+        buckets=buckets,
+        borrowed=borrowed,
+        lane=lane_of(device),
+        mp=mp if isinstance(mp, MixedPrecision) else (mp("", nn.Parameter()) or MixedPrecision()),
+        prefetch=plan.options.prefetch,
+        switches=Switches(keep_after_forward=plan.options.keep_after_forward),
+        slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
+    )
+    for module in plan.modules:
+        module.__dict__[STATE_KEY] = _FSDPState(unit, {})
+        hooks.attach(module)
+    _cast_buffers(plan, unit.mp)
+
+
+def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
+    layout, mesh = bucket_plan.layout, bucket_plan.mesh
+    params = [item.param for item in bucket_plan.found]
+    strides = [storage_order(param) for param in params]
+    flats = [flatten(p.detach(), s) for p, s in zip(params, strides, strict=True)]
+    if plan.options.init == "broadcast":
+        _broadcast(flats, mesh)
+    shard = torch.zeros(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
+    residence = Residence()
+    entries: list[Entry] = []
+    for index, (item, flat) in enumerate(zip(bucket_plan.found, flats, strict=True)):
+        own = layout.slice_of(index, mesh.shard.rank)
+        shard[own.shard_offset : own.shard_offset + own.numel].copy_(flat[own.start : own.stop])
+        spec = ShardSpec(
+            fqn=_join(plan, item.names[0]),
+            unit=plan.name,
+            shape=item.param.shape,
+            stride=strides[index],
+            offset=layout.offsets[index],
+            shard_numel=layout.shard_numel,
+            group=mesh.shard,
+            residence=residence,
+        )
+        entry = Entry(item.param, spec, tuple(item.names), item.slots)
+        gradient, accumulated = take_leaf_hooks(item.param)
+        entry.hooks.gradient.update(enumerate(gradient))
+        entry.hooks.accumulated.update(enumerate(accumulated))
+        entries.append(entry)
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    bucket = make_bucket(
+        entries, layout, mesh, shard, bucket_plan.compute_dtype, bucket_plan.reduce_dtype
+    )
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad  # takes this rank's slice
+    return bucket
+
+
+def _broadcast(flats: list[torch.Tensor], mesh: Any) -> None:
+    """Replace every rank's values by rank 0's, in one message."""
+    whole = torch.cat([flat.view(torch.uint8) for flat in flats])
+    for group in (mesh.shard, mesh.replicate):
+        comm.broadcast(whole, group)
+    sizes = [flat.numel() * flat.element_size() for flat in flats]
+    for flat, piece in zip(flats, whole.split(sizes), strict=True):
+        flat.view(torch.uint8).copy_(piece)
+
+
+def _join(plan: UnitPlan, name: str) -> str:
+    return f"{plan.name}.{name}" if plan.is_named else name
+
+
+def _device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -> torch.device:
+    for bucket in buckets:
+        return bucket.shard.device
+    for entry in borrowed:
+        return entry.param.device
+    for module in plan.modules:
+        for buffer in module.buffers():
+            return buffer.device
+    return torch.device("cpu")
+
+
+def _cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
+    """Cast the unit's floating-point buffers, and broadcast them where asked."""
+    for module in plan.modules:
+        state = module.__dict__[STATE_KEY]
+        for name, submodule in plan.managed(module):
+            for key, buffer in buffer_slots(submodule).items():
+                if buffer is None:
+                    continue
+                if plan.options.init == "broadcast" and plan.buckets:
+                    _broadcast(
+                        [flatten(buffer.detach(), storage_order(buffer))], plan.buckets[0].mesh
+                    )
+                if mp.buffer_dtype is not None and buffer.is_floating_point():
+                    state.buffer_dtypes[f"{name}.{key}" if name else key] = buffer.dtype
+                    buffer_slots(submodule)[key] = buffer.to(mp.buffer_dtype)
+
+
+def _rename_nested(outer: nn.Module) -> None:
+    """Units inside ``outer`` and their parameters are named as ``outer`` sees them."""
+    renamed: set[int] = set()
+    for path, submodule in outer.named_modules():
+        state = find_state(submodule)
+        if state is None or submodule is outer or id(state.unit) in renamed:
+            continue
+        unit = state.unit
+        renamed.add(id(unit))
+        unit.name = path
+        for bucket in unit.buckets:
+            for entry in bucket.entries:
+                name = entry.names[0]
+                if len(unit.modules) > 1:
+                    position, name = name.split(".", 1)
+                    member = unit.modules[int(position)]()
+                    path_of = {id(m): p for p, m in outer.named_modules()}
+                    fqn = f"{path_of.get(id(member), path)}.{name}"
+                else:
+                    fqn = f"{path}.{name}"
+                entry.spec = replace(entry.spec, fqn=fqn, unit=path)
+                tag(entry.param, entry.spec)
+
+
+def undo(module: nn.Module) -> nn.Module:
+    """Give back plain, full parameters, bit-identical, with every hook gone.
+
+    Every unit in ``module`` is undone; all ranks must call it. Gradients are gathered too.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded, or a tied parameter of it belongs to a unit
+            outside ``module``, or is used by one.
+    """
+    units = list(iter_units(module))
+    if not units:
+        raise ValueError(
+            f"undo: {type(module).__name__} is not sharded, and neither is a module in it."
+        )
+    inside = {id(bucket) for unit in units for bucket in unit.buckets}
+    for unit in {u for lane_unit in units for u in lane_unit.lane.units}:
+        outer = id(unit) not in {id(u) for u in units}
+        for entry in unit.borrowed:
+            owned = entry.owner is not None and id(entry.owner()) in inside
+            if outer == owned:
+                raise ValueError(
+                    f"undo: parameter {entry.spec.fqn!r} is tied between units inside and outside "
+                    f"{type(module).__name__}; undo a module that contains both."
+                )
+    for unit in units:
+        drain(unit.lane)
+        for reason in tuple(unit.holds):
+            drop(unit, reason)
+        install_leaves(unit)
+    for unit in units:
+        for bucket in unit.buckets:
+            _restore(bucket)
+        for ref in unit.modules:
+            member = ref()
+            if member is not None:
+                state = member.__dict__.pop(STATE_KEY)
+                hooks.detach(member)
+                _restore_buffers(member, state)
+        unit.lane.units.discard(unit)
+    return module
+
+
+def _restore(bucket: Bucket) -> None:
+    full = gather_flat(bucket, bucket.shard, bucket.shard.dtype)
+    for entry in bucket.entries:
+        param, spec = entry.param, entry.spec
+        grad = None if param.grad is None else param.grad.full_tensor()  # type: ignore[attr-defined]
+        with raw():
+            param.grad = None
+            untag(param)
+            param.data = torch.empty_strided(
+                spec.shape, spec.stride, dtype=full.dtype, device=full.device
+            )
+            param.detach().as_strided((spec.numel,), (1,)).copy_(
+                full[spec.offset : spec.offset + spec.numel]
+            )
+        param.grad = grad
+        forget_entry(param)
+        restore_leaf_hooks(
+            param, [*entry.hooks.gradient.values()], [*entry.hooks.accumulated.values()]
+        )
+
+
+def _restore_buffers(module: nn.Module, state: _FSDPState) -> None:
+    for name, dtype in state.buffer_dtypes.items():
+        path, _, key = name.rpartition(".")
+        buffers = buffer_slots(module.get_submodule(path))
+        buffers[key] = buffers[key].to(dtype)

@@ -1,0 +1,222 @@
+"""What a module's forward triggers: plain functions that find their state through the module.
+
+Nothing is captured, so a deep copy of a module drives its own state, and hooks keep no module
+alive. The hook on a unit's outputs refers to the unit weakly: a tensor may outlive the model.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.engine import (
+    begin_forward_pass,
+    check_slots,
+    drop,
+    drop_prefetched,
+    hold,
+    install,
+    install_leaves,
+    open_backward,
+    prefetch,
+    recover,
+    refresh_stale,
+    requires_grad,
+    running_task,
+    wait_gathered,
+)
+from fsdp_compose.gather import Boundary, view_parameters
+from fsdp_compose.order import Order
+from fsdp_compose.state import Hold, Lane, Unit, get_state
+from fsdp_compose.torch_private import graph_task_id, raw, remove_forward_hooks
+from fsdp_compose.tree import find_tensors, map_tensors
+
+
+def attach(module: nn.Module) -> None:
+    """Gather around ``module``'s forward; ``get_state(module)`` must exist."""
+    module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
+    module.register_forward_hook(after_forward, always_call=True)
+
+
+def detach(module: nn.Module) -> None:
+    """Remove what ``attach`` registered, from a copy of the module too."""
+    remove_forward_hooks(module, before_forward, after_forward)
+
+
+def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Gather the unit and let its modules read full parameters."""
+    unit = get_state(module).unit
+    lane = unit.lane
+    recomputing = graph_task_id() != -1
+    if lane.active and lane.active[0] is unit and not _is_running(module):
+        recover(lane)  # an interrupt ended a forward without running its hooks
+    if not lane.active and not recomputing:
+        begin_forward_pass(lane)
+    elif not lane.active:
+        lane.pass_id += 1
+    lane.active.append(unit)
+    unit.calls += 1
+    if unit.calls == 1 and not unit.finished:
+        _open_forward(unit, lane, recomputing)
+    dtype = unit.mp.param_dtype
+    if dtype is not None and unit.mp.cast_forward_inputs:
+        args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
+    elif not _needs_boundary(unit):
+        return None
+    if _needs_boundary(unit):
+        args, kwargs = _bound(unit, (args, kwargs))
+    return args, kwargs
+
+
+def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    """Put the leaves back, release the unit, and see to it that its backward gathers again.
+
+    Runs also when forward raised: non-reentrant checkpointing ends a recomputation so.
+    """
+    unit = get_state(module).unit
+    lane = unit.lane
+    if unit.calls == 0:
+        return None  # the error was raised before this unit opened
+    unit.calls -= 1
+    while lane.active and lane.active.pop() is not unit:
+        pass
+    if unit.mp.output_dtype is not None:
+        output = map_tensors(partial(_cast, unit.mp.output_dtype), output)
+    hidden = torch.is_grad_enabled() and _watch_outputs(unit, output)
+    unit.finished.add(id(module))
+    if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not lane.active):
+        unit.finished.clear()
+        _close_forward(unit, lane, hidden)
+    if not lane.active:
+        _end_pass(lane)
+    return output
+
+
+def _open_forward(unit: Unit, lane: Lane, recomputing: bool) -> None:
+    if unit.task is None:
+        check_slots(unit)
+    if not recomputing and unit.holds and unit.holds <= {Hold.KEPT, Hold.RETAINED}:
+        refresh_stale(unit)
+    hold(unit, Hold.FORWARD)
+    drop(unit, Hold.PREFETCH)
+    wait_gathered(unit)
+    live = unit.live
+    if live is not None and live.pass_id == lane.pass_id and torch.is_grad_enabled():
+        tensors = live.tensors  # a second call in one forward: its gradients join the first's
+    else:
+        tensors = view_parameters(unit)
+    install(unit, tensors)
+    if not recomputing:
+        order = _order(lane)
+        order.visit(unit)
+        prefetch(lane, order.ahead(unit.prefetch.forward))
+
+
+def _close_forward(unit: Unit, lane: Lane, hidden: bool) -> None:
+    if graph_task_id() != -1:
+        # Recomputed inside a backward that will need it; released when its gradients arrive.
+        task = running_task(lane)
+        hold(unit, Hold.BACKWARD)
+        task.units.append(unit)
+        if unit.task is not None and unit.live is not None:
+            install(unit, unit.live.tensors)
+        else:
+            install_leaves(unit)
+    else:
+        install_leaves(unit)
+        keep = unit.switches.keep_after_forward
+        if keep is None:
+            keep = not lane.active and torch.is_grad_enabled()
+        if keep or hidden:
+            hold(unit, Hold.KEPT)
+    drop(unit, Hold.FORWARD)
+
+
+def _end_pass(lane: Lane) -> None:
+    if not torch.is_grad_enabled() and graph_task_id() == -1:
+        drop_prefetched(lane)
+        if lane.eval_order is not None:
+            lane.eval_order.close()
+    lane.eval_order = None
+
+
+def _order(lane: Lane) -> Order:
+    """Training has one order per device; an inference forward has that of its outermost unit."""
+    if lane.eval_order is None and len(lane.active) == 1 and not torch.is_grad_enabled():
+        lane.eval_order = lane.active[0].eval_order
+    return lane.forward_order if lane.eval_order is None else lane.eval_order
+
+
+def make_trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
+    """A tensor hook that gathers the unit when backward reaches one of its outputs."""
+    ref = weakref.ref(unit)
+
+    def trigger(grad: torch.Tensor) -> None:
+        reached = ref()
+        if reached is not None:
+            open_backward(reached, running_task(reached.lane))
+
+    return trigger
+
+
+def _watch_outputs(unit: Unit, output: Any) -> bool:
+    """Hook the outputs; True when they may hide a tensor whose backward could not be seen."""
+    tensors, opaque = find_tensors(output)
+    watched = False
+    trigger = make_trigger(unit)
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(trigger)
+            watched = True
+    if watched or not opaque:
+        return False
+    if "hidden" not in unit.warned:
+        unit.warned.add("hidden")
+        warnings.warn(
+            f"unit {unit.name!r} returned a {type(output).__name__} in which no differentiable "
+            "tensor was found, so its backward cannot be seen coming: it stays gathered until "
+            "backward ends. Return tensors in tuples, dicts, dataclasses or plain objects.",
+            stacklevel=2,
+        )
+    return True
+
+
+def _needs_boundary(unit: Unit) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    with raw():
+        return not any(requires_grad(entry.param) for entry in unit.entries)
+
+
+def _bound(unit: Unit, inputs: Any) -> Any:
+    """Pass the inputs that need gradients through one node, so that a frozen unit knows its end."""
+    tensors, _ = find_tensors(inputs)
+    needing = {id(t): t for t in tensors if t.requires_grad}
+    if not needing:
+        return inputs
+    outputs = Boundary.apply(weakref.ref(unit), *needing.values())
+    replaced = dict(zip(needing, outputs, strict=True))
+    return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), inputs)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of ``module`` besides the present one is on this thread's stack."""
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1

@@ -1,0 +1,231 @@
+"""Starts the ranks of a script on this machine and leaves none of them behind.
+
+``launch`` is what ``torchrun --standalone`` does in its simplest case, and sets the same
+environment variables, so a script cannot tell the difference. Every rank leads a process group of
+its own: a signal reaches a rank once, through the launcher, together with its children. POSIX only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import IO
+
+__all__ = ["free_port", "launch"]
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class _Exited:
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    signum: signal.Signals
+
+
+_Event = _Exited | _Signalled
+
+
+@dataclass
+class _Ranks:
+    """The running ranks, and one queue in which everything that happens to them arrives."""
+
+    grace: float
+    events: SimpleQueue[_Event] = field(default_factory=SimpleQueue)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)
+    readers: list[threading.Thread] = field(default_factory=list)
+
+
+def launch(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    *,
+    nproc: int,
+    env: Mapping[str, str] | None = None,
+    grace: float = 5.0,
+) -> int:
+    """Runs ``nproc`` ranks of a Python script on this machine and returns one exit code.
+
+    Rank 0 inherits stdin, stdout and stderr, so a progress bar stays one; what the others write
+    is forwarded by line behind ``[rank k]``. When a rank fails it is named on stderr with its exit
+    code or signal, the others are terminated, and its code is returned (128 + n for signal n).
+    Ctrl-C interrupts every rank and returns 130; a rank that has not ended ``grace`` seconds
+    later, or at a second Ctrl-C, is killed. Call it from the main thread.
+
+    ``env`` replaces the environment the ranks start from (default: this process's). OMP_NUM_THREADS
+    is the number of usable cores over ``nproc``, unless it is set already.
+    """
+    if nproc < 1:
+        raise ValueError(f"nproc must be at least 1, found {nproc}")
+    base = dict(os.environ if env is None else env)
+    base.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // nproc)))
+    base.setdefault("PYTHONUNBUFFERED", "1")
+    base |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }
+    command = [sys.executable, os.fspath(script), *args]
+    ranks = _Ranks(grace)
+    code = 1
+    with _signals_to(lambda signum: ranks.events.put(_Signalled(signum))):
+        try:
+            for rank in range(nproc):
+                _start(ranks, rank, command, base | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            code = _supervise(ranks)
+        finally:
+            if code != 0:
+                _sweep(ranks)
+            for reader in ranks.readers:
+                reader.join(timeout=1.0)
+    return code
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _signals_to(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Passes stop signals to ``handle`` in place of raising.
+
+    An exception raised between fork and the assignment of its result would lose a rank.
+    """
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        handle(signal.Signals(signum))
+
+    before = {
+        signum: signal.signal(signum, handler)
+        for signum in _STOP_SIGNALS
+        # Under nohup a closed terminal must stay unheard.
+        if not (signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN)
+    }
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, signal.SIG_DFL if old is None else old)
+
+
+def _start(ranks: _Ranks, rank: int, command: list[str], env: dict[str, str]) -> None:
+    pipe = None if rank == 0 else subprocess.PIPE
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdin=None if rank == 0 else subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    ranks.processes.append(process)
+    ranks.running.add(rank)
+
+    def wait() -> None:
+        ranks.events.put(_Exited(rank, process.wait()))
+
+    threading.Thread(target=wait, daemon=True).start()
+    for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        if source is not None:
+            reader = threading.Thread(target=_forward, args=(rank, source, sink), daemon=True)
+            reader.start()
+            ranks.readers.append(reader)
+
+
+def _forward(rank: int, source: IO[str], sink: IO[str]) -> None:
+    for line in source:
+        sink.write(f"[rank {rank}] {line.rstrip()}\n")
+        sink.flush()
+
+
+def _supervise(ranks: _Ranks) -> int:
+    """Waits until every rank has ended well, one has failed, or the launcher is told to stop."""
+    while ranks.running:
+        event = ranks.events.get()
+        if isinstance(event, _Signalled):
+            _say(f"{event.signum.name}: stopping {_names(ranks.running)}")
+            _stop(ranks, event.signum)
+            return 128 + event.signum
+        ranks.running.discard(event.rank)
+        if event.code != 0:
+            rest = f"; terminating {_names(ranks.running)}" if ranks.running else ""
+            _say(f"rank {event.rank} {_how_it_ended(event.code)}{rest}")
+            _stop(ranks, signal.SIGTERM)
+            return event.code if event.code > 0 else 128 - event.code
+    return 0
+
+
+def _stop(ranks: _Ranks, signum: signal.Signals) -> None:
+    """Sends ``signum`` to the ranks that run, waits ``grace`` seconds, then kills what is left."""
+    if not ranks.running:
+        return
+    _send(ranks, signum, ranks.running)
+    deadline = time.monotonic() + ranks.grace
+    while ranks.running:
+        try:
+            event = ranks.events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            event = None
+        if isinstance(event, _Exited):
+            ranks.running.discard(event.rank)
+        else:
+            _send(ranks, signal.SIGKILL, ranks.running)
+            deadline = time.monotonic() + ranks.grace
+
+
+def _sweep(ranks: _Ranks) -> None:
+    """Kills every rank that is left, and what ended ranks left running (data loader workers)."""
+    _stop(ranks, signal.SIGKILL)
+    _send(ranks, signal.SIGKILL, range(len(ranks.processes)))
+
+
+def _send(ranks: _Ranks, signum: signal.Signals, to: Iterable[int]) -> None:
+    for rank in to:
+        # A group that is gone ended by itself; its exit is, or was, in the queue.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(ranks.processes[rank].pid, signum)
+
+
+def _names(ranks: set[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _say(message: str) -> None:
+    print(f"fsdp-compose: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""Which ranks share a shard, which hold replicas, and on which device; a world of one included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+MeshLike: TypeAlias = "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate; ``pg`` is None for a group of one rank, which never communicates."""
+
+    pg: dist.ProcessGroup | None = field(repr=False)
+    rank: int
+    size: int
+    backend: str
+    ranks: tuple[int, ...]
+
+
+SELF = Group(pg=None, rank=0, size=1, backend="none", ranks=(0,))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Parameters are cut over ``shard`` and copied over ``replicate``."""
+
+    shard: Group
+    replicate: Group
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return self.shard.size * self.replicate.size
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of more than one rank."""
+        return tuple(g for g in (self.shard, self.replicate) if g.size > 1)
+
+
+def resolve_mesh(mesh: MeshLike | None, device: torch.device, replicate_only: bool) -> Mesh:
+    """Turn what the user passed as ``mesh`` into groups.
+
+    Args:
+        mesh: None (the default group, or a world of one when there is none), a DeviceMesh of one
+            dimension (shard) or two (replicate, shard), a ProcessGroup (shard), or a
+            (shard, replicate) pair of ProcessGroups.
+        device: where the parameters live.
+        replicate_only: every rank of ``mesh`` keeps whole parameters (NO_SHARD).
+
+    Raises:
+        ValueError: the mesh has more than two dimensions, or does not contain this rank.
+        TypeError: ``mesh`` is none of the above.
+    """
+    if mesh is None:
+        world = group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF
+        shard, replicate = world, SELF
+    elif isinstance(mesh, DeviceMesh):
+        shard, replicate = _from_device_mesh(mesh, device)
+    elif isinstance(mesh, dist.ProcessGroup):
+        shard, replicate = group_of(mesh, device), SELF
+    elif isinstance(mesh, tuple) and len(mesh) == 2:
+        shard, replicate = group_of(mesh[0], device), group_of(mesh[1], device)
+    else:
+        raise TypeError(
+            f"fully_shard: mesh is {mesh!r}; wanted None, a DeviceMesh with dimensions (shard) or "
+            "(replicate, shard), a ProcessGroup, or a (shard, replicate) pair of ProcessGroups."
+        )
+    if replicate_only:
+        if shard.size > 1 and replicate.size > 1:
+            raise ValueError(
+                "fully_shard: strategy NO_SHARD replicates over one group, but the mesh has two "
+                "axes; pass the whole data-parallel group, or use HYBRID_SHARD."
+            )
+        shard, replicate = SELF, (shard if shard.size > 1 else replicate)
+    return Mesh(shard, replicate, device)
+
+
+def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Group]:
+    if mesh.device_type != device.type:
+        raise ValueError(
+            f"fully_shard: the mesh is for device {mesh.device_type!r} but the parameters are on "
+            f"{device}; move the module there first, or build the mesh for {device.type!r}."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard: mesh {mesh} does not contain rank {dist.get_rank()}; call fully_shard "
+            "on the ranks of the mesh only, each with a mesh that contains it."
+        )
+    if mesh.ndim == 1:
+        return group_of(mesh.get_group(0), device), SELF
+    if mesh.ndim == 2:
+        return group_of(mesh.get_group(1), device), group_of(mesh.get_group(0), device)
+    raise ValueError(
+        f"fully_shard: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; wanted one (shard) "
+        "or two (replicate, shard). Slice it: mesh['dp'] or mesh['replicate', 'shard']."
+    )
+
+
+def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
+    """Describe ``pg`` for tensors on ``device``.
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
+    rank = dist.get_rank(pg)
+    if rank < 0 or not isinstance(pg, dist.ProcessGroup):
+        raise ValueError(
+            f"fully_shard: rank {dist.get_rank()} is not in the process group it was given; call "
+            "fully_shard on the ranks of the group only."
+        )
+    size = dist.get_world_size(pg)
+    ranks = tuple(dist.get_process_group_ranks(pg))
+    if size == 1:
+        return Group(pg=None, rank=0, size=1, backend="none", ranks=ranks)
+    return Group(pg, rank, size, _backend(pg, device), ranks)
+
+
+def _backend(pg: dist.ProcessGroup, device: torch.device) -> str:
+    """Backend that serves ``device``: a group may be "cpu:gloo,cuda:nccl"."""
+    config = dist.get_backend_config(pg)
+    served = dict(part.split(":") for part in config.split(",") if ":" in part)
+    name = served.get(device.type, config)
+    if served and device.type not in served:
+        raise ValueError(
+            f"fully_shard: parameters are on {device} but the process group serves {config}; "
+            "move the module first: module.to(device)."
+        )
+    return name

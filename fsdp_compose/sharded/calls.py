@@ -1,0 +1,360 @@
+"""What a torch function does to sharded tensors: on the slice, over the group, or refused.
+
+Elementwise functions act on the slice when every sharded operand is cut alike; a plain operand
+that broadcasts to the original shape is cut first. Reductions of everything are global. All else
+raises D1. The tables are in ops.py and reduce.py; this file fills ``HANDLERS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_compose.comm import all_reduce
+from fsdp_compose.sharded import ops
+from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce
+from fsdp_compose.sharded.spec import ShardSpec, refuse, require_group
+from fsdp_compose.sharded.tensor import (
+    HANDLERS,
+    Handler,
+    ShardedTensor,
+    first_spec,
+    is_sharded,
+    own_slice,
+    tag,
+)
+from fsdp_compose.torch_private import call_raw, raw
+
+
+def _shared(func: Any, args: Any, kwargs: Any) -> Any:
+    return call_raw(func, (), args, kwargs)
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spec, plain = None, False
+    for value in (*args, *kwargs.values()):
+        if is_sharded(value):
+            if spec is None:
+                spec = value._shard_spec
+            elif value._shard_spec is not spec and value._shard_spec.key != spec.key:
+                refuse(func, spec, _mismatch(value._shard_spec))
+        elif isinstance(value, Tensor):
+            plain = True
+    if spec is None:
+        refuse(func, first_spec(args, kwargs))
+    if plain or kwargs:
+        args, kwargs = _operands(func, args, kwargs, spec)
+    out = call_raw(func, (), args, kwargs)
+    if type(out) is Tensor:
+        tag(out, spec)
+    return out
+
+
+def _operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, Any]:
+    """The operands with every plain tensor cut as ``spec`` is; refuse what has no one meaning."""
+    target = kwargs.get("out", args[0] if func in ops.IN_PLACE and args else None)
+    if target is not None and not is_sharded(target):
+        refuse(func, spec, "it would write a slice into a plain tensor")
+    if kwargs.get("memory_format") not in _PLAIN_FORMATS:
+        refuse(func, spec, "the slice has no memory format")
+    cut = tuple(_operand(func, value, spec) for value in args)
+    return cut, {k: _operand(func, value, spec) for k, value in kwargs.items()}
+
+
+_PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
+    if not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    if value.requires_grad and torch.is_grad_enabled():
+        refuse(func, spec, "the other operand requires grad")
+    if value.ndim == 0:
+        return value
+    pairs = zip(reversed(value.shape), reversed(spec.shape), strict=False)
+    if value.ndim > len(spec.shape) or any(n not in (1, m) for n, m in pairs):
+        refuse(func, spec, f"the other has shape {tuple(value.shape)}")
+    return value.reshape(1) if value.numel() == 1 else own_slice(value, spec)
+
+
+def _mismatch(other: ShardSpec) -> str:
+    return f"the other, {other.fqn!r}, is cut differently: {other.held}"
+
+
+def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args and not is_sharded(args[0]):
+        return call_raw(func, (), args, kwargs)
+    if kwargs.get("memory_format") not in _PLAIN_FORMATS:
+        refuse(func, args[0]._shard_spec, "the slice has no memory format")
+    out = call_raw(func, (), args, kwargs)
+    return tag(out, args[0]._shard_spec) if type(out) is Tensor else out
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call over lists of tensors. The usual case, the same specs in each list, is one compare.
+
+    Lists compare their items by identity first, and specs have no other equality.
+    """
+    specs: list[ShardSpec] | None = None
+    try:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) in _LISTS and value and isinstance(value[0], Tensor):
+                found = [t._shard_spec for t in value]
+                if specs is None:
+                    specs = found
+                elif specs != found:
+                    return _foreach_mixed(func, args, kwargs)
+    except AttributeError:
+        return _foreach_mixed(func, args, kwargs)
+    out = call_raw(func, (), args, kwargs)
+    if out is not None and specs is not None:
+        for tensor, spec in zip(out, specs, strict=True):
+            if type(tensor) is Tensor:
+                tensor._shard_spec = spec
+                tensor.__class__ = ShardedTensor
+    return out
+
+
+_LISTS: tuple[Any, ...] = (list, tuple)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(t, Tensor) for t in value)
+
+
+def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A foreach call with plain tensors among the sharded, or slices of different specs."""
+    names = [*range(len(args)), *kwargs]
+    values = [*args, *kwargs.values()]
+    lists = {name: list(v) for name, v in zip(names, values, strict=True) if _is_list(v)}
+    first = next(iter(lists))
+    specs: list[ShardSpec | None] = []
+    for i in range(len(lists[first])):
+        spec: ShardSpec | None = None
+        for items in lists.values():
+            if i >= len(items) or not is_sharded(items[i]):
+                continue
+            other = items[i]._shard_spec
+            if spec is None:
+                spec = other
+            elif other is not spec and other.key != spec.key:
+                refuse(func, spec, _mismatch(other))
+        specs.append(spec)
+        if spec is None:
+            continue
+        for name, items in lists.items():
+            if i >= len(items) or is_sharded(items[i]):
+                continue
+            if (name == first and func in ops.FOREACH_IN_PLACE) or (
+                func in ops.FUSED and items[i].ndim
+            ):
+                refuse(func, spec, "it would write a slice into a plain tensor")
+            items[i] = _operand(func, items[i], spec)
+    args = tuple(lists.get(i, value) for i, value in enumerate(args))
+    out = call_raw(func, (), args, {k: lists.get(k, value) for k, value in kwargs.items()})
+    if out is not None:
+        for tensor, spec in zip(out, specs, strict=True):
+            if spec is not None and type(tensor) is Tensor:
+                tag(tensor, spec)
+    return out
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradient scaling: an infinity in any rank's slice is found by every rank of its group."""
+    out = _foreach(func, args, kwargs)
+    grads, found_inf = args[0], args[1]
+    for group in {g._shard_spec.group for g in grads if is_sharded(g)}:
+        all_reduce(found_inf, group, "max")
+    return out
+
+
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A reduction of everything: ``max(a, b)`` and what is given a dimension are not."""
+    source = next((k for k in ("input", "self", "x", "A") if k in kwargs), None)
+    if source is not None:
+        args = (kwargs[source], *args)
+    kwargs = {k: v for k, v in kwargs.items() if k != source and v is not None}
+    tensor, rest = args[0], args[1:]
+    if any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
+        if func in _EXTREMES:
+            return _elementwise(func, args, kwargs)
+        refuse(func, first_spec(args, kwargs))
+    spec = tensor._shard_spec
+    require_group(spec, getattr(func, "__name__", "a reduction"))
+    out = REDUCTIONS[func](tensor.to_local(), spec, *rest, **kwargs)
+    return refuse(func, spec, "along a dimension") if out is NotImplemented else out
+
+
+_EXTREMES = ops.functions("max min", torch, Tensor)
+
+
+def _foreach_reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = args[0] if args else kwargs["self"]
+    specs = [t._shard_spec if is_sharded(t) else None for t in tensors]
+    for spec in specs:
+        if spec is not None:
+            require_group(spec, func.__name__)
+    locals_ = [t.to_local() if is_sharded(t) else t for t in tensors]
+    return foreach_reduce(func, locals_, specs, *args[1:], **kwargs)
+
+
+def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) + len(kwargs) < 3:
+        refuse(func, first_spec(args, kwargs), "its result has no fixed shape")
+    return _elementwise(func, args, kwargs)
+
+
+def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p[mask] = number`` with a mask that is cut the same way."""
+    tensor, index, value = args
+    if not (is_sharded(tensor) and is_sharded(index) and index.dtype == torch.bool):
+        refuse(func, first_spec(args, kwargs))
+    if isinstance(value, Tensor) and value.numel() != 1:
+        refuse(func, tensor._shard_spec)
+    return _elementwise(Tensor.masked_fill_, (tensor, index, value), {})
+
+
+def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        return _elementwise(Tensor.fill_, (*args, *kwargs.values()), {})
+
+
+def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spec = first_spec(args, kwargs)
+    if len(spec.shape) != 1 or len(args) != 2 or kwargs:
+        refuse(func, spec)
+    first = args[0].conj() if func in _CONJUGATING else args[0]
+    return (first * args[1]).sum()
+
+
+_CONJUGATING = ops.functions("vdot", torch, Tensor)
+
+
+def _dist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.norm(args[0] - args[1], *args[2:], **kwargs)
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    a, b = args
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.eq(b).all())
+
+
+def _all_close(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].shape == args[1].shape
+
+
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a one-element tensor holds; every rank must ask."""
+    if args[0]._shard_spec.numel != 1:
+        refuse(func, args[0]._shard_spec, "it has more than one element")
+    return func(args[0].full_tensor())
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.new_zeros(size)``: sharded when the size is p's own, else plain."""
+    tensor, *rest = args
+    spec = tensor._shard_spec
+    if "size" in kwargs:
+        size = kwargs["size"]
+    else:
+        size = rest[0] if rest and not isinstance(rest[0], int) else rest
+    with raw():
+        if tuple(size) != tuple(spec.shape):
+            return func(*args, **kwargs)
+        local = (spec.stop - spec.start,)
+        if "size" in kwargs:
+            return tag(func(tensor, *rest, **{**kwargs, "size": local}), spec)
+        fill = rest[1:] if rest and not isinstance(rest[0], int) else ()
+        return tag(func(tensor, local, *fill, **kwargs), spec)
+
+
+def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not args[0].is_contiguous(*args[1:], **kwargs):
+        refuse(func, args[0]._shard_spec, "it is stored in another order")
+    return args[0]
+
+
+def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each complex element is two real ones, so the slice of one is the slice of the other."""
+    spec = args[0]._shard_spec
+    real = ShardSpec(
+        spec.fqn,
+        spec.unit,
+        torch.Size((*spec.shape, 2)),
+        (*(2 * s for s in spec.stride), 1),
+        2 * spec.offset,
+        2 * spec.shard_numel,
+        spec.group,
+        spec.residence,
+    )
+    return tag(call_raw(func, (), args, kwargs).view(-1), real)
+
+
+def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grads = call_raw(func, (), args, kwargs)
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    for grad, source in zip(grads, inputs, strict=True):
+        if type(grad) is Tensor and is_sharded(source):
+            tag(grad, source._shard_spec)
+    return grads
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """A function of torch or Tensor that a method of ours answers."""
+    mine = getattr(ShardedTensor, name)
+    return lambda func, args, kwargs: mine(*args, **kwargs)
+
+
+def _getter(name: str) -> Callable[..., Any]:
+    return lambda func, args, kwargs: getattr(args[0], name)
+
+
+def _setter(name: str) -> Callable[..., Any]:
+    return lambda func, args, kwargs: setattr(args[0], name, args[1])
+
+
+def _handle(functions: Iterable[Callable[..., Any]], handler: Handler) -> None:
+    HANDLERS.update(dict.fromkeys(functions, handler))
+
+
+_handle(ops.SHARED, _shared)
+_handle(ops.ELEMENTWISE, _elementwise)
+_handle(ops.CASTS, _cast)
+_handle(ops.FOREACH, _foreach)
+_handle(ops.functions("_amp_foreach_non_finite_check_and_unscale_", torch), _unscale)
+_handle(ops.functions("_foreach_max _foreach_norm", torch), _foreach_reduce)
+_handle(REDUCTIONS, _reduce)
+_handle(ops.functions("where", torch, Tensor), _where)
+_handle(ops.functions("__setitem__", Tensor), _set_item)
+_handle(ops.functions("dot inner vdot", torch, Tensor), _dot)
+_handle(ops.functions("dist", torch, Tensor), _dist)
+_handle(ops.functions("equal", torch, Tensor), _equal)
+_handle(ops.functions("allclose", torch, Tensor), _all_close)
+_handle(ops.functions("is_same_size", torch, Tensor), _same_size)
+_handle(
+    ops.functions("__bool__ __complex__ __float__ __index__ __int__ is_nonzero item", Tensor), _item
+)
+_handle(ops.functions("is_nonzero", torch), _item)
+_handle(ops.functions("new_empty new_full new_ones new_tensor new_zeros", Tensor), _new)
+_handle(ops.functions("new_tensor", Tensor), _shared)
+_handle(ops.functions("contiguous", Tensor), _contiguous)
+_handle(ops.functions("view_as_real", torch), _view_as_real)
+_handle([torch.nn.init.constant_], _constant)
+_handle([torch.autograd.grad], _autograd_grad)
+for _name in (
+    "__format__ __len__ __reduce_ex__ __repr__ dim is_contiguous ndimension nelement numel "
+    "register_hook register_post_accumulate_grad_hook size stride"
+).split():
+    _handle(ops.functions(_name, torch, Tensor), _method(_name))
+for _name in "data grad nbytes ndim shape".split():
+    _handle(ops.getters(_name), _getter(_name))
+for _name in "data grad".split():
+    _handle(ops.setters(_name), _setter(_name))

@@ -1,0 +1,320 @@
+"""Reductions of everything in a tensor, from the slices that the ranks of a group hold.
+
+Each takes a plain local slice (possibly empty) and its spec, returns what torch returns for the
+whole, the same on every rank, and does one collective over one number per rank (``var`` two).
+Where autograd records, the gradient is averaged over the group, as data-parallel gradients are.
+A reduction along a dimension returns ``NotImplemented``.
+
+Half precision is accumulated in fp32 and rounded once, as torch does on one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_compose.comm import all_gather_uneven, all_reduce
+from fsdp_compose.mesh import Group
+from fsdp_compose.sharded.ops import functions
+from fsdp_compose.sharded.spec import ShardSpec
+
+__all__ = ["REDUCTIONS", "foreach_reduce"]
+
+Reduction = Callable[..., Any]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _GatherRanks(torch.autograd.Function):
+    """(n,) on each rank -> (ranks, n) on all; backward averages over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        lengths = [partial.numel()] * group.size
+        return all_gather_uneven(partial.contiguous(), lengths, group).view(group.size, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        group: Group = ctx.group
+        total = all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
+        return total[group.rank] / group.size, None
+
+
+def _across(partial: Tensor, op: str, group: Group) -> Tensor:
+    """Combine one number (or one vector) per rank."""
+    if group.size == 1:
+        return partial
+    if op == "sum" and not (partial.requires_grad and torch.is_grad_enabled()):
+        return all_reduce(partial.detach().clone(), group)
+    shape, vector = partial.shape, partial.reshape(-1)
+    if vector.dtype == torch.bool:
+        vector = vector.to(torch.uint8)
+    ranks = _GatherRanks.apply(vector, group)
+    # max and min gather, because a collective's own max may lose a NaN
+    combine: dict[str, Callable[..., Tensor]] = {
+        "sum": torch.sum,
+        "max": torch.amax,
+        "min": torch.amin,
+        "prod": torch.prod,
+    }
+    return combine[op](ranks, 0).to(partial.dtype).reshape(shape)
+
+
+def _wide(local: Tensor) -> Tensor:
+    return local.float() if local.dtype in _HALF else local
+
+
+def _plain(dim: Any, keepdim: bool) -> bool:
+    return (dim is None or dim == () or dim == []) and not keepdim
+
+
+def _sum(
+    local: Tensor,
+    spec: ShardSpec,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    axis: Any = None,
+    dtype: Any = None,
+) -> Any:
+    if not _plain(dim, keepdim) or axis is not None:
+        return NotImplemented
+    value = local if dtype is None else local.to(dtype)
+    total = _across(_wide(value).sum(), "sum", spec.group)
+    return total.to(value.dtype) if value.dtype in _HALF else total
+
+
+def _nansum(local: Tensor, spec: ShardSpec, *args: Any, **kwargs: Any) -> Any:
+    return _sum(torch.where(local.isnan(), torch.zeros_like(local), local), spec, *args, **kwargs)
+
+
+def _mean(
+    local: Tensor,
+    spec: ShardSpec,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    axis: Any = None,
+    dtype: Any = None,
+) -> Any:
+    if not _plain(dim, keepdim) or axis is not None:
+        return NotImplemented
+    value = local if dtype is None else local.to(dtype)
+    if not (value.is_floating_point() or value.is_complex()):
+        return value.mean()  # torch's own error
+    return (_across(_wide(value).sum(), "sum", spec.group) / spec.numel).to(value.dtype)
+
+
+def _prod(
+    local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    if not _plain(dim, keepdim):
+        return NotImplemented
+    value = local if dtype is None else local.to(dtype)
+    total = _across(_wide(value).prod(), "prod", spec.group)
+    return total.to(value.dtype) if value.dtype in _HALF else total
+
+
+def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
+    def extreme(local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False) -> Any:
+        if not _plain(dim, keepdim):
+            return NotImplemented
+        if spec.numel == 0:
+            return reduce(local)  # torch's own error
+        return _across(reduce(local) if local.numel() else _limit(local, op), op, spec.group)
+
+    return extreme
+
+
+def _limit(local: Tensor, op: str) -> Tensor:
+    """What no element changes: the least value for a maximum, the greatest for a minimum."""
+    if local.dtype == torch.bool:
+        value: float = op == "min"
+    elif local.is_floating_point():
+        value = -math.inf if op == "max" else math.inf
+    else:
+        info = torch.iinfo(local.dtype)
+        value = info.min if op == "max" else info.max
+    limit = local.new_full((), value)
+    return limit + local.sum() if local.requires_grad else limit  # in the graph on every rank
+
+
+def _every(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
+    def every(local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False) -> Any:
+        if not _plain(dim, keepdim):
+            return NotImplemented
+        return _across(reduce(local), op, spec.group)
+
+    return every
+
+
+def _count_nonzero(local: Tensor, spec: ShardSpec, dim: Any = None) -> Any:
+    if not _plain(dim, False):
+        return NotImplemented
+    return _across(local.count_nonzero(), "sum", spec.group)
+
+
+def _var(
+    local: Tensor,
+    spec: ShardSpec,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
+) -> Any:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if not _plain(dim, keepdim):
+        return NotImplemented
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    wide = _wide(local)
+    mean = _across(wide.sum(), "sum", spec.group) / spec.numel
+    squares = _across((wide - mean).abs().square().sum(), "sum", spec.group)
+    return (squares / max(0, spec.numel - correction)).to(_real(local.dtype))
+
+
+def _std(local: Tensor, spec: ShardSpec, *args: Any, **kwargs: Any) -> Any:
+    if local.dtype in _HALF:
+        out = _var(local.float(), spec, *args, **kwargs)
+        return out if out is NotImplemented else out.sqrt().to(local.dtype)
+    out = _var(local, spec, *args, **kwargs)
+    return out if out is NotImplemented else out.sqrt()
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _vector_norm(
+    local: Tensor,
+    spec: ShardSpec,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
+    if not _plain(dim, keepdim):
+        return NotImplemented
+    order = float(ord)
+    accumulate = dtype or (torch.float32 if local.dtype in _HALF else None)
+    value = _local_norm(local, order, accumulate)
+    return _combine_norms(value, order, spec.group).to(_real(dtype or local.dtype))
+
+
+def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
+    if local.numel() == 0 and (order < 0 or order == math.inf):
+        return _limit(
+            local.abs().to(_real(dtype or local.dtype)), "max" if order > 0 else "min"
+        ).relu()
+    return torch.linalg.vector_norm(local, order, dtype=dtype)
+
+
+def _combine_norms(norms: Tensor, order: float, group: Group) -> Tensor:
+    """The norm of the whole from the norms of its slices."""
+    if group.size == 1:
+        return norms
+    if order in (0.0, 1.0):
+        return _across(norms, "sum", group)
+    if abs(order) == math.inf:
+        return _across(norms, "max" if order > 0 else "min", group)
+    if order == 2.0 and not (norms.requires_grad and torch.is_grad_enabled()):
+        return _across(norms.double().square(), "sum", group).sqrt()
+    ranks = _GatherRanks.apply(norms.reshape(-1), group)
+    return torch.linalg.vector_norm(ranks, order, dim=0).reshape(norms.shape)
+
+
+def _norm(
+    local: Tensor,
+    spec: ShardSpec,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+) -> Any:
+    if p is None or p == "fro":
+        p = 2
+    if isinstance(p, str):
+        return NotImplemented
+    return _vector_norm(local, spec, p, dim, keepdim, dtype=dtype)
+
+
+def _linalg_norm(
+    local: Tensor,
+    spec: ShardSpec,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
+    if ord is not None and len(spec.shape) != 1:
+        if ord != "fro" or len(spec.shape) != 2:
+            return NotImplemented
+        ord = None
+    if isinstance(ord, str):
+        return NotImplemented
+    return _vector_norm(local, spec, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+
+def foreach_reduce(
+    func: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    specs: Sequence[ShardSpec | None],
+    ord: Any = 2,
+    dtype: Any = None,
+) -> list[Tensor]:
+    """``torch._foreach_norm`` and ``_foreach_max``: one collective per group for the whole list."""
+    is_norm = func is torch._foreach_norm
+    order = float(ord)
+    half = dtype is None and all(t.dtype in _HALF for t in tensors)
+    options = {"ord": order, "dtype": torch.float32 if half else dtype} if is_norm else {}
+    full = [t for t in tensors if t.numel()]
+    values = iter(func(full, **options) if full else ())
+
+    def empty(t: Tensor) -> Tensor:
+        return _local_norm(t, order, options["dtype"]) if is_norm else _limit(t, "max")
+
+    out = [next(values) if t.numel() else empty(t) for t in tensors]
+    by_group: dict[int, list[int]] = {}
+    for i, spec in enumerate(specs):
+        if spec is not None and spec.group.size > 1:
+            by_group.setdefault(id(spec.group), []).append(i)
+    for members in by_group.values():
+        group = specs[members[0]].group  # type: ignore[union-attr]
+        vector = torch.stack([out[i] for i in members])
+        total = _combine_norms(vector, order, group) if is_norm else _across(vector, "max", group)
+        for i, value in zip(members, total.unbind(), strict=True):
+            out[i] = value
+    kinds = [_real(dtype or t.dtype) for t in tensors]
+    return [value.to(kind) for value, kind in zip(out, kinds, strict=True)]
+
+
+_TABLE: tuple[tuple[str, Reduction], ...] = (
+    ("sum", _sum),
+    ("nansum", _nansum),
+    ("mean", _mean),
+    ("prod", _prod),
+    ("amax", _extreme("max", torch.amax)),
+    ("amin", _extreme("min", torch.amin)),
+    ("max", _extreme("max", torch.max)),
+    ("min", _extreme("min", torch.min)),
+    ("all", _every("min", torch.all)),
+    ("any", _every("max", torch.any)),
+    ("count_nonzero", _count_nonzero),
+    ("var", _var),
+    ("std", _std),
+    ("norm", _norm),
+)
+REDUCTIONS: dict[Callable[..., Any], Reduction] = {
+    **{f: reduction for name, reduction in _TABLE for f in functions(name, torch, torch.Tensor)},
+    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.norm: _linalg_norm,
+}
+"""torch's function -> ``(local, spec, *its other arguments)``."""

@@ -1,0 +1,126 @@
+"""Where the slice of one parameter lives; integers, names and a group, no tensors.
+
+A bucket is one flat buffer of parameters in storage order, cut into equal shards:
+
+    bucket   | a a a a a a | b b b b b b b b | c c |      a.offset 0, b.offset 6, c.offset 14
+    ranks    | 0 0 0 0 | 1 1 1 1 | 2 2 2 2 | 3 3 3 3 |    shard_numel 4
+
+    b on rank 1: start 0, stop 2, a 1-D tensor of 2 elements; lengths [0, 2, 4, 2]
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch.overrides import resolve_name
+
+from fsdp_compose.mesh import Group
+
+__all__ = ["Hooks", "Residence", "ShardSpec", "ShardedWeightError", "refuse", "require_group"]
+
+
+class ShardedWeightError(RuntimeError):
+    """A function that needs the whole tensor was given this rank's slice of one (D1)."""
+
+
+@dataclass(slots=True)
+class Residence:
+    """Whether a bucket's parameters are still where the bucket put them; one per bucket.
+
+    ``moved``: a parameter's storage was replaced (``p.data = x``, ``module.to(dtype)``).
+    ``written``: counts the times ``p.data`` gave out an alias whose writes autograd does not see.
+    """
+
+    moved: bool = False
+    written: int = 0
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Hooks of a parameter, run by the engine when its gradient has been reduced."""
+
+    gradient: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+    accumulated: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardSpec:
+    """Where one parameter lives. Its elements are counted in storage order of ``stride``."""
+
+    fqn: str
+    unit: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    shard_numel: int
+    group: Group
+    residence: Residence
+    hooks: Hooks = field(default_factory=Hooks)
+    numel: int = field(init=False)
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    key: tuple[object, ...] = field(init=False)
+    """Equal for two specs exactly when their slices hold the same elements on every rank."""
+
+    def __post_init__(self) -> None:
+        numel, rank = math.prod(self.shape), self.group.rank
+        start, stop = _cut(self.offset, numel, self.shard_numel, rank)
+        layout = (tuple(self.shape), tuple(self.stride), self.offset, self.shard_numel)
+        for name, value in (
+            ("numel", numel),
+            ("start", start),
+            ("stop", stop),
+            ("key", (*layout, rank, self.group.size)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Elements that each rank of the group holds."""
+        cuts = (_cut(self.offset, self.numel, self.shard_numel, r) for r in range(self.group.size))
+        return [stop - start for start, stop in cuts]
+
+    @property
+    def held(self) -> str:
+        """What this rank holds, for messages."""
+        what = f"elements {self.start}..{self.stop}" if self.stop > self.start else "no elements"
+        return f"{what} of shape {tuple(self.shape)}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
+        """A copied model's buckets are its own; as on plain parameters, hooks are not copied."""
+        residence = copy.deepcopy(self.residence, memo)
+        memo[id(self)] = twin = replace(self, residence=residence, hooks=Hooks())
+        return twin
+
+
+def _cut(offset: int, numel: int, shard_numel: int, rank: int) -> tuple[int, int]:
+    start = min(max(rank * shard_numel - offset, 0), numel)
+    return start, min(max((rank + 1) * shard_numel - offset, start), numel)
+
+
+def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "") -> NoReturn:
+    """Raise D1 for a function that cannot work on the slice of ``spec``."""
+    name = (resolve_name(func) or getattr(func, "__name__", repr(func))).removesuffix(".__get__")
+    raise ShardedWeightError(
+        f"{name} needs the whole of {spec.fqn!r} (unit {spec.unit!r}), of which rank "
+        f"{spec.group.rank} holds {spec.held}{why and f'; {why}'}. Gather it for a while: "
+        "`with fsdp_compose.gathered(module):`; if a method other than forward uses it, name the "
+        "method: `fully_shard(module, methods=('forward', ...))`. `p.full_tensor()` is a detached "
+        "copy of the whole, `p.to_local()` this rank's 1-D slice."
+    )
+
+
+def require_group(spec: ShardSpec, what: str) -> None:
+    """Raise for a slice that was unpickled, whose other ranks are not here."""
+    if spec.group.pg is None and spec.group.size > 1:
+        raise RuntimeError(
+            f"{what} on {spec.fqn!r}: this is the slice of rank {spec.group.rank} of "
+            f"{spec.group.size} ({spec.held}), unpickled without the other ranks. Load it into a "
+            "model sharded the same way, or save with fsdp_compose.state_dict(kind='full')."
+        )

@@ -1,0 +1,419 @@
+"""The two classes of sharded tensor, and how a plain tensor becomes one and back.
+
+Classes are switched by ``__class__``, so a parameter stays the same Python object. What a method
+or property here answers is answered without ``__torch_function__``, which is four times as slow:
+these are what optimizers read for every tensor in every step. The rest goes through ``HANDLERS``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_compose.comm import all_gather_uneven
+from fsdp_compose.mesh import Group
+from fsdp_compose.sharded.spec import (
+    Residence,
+    ShardedWeightError,
+    ShardSpec,
+    refuse,
+    require_group,
+)
+from fsdp_compose.torch_private import (
+    call_raw,
+    enable_torch_function,
+    is_torch_function_enabled,
+    prefer_foreach,
+    raw,
+)
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Callable[..., Any], Handler] = {}
+"""torch function -> ``(function, args, kwargs)``; what is not here is refused."""
+
+
+class _Cached:
+    """An attribute that is read once and then found in the instance's own dictionary.
+
+    Optimizers read dtype and device of every tensor in every step; ``set_local`` forgets them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.read = getattr(Tensor, name).__get__
+
+    def __get__(self, tensor: Any, owner: type) -> Any:
+        if tensor is None:
+            return self
+        value = tensor.__dict__[self.name] = call_raw(self.read, (), (tensor,), {})
+        return value
+
+
+_plain: Any = Tensor
+_grad_get, _grad_set = _plain.grad.__get__, _plain.grad.__set__
+_data_get, _data_set = _plain.data.__get__, _plain.data.__set__
+_requires_get, _requires_set = _plain.requires_grad.__get__, _plain.requires_grad.__set__
+_leaf_get = _plain.is_leaf.__get__
+
+
+if TYPE_CHECKING:
+    _Base: Any = object  # a mixin: what it does not define, the tensor class beside it does
+else:
+    _Base = object
+
+
+class _Sharded(_Base):
+    __slots__ = ()
+    _shard_spec: ShardSpec
+    _is_parameter = False
+
+    is_sparse = False
+    is_sparse_csr = False
+    is_mkldnn = False
+    is_quantized = False
+    is_nested = False
+    layout = torch.strided
+    dtype = _Cached("dtype")
+    device = _Cached("device")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            refuse(func, first_spec(args, kwargs))
+        return handler(func, args, kwargs or {})
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shard_spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shard_spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._shard_spec.numel * self.dtype.itemsize
+
+    @property
+    def is_leaf(self) -> bool:
+        return call_raw(_leaf_get, (), (self,), {})
+
+    @property
+    def requires_grad(self) -> bool:
+        return call_raw(_requires_get, (), (self,), {})
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        call_raw(_requires_set, (), (self, value), {})
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient's slice; one that autograd accumulated by itself is tagged here."""
+        grad = call_raw(_grad_get, (), (self,), {})
+        if type(grad) is Tensor:
+            tag(grad, self._shard_spec)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
+            value = fitted(value, self._shard_spec, "the gradient assigned to")
+        call_raw(_grad_set, (), (self, value), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        call_raw(_grad_set, (), (self, None), {})
+
+    @property
+    def data(self) -> Tensor:
+        """The slice, outside autograd; what is written through it is not counted by torch."""
+        if self._is_parameter:
+            self._shard_spec.residence.written += 1
+        return tag(call_raw(_data_get, (), (self,), {}), self._shard_spec)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """A whole tensor is written into the slice; a slice takes the place of the slice."""
+        spec, mine = self._shard_spec, to_local(self)
+        local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
+        whole = type(value) not in _CLASSES and value.shape == spec.shape
+        if whole and local.dtype == mine.dtype and local.device == mine.device:
+            mine.copy_(local)
+            return
+        set_local(self, local)
+        if self._is_parameter:
+            same = local.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+            spec.residence.moved |= not (same and local.data_ptr() == mine.data_ptr())
+
+    def dim(self) -> int:
+        return len(self._shard_spec.shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self._shard_spec.numel
+
+    nelement = numel
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._shard_spec.shape if dim is None else self._shard_spec.shape[dim]
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._shard_spec.stride if dim is None else self._shard_spec.stride[dim]
+
+    def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
+        return _outline(self._shard_spec).is_contiguous(memory_format=memory_format)
+
+    def is_complex(self) -> bool:
+        return self.dtype.is_complex
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __len__(self) -> int:
+        if not self._shard_spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._shard_spec.shape[0]
+
+    def to_local(self) -> Tensor:
+        """This rank's slice as a plain 1-D tensor: same storage, same version counter.
+
+        With grad mode on it is part of the graph, as a view of this tensor.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            with raw():
+                return self.as_subclass(Tensor)
+        return to_local(self)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, detached, shape and stride as before sharding.
+
+        Every rank of the group must call it; one collective.
+
+        Raises:
+            RuntimeError: this is a slice that was unpickled, whose other ranks are not here.
+        """
+        spec, local = self._shard_spec, to_local(self)
+        require_group(spec, "full_tensor")
+        if spec.group.size == 1:
+            flat = local.clone()
+        else:
+            flat = all_gather_uneven(local, spec.lengths, spec.group)
+        return flat.as_strided(spec.shape, spec.stride)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """As Tensor.register_hook. A parameter's hooks run on its reduced, sharded gradient."""
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        hook = sharded_hook(hook, self._shard_spec)
+        if self._is_parameter:
+            return _add_hook(self._shard_spec.hooks.gradient, hook)
+        return call_raw(Tensor.register_hook, (), (self, hook), {})
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """As on Tensor: called with the parameter when its reduced gradient is in ``.grad``."""
+        if self._is_parameter and self.requires_grad:
+            return _add_hook(self._shard_spec.hooks.accumulated, hook)
+        method = Tensor.register_post_accumulate_grad_hook
+        return call_raw(method, (), (self, hook), {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        spec, local = self._shard_spec, to_local(self)
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{type(self).__name__}({spec.fqn!r} of unit {spec.unit!r}: rank {spec.group.rank} of "
+            f"{spec.group.size} holds {spec.held}, dtype={self.dtype}, device={self.device}{grad}, "
+            f"local={local!r})"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item() if format_spec else repr(self), format_spec)
+
+    def __copy__(self) -> Any:
+        return _build(type(self), to_local(self), self._shard_spec, self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"deepcopy of a tensor computed from sharded {self._shard_spec.fqn!r} under "
+                "autograd; call detach() first."
+            )
+        local = to_local(self).clone()
+        spec = copy.deepcopy(self._shard_spec, memo)
+        memo[id(self)] = twin = _build(type(self), local, spec, self.requires_grad)
+        if self.grad is not None and not self._is_parameter:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A slice and the place it has in the whole; what is unpickled knows it is a slice."""
+        spec, local = self._shard_spec, to_local(self)
+        if local.untyped_storage().nbytes() > local.nbytes:
+            local = local.clone()
+        place = (spec.fqn, spec.unit, tuple(spec.shape), spec.stride, spec.offset)
+        where = (spec.shard_numel, spec.group.rank, spec.group.size)
+        return rebuild_sharded, (local, self.requires_grad, self._is_parameter, place, where)
+
+
+class ShardedTensor(_Sharded, Tensor):  # type: ignore[misc, override]
+    """A slice of a gradient, an optimizer state, or a tensor computed from them elementwise."""
+
+
+class ShardedParameter(_Sharded, torch.nn.Parameter):  # type: ignore[misc, override]
+    """A slice of a parameter."""
+
+    _is_parameter = True
+
+
+_CLASSES = frozenset((ShardedTensor, ShardedParameter))
+
+
+def is_sharded(tensor: object) -> TypeGuard[ShardedTensor]:
+    return type(tensor) in _CLASSES
+
+
+def spec_of(tensor: Tensor) -> ShardSpec:
+    """The spec of a sharded tensor; TypeError for any other."""
+    if not is_sharded(tensor):
+        raise TypeError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is not sharded")
+    return tensor._shard_spec
+
+
+def tag(tensor: Any, spec: ShardSpec) -> Any:
+    """Make this 1-D local slice a sharded tensor, or this Parameter of one a sharded parameter."""
+    tensor._shard_spec = spec
+    tensor.__class__ = ShardedTensor if type(tensor) is Tensor else ShardedParameter
+    return tensor
+
+
+def tag_all(tensors: Iterable[Any], specs: Iterable[ShardSpec]) -> None:
+    """Tag plain 1-D tensors; None is left alone."""
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if tensor is not None:
+            tensor._shard_spec = spec
+            tensor.__class__ = ShardedTensor
+
+
+def untag(tensor: Any) -> Any:
+    """Undo :func:`tag`: the same object, plain again, of the local slice."""
+    if type(tensor) in _CLASSES:
+        own = tensor.__dict__
+        for name in ("_shard_spec", "dtype", "device"):
+            own.pop(name, None)
+        is_parameter = type(tensor) is ShardedParameter
+        tensor.__class__ = torch.nn.Parameter if is_parameter else Tensor
+    return tensor
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
+    return call_raw(Tensor.detach, (), (tensor,), {})
+
+
+def set_local(tensor: Any, local: Tensor) -> None:
+    """Give a sharded tensor another slice: what ``.data = local`` does to a plain tensor."""
+    call_raw(_data_set, (), (tensor, local), {})
+    tensor.__dict__.pop("dtype", None)
+    tensor.__dict__.pop("device", None)
+
+
+def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
+    """This rank's elements of a plain tensor that broadcasts to the original shape."""
+    order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
+    flat = full.expand(spec.shape).permute(order).reshape(-1)
+    return flat[spec.start : spec.stop]
+
+
+def sharded_hook(
+    hook: Callable[[Tensor], Tensor | None], spec: ShardSpec
+) -> Callable[[Tensor], Tensor | None]:
+    """A gradient hook that is given a sharded gradient and may return that or a whole one."""
+
+    def on_slice(grad: Tensor) -> Tensor | None:
+        if not is_sharded(grad):
+            with raw():  # another tensor object: this one may be somebody else's
+                grad = tag(grad.as_subclass(Tensor), spec)
+        with enable_torch_function():
+            result = hook(grad)
+            return None if result is None else fitted(result, spec, "what a hook returned for")
+
+    return on_slice
+
+
+def _add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _build(cls: type, local: Tensor, spec: ShardSpec, requires_grad: bool) -> Any:
+    if issubclass(cls, torch.nn.Parameter):
+        return tag(torch.nn.Parameter(local, requires_grad), spec)
+    return tag(local.requires_grad_(requires_grad), spec)
+
+
+def rebuild_sharded(
+    local: Tensor, requires_grad: bool, is_parameter: bool, place: Any, where: Any
+) -> Any:
+    """Unpickle: a slice without its group, on which every reduction and gather raises."""
+    fqn, unit, shape, stride, offset = place
+    shard_numel, rank, size = where
+    group = Group(None, rank, size, "none", tuple(range(size)))
+    spec = ShardSpec(
+        fqn, unit, torch.Size(shape), tuple(stride), offset, shard_numel, group, Residence()
+    )
+    return _build(ShardedParameter if is_parameter else ShardedTensor, local, spec, requires_grad)
+
+
+torch.serialization.add_safe_globals([rebuild_sharded])
+prefer_foreach(ShardedTensor, ShardedParameter)
+
+
+def _outline(spec: ShardSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, device="meta")
+
+
+def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:
+    """``value`` as a slice like ``spec``'s: the same slice of another tensor, or of a whole one."""
+    if is_sharded(value):
+        if value._shard_spec is spec or value._shard_spec.key == spec.key:
+            return value
+        found = f"a slice that holds {value._shard_spec.held} (of {value._shard_spec.fqn!r})"
+    elif isinstance(value, Tensor):
+        if value.shape == spec.shape:
+            return tag(own_slice(value.detach(), spec).clone(), spec)
+        if value.shape == (spec.stop - spec.start,) and not is_torch_function_enabled():
+            return tag(value.detach(), spec)
+        found = f"a plain tensor of shape {tuple(value.shape)}"
+    else:
+        raise TypeError(f"{what} {spec.fqn!r} is a {type(value).__name__}; wanted a tensor")
+    raise ValueError(
+        f"{what} {spec.fqn!r} (unit {spec.unit!r}, rank {spec.group.rank}) is {found}; wanted a "
+        f"plain tensor of shape {tuple(spec.shape)} or a sharded one that holds {spec.held}. "
+        "To write the local slice itself: p.to_local().copy_(x)."
+    )
+
+
+def first_spec(args: Iterable[Any], kwargs: Any) -> ShardSpec:
+    """The spec of the first sharded tensor among the arguments of a call, at any depth."""
+    pending = [*args, *(kwargs or {}).values()]
+    while pending:
+        value = pending.pop(0)
+        if type(value) in _CLASSES:
+            return value._shard_spec
+        if isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
+    raise ShardedWeightError("a sharded tensor is hidden in the arguments of a torch function")

@@ -1,0 +1,273 @@
+"""Everything the library remembers, declared: per module, per unit and per device.
+
+Ownership runs down the module tree: a module's ``__dict__`` owns its ``_FSDPState``, which owns a
+``Unit``, which owns ``Bucket``s, which own the shards. Every edge back up is weak, so that
+``del model`` frees its memory at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.bucket import Bucket, Entry, Slot, make_bucket
+from fsdp_compose.comm import ReduceScatter
+from fsdp_compose.order import Order
+from fsdp_compose.policy import MixedPrecision, Prefetch
+from fsdp_compose.sharded import Residence
+from fsdp_compose.streams import Streams, make_streams
+
+STATE_KEY = "_fsdp_compose_state"
+
+
+class Hold(Enum):
+    """Why a unit must stay gathered."""
+
+    FORWARD = auto()  # its forward is running
+    BACKWARD = auto()  # its backward is running, or a recomputation for it
+    KEPT = auto()  # from forward to backward, by strategy
+    PREFETCH = auto()  # gathered ahead, not used yet
+    RETAINED = auto()  # a graph over its weights was created in backward (create_graph)
+    USER = auto()  # between the user's unshard and reshard
+
+
+@dataclass(eq=False)
+class Live:
+    """The parameters a unit's last forward computed with, connected to autograd."""
+
+    tensors: list[torch.Tensor]
+    pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
+
+
+@dataclass
+class Switches:
+    """What the user can change between steps; see the ``set_*`` functions."""
+
+    sync: bool = True
+    all_reduce: bool = True
+    last_backward: bool = True
+    keep_after_forward: bool | None = None  # None: only where the unit is outermost
+    reshard_after_backward: bool = True
+    divide_factor: float | None = None
+
+
+@dataclass(eq=False)
+class Unit:
+    """Modules whose parameters are gathered, released and reduced together."""
+
+    name: str
+    modules: tuple[weakref.ref[nn.Module], ...]
+    buckets: list[Bucket]
+    borrowed: list[Entry]  # tied parameters that another unit owns
+    lane: Lane
+    mp: MixedPrecision
+    prefetch: Prefetch
+    switches: Switches
+    slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
+    holds: set[Hold] = field(default_factory=set)
+    calls: int = 0  # forwards of its modules that are running
+    finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
+    live: Live | None = None
+    task: Task | None = None  # the backward that opened the unit
+    warned: set[str] = field(default_factory=set)
+    eval_order: Order = field(default_factory=Order)
+    post_reduce_hooks: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
+        self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
+        self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
+        lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
+        self.gathered = [*self.buckets, *lent.values()]
+        self.recurrent = _recurrent_slots(self)
+        self.lane.units.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        modules = [copy.deepcopy(ref(), memo) for ref in self.modules]
+        buckets = [_copy_bucket(bucket, memo) for bucket in self.buckets]
+        copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
+        for old, new in zip(self.buckets, buckets, strict=True):
+            copied.update(zip(map(id, old.entries), new.entries, strict=True))
+        unit = Unit(
+            name=self.name,
+            modules=tuple(weakref.ref(module) for module in modules if module is not None),
+            buckets=buckets,
+            borrowed=[copied.get(id(entry), entry) for entry in self.borrowed],
+            lane=self.lane,
+            mp=self.mp,
+            prefetch=self.prefetch,
+            switches=replace(self.switches),
+            slots=[
+                (Slot.of(copy.deepcopy(slot.module(), memo), slot.name), index)  # type: ignore[arg-type]
+                for slot, index in self.slots
+            ],
+        )
+        return unit
+
+
+def owner_of(entry: Entry) -> Bucket:
+    """The bucket that holds ``entry``."""
+    bucket = entry.owner() if entry.owner is not None else None
+    assert bucket is not None, f"parameter {entry.spec.fqn!r}: its bucket is gone"
+    return bucket
+
+
+def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
+    """An independent bucket around the copies that ``memo`` has or makes of the parameters."""
+    residence = Residence()
+    entries = []
+    for entry in bucket.entries:
+        param = copy.deepcopy(entry.param, memo)
+        spec = replace(entry.spec, residence=residence)
+        entries.append(Entry(param, spec, entry.names, []))
+    copied = make_bucket(
+        entries,
+        bucket.layout,
+        bucket.mesh,
+        bucket.shard.detach().clone(),
+        bucket.full.dtype,
+        bucket.reduce_dtype,
+    )
+    for entry, old in zip(copied.entries, bucket.entries, strict=True):
+        entry.slots = [
+            Slot.of(copy.deepcopy(slot.module(), memo), slot.name)  # type: ignore[arg-type]
+            for slot in old.slots
+        ]
+    return copied
+
+
+def _recurrent_slots(
+    unit: Unit,
+) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
+    """Recurrent modules read a second list of parameters: (module, [(position, entry)])."""
+    found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
+    for slot, index in unit.slots:
+        module = slot.module()
+        if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
+            position = module._flat_weights_names.index(slot.name)
+            found.setdefault(id(module), (slot.module, []))[1].append((position, index))
+    return list(found.values())
+
+
+@dataclass(eq=False)
+class Reduction:
+    """A gradient reduction under way."""
+
+    unit: Unit
+    bucket: Bucket
+    scatter: ReduceScatter
+    scale: float
+    wanted: frozenset[Entry] | None = None  # whose ``.grad`` to set; None: all
+    done: Any = None  # stream mark behind it, where there are streams
+    result: torch.Tensor | None = None  # set with ``done``
+
+
+@dataclass(eq=False)
+class Task:
+    """One run of the autograd engine that reached this library.
+
+    ``callback`` is owned by the engine's own record of the run and dies with it, which tells a run
+    that ended with an exception from one that is still going.
+    """
+
+    id: int
+    callback: weakref.ref[Any] | None = None
+    units: list[Unit] = field(default_factory=list)  # opened by it
+    packed: list[tuple[Unit, Bucket]] = field(default_factory=list)  # to reduce at its end
+    consumed: list[Unit] = field(default_factory=list)  # RETAINED until it ends
+
+    @property
+    def alive(self) -> bool:
+        return self.callback is not None and self.callback() is not None
+
+
+@dataclass(eq=False)
+class Lane:
+    """What all units on one device share: streams, and what is running on it."""
+
+    streams: Streams
+    units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
+    active: list[Unit] = field(default_factory=list)  # units in forward, outermost first
+    pass_id: int = 0  # counts outermost forwards
+    tasks: dict[int, Task] = field(default_factory=dict)
+    reductions: list[Reduction] = field(default_factory=list)
+    prefetched: list[Unit] = field(default_factory=list)
+    forward_order: Order = field(default_factory=Order)
+    backward_order: Order = field(default_factory=Order)
+    eval_order: Order | None = None  # of the outermost unit, while an inference forward runs
+
+
+@dataclass(eq=False)
+class _FSDPState:
+    """What ``fully_shard`` attaches to a module."""
+
+    unit: Unit
+    buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # before the cast
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"unit {self.unit.name!r}: a sharded module cannot be pickled, since each rank holds a "
+            "part of it; save fsdp_compose.state_dict(module, kind='full') instead, or call "
+            "fsdp_compose.undo(module) first."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
+        return _FSDPState(copy.deepcopy(self.unit, memo), dict(self.buffer_dtypes))
+
+
+_lanes: dict[torch.device, Lane] = {}
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The lane of ``device``, made on first use."""
+    if device not in _lanes:
+        _lanes[device] = Lane(make_streams(device))
+    return _lanes[device]
+
+
+def find_state(module: nn.Module) -> _FSDPState | None:
+    """The state ``fully_shard`` attached to ``module`` itself, if any."""
+    state: _FSDPState | None = module.__dict__.get(STATE_KEY)
+    return state
+
+
+def get_state(module: nn.Module) -> _FSDPState:
+    """The state ``fully_shard`` attached to ``module``.
+
+    Raises:
+        ValueError: ``module`` is not a unit.
+    """
+    state = find_state(module)
+    if state is None:
+        raise ValueError(
+            f"{type(module).__name__} has no sharded state; pass a module that fully_shard was "
+            "called on, or that its units policy named."
+        )
+    return state
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` made ``module`` a unit."""
+    return find_state(module) is not None
+
+
+def iter_units(module: nn.Module) -> Iterator[Unit]:
+    """Units of ``module`` and its submodules, parents first, each once."""
+    seen: set[int] = set()
+    for submodule in module.modules():
+        state = find_state(submodule)
+        if state is not None and id(state.unit) not in seen:
+            seen.add(id(state.unit))
+            yield state.unit
+
+
+def leaves_of(unit: Unit) -> list[nn.Parameter]:
+    """The sharded leaves, by entry."""
+    return [entry.param for entry in unit.entries]

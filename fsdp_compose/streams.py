@@ -1,0 +1,59 @@
+"""The gather and reduce streams of a device, and nothing at all on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """Side streams of one device; both are None where the device has no streams.
+
+    Gathered parameters are allocated and freed on ``gather``: the allocator then hands their
+    memory only to later gathers, which are ordered behind the free, so that no block has to be
+    kept alive with ``record_stream`` and memory is the same every step.
+    """
+
+    device: torch.device
+    gather: Any
+    reduce: Any
+
+    @property
+    def current(self) -> Any:
+        return None if self.gather is None else _module(self.device).current_stream(self.device)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Issue work on ``stream``, ordered behind what the current stream was given so far."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(self.current)
+        with _module(self.device).stream(stream):
+            yield
+
+    def record(self, stream: Any) -> Any:
+        """A mark in ``stream`` that another stream can wait for."""
+        return None if stream is None else stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Order the current stream, not the host, behind ``mark``."""
+        if mark is not None:
+            self.current.wait_event(mark)
+
+
+def make_streams(device: torch.device) -> Streams:
+    """Side streams for ``device``; high priority, so that gathers are not queued behind compute."""
+    if device.type in ("cpu", "meta"):
+        return Streams(device, None, None)
+    module = _module(device)
+    return Streams(device, module.Stream(device, priority=-1), module.Stream(device, priority=-1))
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,135 @@
+"""Every private torch name this library uses, and nothing else; tried on torch 2.11 and 2.13.
+
+A torch release that moves one of these breaks this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+raw = torch._C.DisableTorchFunctionSubclass
+"""Scope in which tensor subclasses behave as the plain tensors they hold."""
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Id of the autograd pass running on this thread, -1 outside any."""
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the autograd pass that is running now has finished without error."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_captured(node: object) -> bool:
+    """Whether the running pass is ``autograd.grad`` asking for the leaf of this accumulator."""
+    try:
+        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return True
+    return False
+
+
+def is_accumulated(node: object) -> bool:
+    """Whether the running pass is to accumulate into the leaf of this accumulator."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+
+
+def parameter_slots(module: torch.nn.Module) -> dict[str, Any]:
+    """The dictionary that ``module.name`` reads its parameters from."""
+    return module._parameters
+
+
+def buffer_slots(module: torch.nn.Module) -> dict[str, Any]:
+    """The dictionary that ``module.name`` reads its buffers from."""
+    return module._buffers
+
+
+def flat_weights(module: torch.nn.RNNBase) -> list[Any]:
+    """The second list of parameters that recurrent modules read in forward."""
+    return module._flat_weights
+
+
+def remove_forward_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> None:
+    """Remove forward and forward-pre hooks by function, since copies of a module have no handle."""
+    tables: tuple[Any, ...] = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+    keys = {k for table in tables[:2] for k, hook in table.items() if hook in functions}
+    for table in tables:
+        for key in keys & set(table):
+            del table[key]
+
+
+def take_leaf_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """Remove and return a leaf's (gradient hooks, post-accumulate hooks)."""
+    gradient = list((parameter._backward_hooks or {}).values())
+    post = list((parameter._post_accumulate_grad_hooks or {}).values())
+    if gradient:
+        parameter._backward_hooks = None
+    if post:
+        parameter._post_accumulate_grad_hooks = None
+    return gradient, post
+
+
+def restore_leaf_hooks(parameter: torch.Tensor, gradient: list[Any], post: list[Any]) -> None:
+    """Give a plain leaf back what ``take_leaf_hooks`` took from it."""
+    for hook in gradient:
+        parameter.register_hook(hook)
+    for hook in post:
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+_GATHER = (
+    "all_gather_single" if "all_gather_single" in dir(dist.ProcessGroup) else "_allgather_base"
+)
+_REDUCE = (
+    "reduce_scatter_single"
+    if "reduce_scatter_single" in dir(dist.ProcessGroup)
+    else "_reduce_scatter_base"
+)
+all_gather_single: Callable[..., dist.Work] = getattr(dist.ProcessGroup, _GATHER)
+"""``(group, full, shard, options)``: the group's own entry point, without argument checks."""
+reduce_scatter_single: Callable[..., dist.Work] = getattr(dist.ProcessGroup, _REDUCE)
+"""``(group, shard, full, options)``: the group's own entry point, without argument checks."""
+
+
+def _synchronous(options: Any) -> Any:
+    options.asyncOp = False
+    return options
+
+
+GATHER_OPTIONS = _synchronous(dist.distributed_c10d.AllgatherOptions())
+"""Run on the caller's stream: no stream of the backend's own, so no ``record_stream``."""
+REDUCE_OPTIONS = _synchronous(dist.distributed_c10d.ReduceScatterOptions())
+"""As ``GATHER_OPTIONS``, with sum as the operation."""
+
+# Used by sharded.py.
+call_raw: Callable[..., Any] = torch._C._disabled_torch_function_impl
+"""``(func, types, args, kwargs)``: call ``func`` in a ``raw`` scope, at C speed."""
+
+enable_torch_function = torch._C._EnableTorchFunction
+"""Scope that ends a ``raw`` scope around it, for user code called from inside one."""
+
+
+is_torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""False inside a ``raw`` scope."""
+
+
+def prefer_foreach(*classes: Any) -> None:
+    """Tell torch.optim and torch.nn.utils that foreach kernels take these tensor classes."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        known.extend(c for c in classes if c not in known)

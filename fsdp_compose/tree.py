@@ -1,0 +1,125 @@
+"""Tensors inside whatever a module takes and returns, found and rebuilt through optree.
+
+Beyond optree's own containers: dataclasses, mappings that subclass dict (the outputs of Hugging
+Face models are both), and, for finding only, the attributes of plain objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+
+_NAMESPACE = "fsdp_compose"
+_registered: set[type] = set()
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type)
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with every tensor replaced by ``fn(tensor)``; what holds no tensor is untouched."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    _register_leaves(tree)
+    return optree.tree_map(
+        lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+        tree,
+        namespace=_NAMESPACE,
+    )
+
+
+def find_tensors(tree: Any) -> tuple[list[torch.Tensor], bool]:
+    """Tensors in ``tree``, and whether something in it could not be looked into."""
+    if isinstance(tree, torch.Tensor):
+        return [tree], False
+    if type(tree) is tuple and all(isinstance(item, torch.Tensor) for item in tree):
+        return list(tree), False
+    tensors: list[torch.Tensor] = []
+    opaque = False
+    seen: set[int] = set()
+    pending = [tree]
+    while pending:
+        value = pending.pop()
+        _register_leaves(value)
+        for leaf in optree.tree_leaves(value, namespace=_NAMESPACE):
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+            elif isinstance(leaf, _ATOMS) or id(leaf) in seen:
+                continue
+            elif isinstance(getattr(leaf, "__dict__", None), dict) and not callable(leaf):
+                seen.add(id(leaf))
+                pending.append(dict(vars(leaf)))
+            else:
+                opaque = True
+    return tensors, opaque
+
+
+def _register_leaves(tree: Any) -> None:
+    """Teach optree the dataclasses and dict subclasses in ``tree``, outermost first."""
+    fresh = True
+    while fresh:
+        fresh = False
+        for leaf in optree.tree_leaves(tree, namespace=_NAMESPACE):
+            kind = type(leaf)
+            if kind in _registered:
+                continue
+            if isinstance(leaf, dict):
+                _register_mapping(kind)
+            elif dataclasses.is_dataclass(kind):
+                _register_dataclass(kind)
+            else:
+                continue
+            _registered.add(kind)
+            fresh = True
+
+
+def _register_mapping(kind: type) -> None:
+    def flatten(value: Mapping[Any, Any]) -> tuple[list[Any], Any]:
+        return [value[key] for key in value], (_Same(value), tuple(value))
+
+    def unflatten(context: Any, children: Any) -> Any:
+        same, keys = context
+        rebuilt = copy.copy(same.value)
+        for key, child in zip(keys, children, strict=True):
+            rebuilt[key] = child
+        return rebuilt
+
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)  # type: ignore[arg-type]
+
+
+def _register_dataclass(kind: type) -> None:
+    names = tuple(f.name for f in dataclasses.fields(kind))
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        present = tuple(name for name in names if name in vars(value)) if vars_of(value) else names
+        return [getattr(value, name) for name in present], (_Same(value), present)
+
+    def unflatten(context: Any, children: Any) -> Any:
+        same, present = context
+        rebuilt = copy.copy(same.value)
+        for name, child in zip(present, children, strict=True):
+            object.__setattr__(rebuilt, name, child)
+        return rebuilt
+
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)  # type: ignore[arg-type]
+
+
+def vars_of(value: Any) -> bool:
+    """Whether the instance keeps its fields in a dictionary (it has no ``__slots__``)."""
+    return isinstance(getattr(value, "__dict__", None), dict)
+
+
+class _Same:
+    """The object that was flattened, to copy what is not a field; equal to every other."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same)
+
+    def __hash__(self) -> int:
+        return 0

@@ -1,0 +1,354 @@
+"""The example, the launcher and the command line: what a newcomer runs first."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train_gpt  # noqa: E402
+from gpt import GPT, Block, GPTConfig  # noqa: E402
+
+TINY = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=8)
+
+
+def cli(*args: str | Path, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsdp_compose", *map(str, args)]
+    return subprocess.run(
+        command, check=False, cwd=ROOT, text=True, capture_output=True, timeout=timeout
+    )
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; an ended one that nobody has reaped does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.is_file() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "gave up waiting"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script of one rank; the lines may use ``rank``, ``os``, ``sys`` and ``time``."""
+
+    def write(*lines: str) -> Path:
+        path = tmp_path / "script.py"
+        head = ["import os, signal, sys, time", "rank = int(os.environ['RANK'])"]
+        path.write_text("\n".join([*head, *lines]) + "\n")
+        return path
+
+    return write
+
+
+# The model
+
+
+def test_gpt_shapes():
+    model = GPT(TINY)
+    idx = torch.randint(11, (3, 5))
+    assert model(idx).shape == (3, 5, 11)
+    logits, loss = model(idx, idx)
+    assert logits.shape == (3, 5, 11)
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert sum(isinstance(m, Block) for m in model.modules()) == TINY.n_layer
+
+
+def test_gpt_default_is_a_few_million_parameters_over_bytes():
+    assert GPTConfig().vocab_size == 256
+    with torch.device("meta"):
+        assert 2e6 < sum(p.numel() for p in GPT(GPTConfig()).parameters()) < 5e6
+
+
+def test_gpt_init_follows_the_seed():
+    def build(seed):
+        torch.manual_seed(seed)
+        return torch.cat([p.flatten() for p in GPT(TINY).parameters()])
+
+    assert torch.equal(build(0), build(0))
+    assert not torch.equal(build(0), build(1))
+
+
+def test_gpt_starts_at_the_uniform_loss():
+    torch.manual_seed(0)
+    idx = torch.randint(11, (16, 8))
+    assert float(GPT(TINY)(idx, idx)[1].detach()) == pytest.approx(math.log(11), abs=0.02)
+
+
+def test_gpt_is_causal():
+    model = GPT(TINY)
+    idx = torch.randint(11, (1, 8))
+    later = idx.clone()
+    later[0, 5:] = (later[0, 5:] + 1) % 11
+    same = torch.isclose(model(idx), model(later)).all(-1)[0]
+    assert same[:5].all() and not same[5:].any()
+
+
+def test_gpt_tied_weights_are_one_parameter():
+    tied = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_embd=12, tie_weights=True))
+    assert tied.lm_head.weight is tied.wte.weight
+    assert len(list(tied.parameters())) == len(list(GPT(TINY).parameters())) - 12 - 1
+
+
+def test_gpt_checkpointing_changes_no_gradient():
+    model = GPT(TINY)
+    idx = torch.randint(11, (2, 8))
+    grads = []
+    for model.activation_checkpointing in (False, True):
+        model.zero_grad()
+        model(idx, idx)[1].backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_gpt_generates_within_the_block_size():
+    model = GPT(TINY)
+    prompt = torch.randint(11, (2, 3))
+    out = model.generate(prompt, 12)  # longer than the block
+    assert out.shape == (2, 15) and torch.equal(out[:, :3], prompt)
+    assert torch.equal(model.generate(prompt, 9, 0.0), model.generate(prompt, 9, top_k=1))
+
+
+def test_gpt_names_what_is_wrong():
+    with pytest.raises(ValueError, match="n_embd=10 and n_head=3"):
+        GPTConfig(n_embd=10, n_head=3)
+    with pytest.raises(ValueError, match=r"9 tokens long.*block_size is 8"):
+        GPT(TINY)(torch.zeros(1, 9, dtype=torch.long))
+
+
+# The data and the schedule
+
+
+def test_documentation_has_every_paragraph_once():
+    text = train_gpt.documentation()
+    assert len(text) > 200_000
+    paragraphs = text.split("\n\n")
+    assert len(set(paragraphs)) == len(paragraphs)
+
+
+def test_split_keeps_every_byte_on_one_side():
+    text = "".join(chr(32 + i % 90) for i in range(1000))
+    corpus = train_gpt.split(text, piece=10, every=5)
+    pieces = [text[i : i + 10].encode() for i in range(0, 1000, 10)]
+    held_out = b"".join(p for i, p in enumerate(pieces) if i % 5 == 4)
+    train = b"".join(p for i, p in enumerate(pieces) if i % 5 != 4)
+    assert bytes(corpus.held_out.tolist()) == held_out
+    assert bytes(corpus.train.tolist()) == train
+
+
+def test_split_refuses_a_text_too_short_to_hold_anything_out():
+    with pytest.raises(ValueError, match=r"90 bytes long.*longer than 90"):
+        train_gpt.split("x" * 90, piece=10)
+    assert len(train_gpt.split("x" * 91, piece=10).held_out) == 1
+
+
+def test_unigram_entropy():
+    def entropy(*values):
+        return train_gpt.unigram_entropy(torch.tensor(values, dtype=torch.uint8))
+
+    assert entropy(7, 7, 7) == 0.0
+    assert entropy(*range(256)) == pytest.approx(math.log(256))
+    assert entropy(1, 1, 1, 2) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+
+
+def test_batches_are_a_function_of_the_step_and_shares_make_the_whole():
+    data = torch.arange(200, dtype=torch.uint8)
+    batches = train_gpt.Batches(data, rows=6, block=5, seed=3)
+    inputs, targets = batches.full(4)
+    assert inputs.shape == targets.shape == (6, 5)
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(batches.full(4)[0], inputs)
+    assert not torch.equal(batches.full(5)[0], inputs)
+    cpu = torch.device("cpu")
+    worlds = [train_gpt.World(rank, 3, cpu, None) for rank in range(3)]
+    assert torch.equal(torch.cat([batches.share(4, world)[0] for world in worlds]), inputs)
+
+
+def test_windows_follow_each_other():
+    inputs, targets = train_gpt.windows(torch.arange(11, dtype=torch.uint8), 3)
+    assert inputs.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert targets.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth():
+    recipe = train_gpt.Recipe(TINY, torch.float32, 100, 10, 2.0, 0.0, 1.0, 0)
+    rates = [recipe.lr(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.2) and rates[9] == pytest.approx(2.0)
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.2)
+
+
+def test_memory_is_measured():
+    now, peak = (f(torch.device("cpu")) for f in (train_gpt.memory_in_use, train_gpt.peak_memory))
+    assert 2**24 < now <= peak * 1.05
+
+
+# The launcher
+
+
+def test_run_gives_every_rank_its_environment_and_passes_arguments_on(script):
+    path = script(
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')",
+        "print(*(os.environ[n] for n in names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:])",
+        "print(int(os.environ['OMP_NUM_THREADS']) >= 1, file=sys.stderr)",
+    )
+    done = cli("run", "--nproc", "2", path, "--steps", "3", "--", "x")
+    assert done.returncode == 0, done.stderr
+    tail = "127.0.0.1 True ['--steps', '3', '--', 'x']"
+    assert sorted(done.stdout.splitlines()) == [f"0 0 2 2 {tail}", f"[rank 1] 1 1 2 2 {tail}"]
+    assert sorted(done.stderr.splitlines()) == ["True", "[rank 1] True"]
+
+
+def test_a_failing_rank_is_named_and_ends_the_others(script):
+    path = script(
+        "if rank == 2: print('last words', file=sys.stderr); sys.exit(7)",
+        "print(os.getpid(), flush=True)",
+        "time.sleep(600)",
+    )
+    done = cli("run", "--nproc", "3", path)
+    assert done.returncode == 7
+    assert "[rank 2] last words" in done.stderr
+    assert re.search(r"rank 2 exited with code 7; terminating ranks? 0", done.stderr)
+    assert not any(alive(int(pid)) for pid in re.findall(r"\d+$", done.stdout, re.MULTILINE))
+
+
+def test_a_killed_rank_is_named_with_its_signal(script):
+    path = script(
+        "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
+        "time.sleep(600)",
+    )
+    done = cli("run", "--nproc", "2", path)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL; terminating rank 0" in done.stderr
+
+
+def test_what_a_failed_rank_started_is_ended_too(script, tmp_path):
+    path = script(
+        "import subprocess",
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],",
+        "                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)",
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))",
+        "sys.exit(3)",
+    )
+    assert cli("run", "--nproc", "1", path).returncode == 3
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 10)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_launcher_leaves_no_orphan(script, tmp_path, signum):
+    path = script(
+        # The last rank does not listen, so that it has to be killed.
+        "if rank == 1: [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)]",
+        f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(f'{{os.getpid()}}.')",
+        "time.sleep(600)",
+    )
+    command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", path]
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    try:
+        wait_until(lambda: all(f.is_file() and f.read_text().endswith(".") for f in files))
+        launcher.send_signal(signum)
+        _, errors = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signum
+    assert f"{signum.name}: stopping ranks 0, 1" in errors
+    assert not any(alive(int(f.read_text().rstrip("."))) for f in files)
+
+
+def test_command_line_refuses_what_it_cannot_run(tmp_path):
+    assert cli("run", "--nproc", "0", "x.py").returncode == 2
+    missing = cli("run", tmp_path / "missing.py")
+    assert missing.returncode == 2 and "no such script" in missing.stderr
+    assert cli().returncode == 2
+    version = cli("--version")
+    assert version.returncode == 0 and version.stdout.startswith("fsdp-compose ")
+
+
+def test_demo_without_the_examples_says_where_they_are(monkeypatch, capsys, tmp_path):
+    from fsdp_compose import __main__ as command_line
+
+    monkeypatch.setattr(command_line, "_DEMO", tmp_path / "examples" / "train_gpt.py")
+    assert command_line.main(["demo"]) == 2
+    assert "run it from a checkout" in capsys.readouterr().err
+
+
+# The demo
+
+SMALL = ["--steps=8", "--resume-steps=3", "--parity-steps=3", "--layers=2", "--heads=2"]
+SMALL += ["--width=32", "--block-size=32", "--batch-size=4", "--sample=20", "--gain=-9"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_demo_on_two_ranks(tmp_path, dtype):
+    done = cli("demo", "--nproc", "2", "--", *SMALL, f"--dtype={dtype}", "--device=cpu",
+               f"--out={tmp_path}", timeout=250)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("[ok]") == 4 and "FAILED" not in done.stdout
+    assert "3 of 3 bit-equal, final weights bit-equal" in done.stdout
+    text = (tmp_path / "report.md").read_text()
+    for part in ("| ranks | 2 (gloo, cpu) |", "unigram entropy", "## Sample", "[ok]"):
+        assert part in text
+    assert train_gpt.load_exported(tmp_path / "gpt.pt").config.n_embd == 32
+
+
+def test_demo_in_one_process_that_nobody_launched(tmp_path):
+    command = [sys.executable, ROOT / "examples" / "train_gpt.py", *SMALL, "--device=cpu"]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env["PYTHONPATH"] = str(ROOT)
+    command.append(f"--out={tmp_path}")
+    done = subprocess.run(
+        command, check=False, env=env, text=True, capture_output=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| ranks | 1 (no process group, cpu) |" in (tmp_path / "report.md").read_text()
+
+
+def test_demo_fails_when_a_promise_is_broken(tmp_path):
+    done = cli("demo", "--nproc", "1", "--", *SMALL, "--gain=9", "--device=cpu",
+               f"--out={tmp_path}", timeout=250)  # fmt: skip
+    assert done.returncode == 1
+    assert "[FAILED] the held-out loss ends at least 9 nats below" in done.stdout
+
+
+def test_interrupted_demo_ends_at_once_and_quietly(tmp_path):
+    command = [sys.executable, "-m", "fsdp_compose", "demo", "--", *SMALL, "--steps=100000"]
+    launcher = subprocess.Popen(
+        [*command, "--device=cpu", f"--out={tmp_path}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    try:
+        while not launcher.stdout.readline().startswith("step     0"):
+            assert launcher.poll() is None
+        launcher.send_signal(signal.SIGINT)
+        _, errors = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 130
+    assert "Traceback" not in errors, errors
