@@ -12,7 +12,7 @@ refilling ``full`` between forward and backward would trip autograd's check.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -57,17 +57,6 @@ class Slot:
 
 
 @dataclass(eq=False)
-class LeafHooks:
-    """What a user registered on a parameter; called with its sharded gradient once it is reduced.
-
-    Autograd itself would call them too early: the gradient it sees at the leaf is undefined.
-    """
-
-    gradient: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = field(default_factory=dict)
-    accumulated: dict[int, Callable[[torch.Tensor], None]] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
 class Entry:
     """A parameter: the caller's own object, now this rank's slice of a bucket."""
 
@@ -75,7 +64,6 @@ class Entry:
     spec: ShardSpec
     names: tuple[str, ...]  # FQNs from the unit's module; more than one when tied
     slots: list[Slot]
-    hooks: LeafHooks = field(default_factory=LeafHooks)
     accumulator: Any = None  # the leaf's node in the autograd graph, once it has one
     owner: weakref.ref[Bucket] | None = None
     index: int = 0  # within the owner
@@ -105,6 +93,7 @@ class Bucket:
     own: torch.Tensor  # this rank's part of ``full``
     whole_bytes: torch.Tensor  # ``full`` as uint8
     part_bytes: list[torch.Tensor]  # ``full`` as uint8, by rank
+    shard_bytes: torch.Tensor | None  # ``shard`` as uint8, where its dtype is that of ``full``
     aliases: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     grads: GradBuffer | None  # made on first use
     splits: list[int]  # cuts a sharded gradient into slices and gaps ...
@@ -162,7 +151,7 @@ def flatten(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 def alias(base: torch.Tensor, offset: int, spec: ShardSpec) -> torch.Tensor:
     """A tensor over the storage of ``base`` in the shape and strides of ``spec``."""
     tensor = base.new_empty(0)
-    tensor.set_(base.untyped_storage(), offset, spec.shape, spec.stride)  # type: ignore[call-overload]
+    tensor.set_(base.untyped_storage(), offset, spec.shape, spec.stride)
     return tensor
 
 
@@ -191,6 +180,7 @@ def make_bucket(
             own=full[slice(*_part(layout, mesh.shard.rank))],
             whole_bytes=whole_bytes,
             part_bytes=list(whole_bytes.chunk(ranks)) if whole_bytes.numel() else [],
+            shard_bytes=shard.view(torch.uint8) if shard.dtype == compute_dtype else None,
             aliases=[alias(full, entry.spec.offset, entry.spec) for entry in entries],
             grads=None,
             splits=[],

@@ -1,4 +1,4 @@
-"""Decide which units to build from what, with nothing changed yet: every complaint comes from here."""
+"""Decide which units to build from what; change nothing, so that every complaint comes first."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ def _override(options: Options, overrides: dict[str, Any], name: str) -> Options
     unknown = set(overrides) - set(_OVERRIDABLE)
     if unknown:
         raise ValueError(
-            f"fully_shard: unit {name!r} overrides {sorted(unknown)}; wanted some of {_OVERRIDABLE}."
+            f"fully_shard: unit {name!r} overrides {sorted(unknown)}; wanted some of "
+            f"{_OVERRIDABLE}."
         )
     changed: dict[str, Any] = {k: v for k, v in overrides.items() if k in ("mesh", "prefetch")}
     if "mp_policy" in overrides:

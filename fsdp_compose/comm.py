@@ -9,7 +9,7 @@ precision travel while fp32 accumulates, in rank order, so that results do not d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -73,23 +73,22 @@ class ReduceScatter:
     """A reduce-scatter under way: on gloo every rank's contribution, elsewhere the sum."""
 
     exchange: Exchange
-    contributions: list[torch.Tensor] = field(default_factory=list)
+    contributions: list[torch.Tensor]
+    own: int = 0  # which contribution is this rank's, in the buffer that was packed
 
     def result(self, dtype: torch.dtype, scale: float) -> torch.Tensor:
         """This rank's part of the sum, times ``scale``, in ``dtype``; a tensor of its own."""
         self.exchange.wait()
-        parts = self.contributions
+        parts, self.contributions = self.contributions, []
         if len(parts) == 1:
             total = parts[0].to(dtype)
+        elif parts[0].dtype == dtype:
+            total = torch.add(parts[0], parts[1], out=parts[1 if self.own == 0 else 0])
         else:
-            first, second, *rest = parts
-            total = first.to(dtype) + second if first.dtype != dtype else first + second
-            for part in rest:
-                total += part
-        if scale != 1.0:
-            total *= scale
-        self.contributions = []
-        return total
+            total = parts[0].to(dtype).add_(parts[1])
+        for part in parts[2:]:
+            total += part
+        return total if scale == 1.0 else total.mul_(scale)
 
 
 def is_point_to_point(group: Group) -> bool:
@@ -97,21 +96,24 @@ def is_point_to_point(group: Group) -> bool:
     return group.backend == "gloo"
 
 
-def gather_parts(whole: torch.Tensor, parts: Sequence[torch.Tensor], group: Group) -> Exchange:
-    """Fill every part of ``whole`` from the rank that owns it; part ``group.rank`` is in place.
+def gather_parts(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, group: Group
+) -> Exchange:
+    """Fill every part of ``whole`` from the rank that owns it.
 
     Args:
         whole: uint8, one dimension.
         parts: ``whole`` cut into ``group.size`` equal views.
+        own: what this rank sends: its part, filled already; or, unless the group is point to
+            point, another tensor of the same bytes, which the collective copies there.
     """
     if group.pg is None or whole.numel() == 0:
         return Exchange()
     traffic.gathers += 1
-    traffic.gather_bytes += whole.numel() - parts[0].numel()
+    traffic.gather_bytes += whole.numel() - own.numel()
     if is_point_to_point(group):
-        return Exchange(_swap([parts[group.rank]] * group.size, parts, group))
-    work = all_gather_single(group.pg, whole, parts[group.rank], GATHER_OPTIONS)
-    return _on_stream(work, whole)
+        return Exchange(_swap([own] * group.size, parts, group))
+    return _on_stream(all_gather_single(group.pg, whole, own, GATHER_OPTIONS), whole)
 
 
 def reduce_scatter_parts(
@@ -132,7 +134,7 @@ def reduce_scatter_parts(
     traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     if is_point_to_point(group):
         received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
-        return ReduceScatter(Exchange(_swap(parts, received, group)), received)
+        return ReduceScatter(Exchange(_swap(parts, received, group)), received, group.rank)
     total = torch.empty_like(own)
     work = reduce_scatter_single(group.pg, total, whole, REDUCE_OPTIONS)
     return ReduceScatter(_on_stream(work, whole), [total])
@@ -157,7 +159,7 @@ def all_gather_uneven(local: torch.Tensor, lengths: Sequence[int], group: Group)
     whole = local.new_empty(width * group.size).view(torch.uint8)
     parts = whole.chunk(group.size) if width else [whole] * group.size
     parts[group.rank].view(local.dtype)[: local.numel()].copy_(local)
-    gather_parts(whole, parts, group).wait()
+    gather_parts(whole, parts, parts[group.rank], group).wait()
     pieces = (p.view(local.dtype)[:n] for p, n in zip(parts, lengths, strict=True))
     return torch.cat(list(pieces))
 
@@ -192,7 +194,7 @@ def _swap(
 
 
 def _on_stream(work: Any, buffer: torch.Tensor) -> Exchange:
-    """On an accelerator the work is ordered on the current stream already; elsewhere, wait later."""
+    """On an accelerator the work is ordered on the current stream; elsewhere, wait later."""
     if work is None:
         return Exchange()
     if buffer.device.type != "cpu":

@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, Phase, make_grad_buffer
-from fsdp_compose.sharded import tag
+from fsdp_compose.sharded import tag_all
 from fsdp_compose.state import Hold, Lane, Reduction, Task, Unit
 from fsdp_compose.torch_private import flat_weights, graph_task_id, on_backward_end, raw
 
+
+def _descriptor(name: str) -> Any:
+    return torch.Tensor.__dict__.get(name) or getattr(torch.Tensor, name)
+
+
 # Attribute access without the detour through a sharded tensor's own properties; use under raw().
-get_grad: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
-requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _descriptor("grad").__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("grad").__set__
+requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
 
 # Gathering and releasing
 
@@ -58,12 +64,17 @@ def wait_gathered(unit: Unit) -> None:
             _finish_gather(unit.lane, bucket)
 
 
+def keep(unit: Unit, reason: Hold) -> None:
+    """Keep a gathered unit for a later pass, which must not read it once its shard has changed."""
+    hold(unit, reason)
+    for bucket in unit.gathered:
+        bucket.stamp = stamp_of(bucket)
+
+
 def refresh_stale(unit: Unit) -> None:
     """Gather again what was kept gathered while its shard changed."""
     for bucket in unit.gathered:
-        if bucket.phase is not Phase.SHARDED and bucket.stamp != stamp_of(bucket):
-            if bucket.phase is Phase.GATHERING:
-                _finish_gather(unit.lane, bucket)
+        if bucket.phase is Phase.GATHERED and bucket.stamp != stamp_of(bucket):
             _start_gather(unit.lane, bucket)
 
 
@@ -84,7 +95,6 @@ def _start_gather(lane: Lane, bucket: Bucket) -> None:
     bucket.move_to(Phase.GATHERING)
     if bucket.in_place:
         return
-    bucket.stamp = stamp_of(bucket)
     streams = lane.streams
     if streams.gather is None:
         _fill(bucket)
@@ -98,9 +108,13 @@ def _fill(bucket: Bucket) -> None:
     storage = bucket.full.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(bucket.full_nbytes)
-    with torch.no_grad():
-        bucket.own.copy_(bucket.shard)
-    bucket.gather = comm.gather_parts(bucket.whole_bytes, bucket.part_bytes, bucket.mesh.shard)
+    group = bucket.mesh.shard
+    part = bucket.shard_bytes
+    if part is None or comm.is_point_to_point(group) or group.pg is None:
+        part = bucket.part_bytes[group.rank] if bucket.part_bytes else bucket.whole_bytes
+        with torch.no_grad():
+            bucket.own.copy_(bucket.shard)
+    bucket.gather = comm.gather_parts(bucket.whole_bytes, bucket.part_bytes, part, group)
 
 
 def _finish_gather(lane: Lane, bucket: Bucket) -> None:
@@ -187,7 +201,7 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
             torch._foreach_zero_(zeros)
 
 
-def start_reduce(unit: Unit, bucket: Bucket) -> Reduction:
+def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = None) -> Reduction:
     """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result."""
     assert bucket.grads is not None
     bucket.packed = False
@@ -196,10 +210,11 @@ def start_reduce(unit: Unit, bucket: Bucket) -> Reduction:
     scale = 1.0 / (mesh.size if factor is None else factor)
     flat, parts = bucket.grads.flat, bucket.grads.parts
     if streams.reduce is None:
-        return Reduction(unit, bucket, comm.reduce_scatter_parts(flat, parts, mesh.shard), scale)
+        scatter = comm.reduce_scatter_parts(flat, parts, mesh.shard)
+        return Reduction(unit, bucket, scatter, scale, wanted)
     with streams.on(streams.reduce):
         scatter = comm.reduce_scatter_parts(flat, parts, mesh.shard)
-        reduction = Reduction(unit, bucket, scatter, scale)
+        reduction = Reduction(unit, bucket, scatter, scale, wanted)
         reduction.result = _combine(reduction)
         reduction.done = streams.record(streams.reduce)
     return reduction
@@ -247,11 +262,10 @@ def drain(lane: Lane) -> None:
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
     """Slices of a sharded flat tensor by entry, each tagged as what it is."""
-    slices = flat.split(bucket.splits)
-    return [
-        tag(slices[piece], entry.spec)
-        for entry, piece in zip(bucket.entries, bucket.pieces, strict=True)
-    ]
+    slices = flat.split_with_sizes(bucket.splits)
+    grads = [slices[piece] for piece in bucket.pieces]
+    tag_all(grads, [entry.spec for entry in bucket.entries])
+    return grads
 
 
 def assign(reduction: Reduction, flat: torch.Tensor) -> None:
@@ -260,13 +274,12 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     hooked: list[Entry] = []
     held: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
-    grads = cut(bucket, flat)
     with raw(), torch.no_grad():
-        for entry, grad in zip(bucket.entries, grads, strict=True):
-            param = entry.param
+        for entry, grad in zip(bucket.entries, cut(bucket, flat), strict=True):
+            param, leaf_hooks = entry.param, entry.spec.hooks
             if not requires_grad(param) or (wanted is not None and entry not in wanted):
                 continue
-            if entry.hooks.gradient:
+            if leaf_hooks.gradient:
                 grad = run_gradient_hooks(entry, grad)
             previous = get_grad(param)
             if previous is None:
@@ -274,12 +287,12 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
             else:
                 held.append(previous)
                 added.append(grad)
-            if entry.hooks.accumulated:
+            if leaf_hooks.accumulated:
                 hooked.append(entry)
         if held:
             torch._foreach_add_(held, added)
     for entry in hooked:
-        for hook in tuple(entry.hooks.accumulated.values()):
+        for hook in tuple(entry.spec.hooks.accumulated.values()):
             hook(entry.param)
     for reduced in tuple(reduction.unit.post_reduce_hooks.values()):
         reduced(reduction.unit)
@@ -287,7 +300,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
 
 def run_gradient_hooks(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
     """Apply the hooks a user registered on the parameter to its sharded gradient."""
-    for hook in tuple(entry.hooks.gradient.values()):
+    for hook in tuple(entry.spec.hooks.gradient.values()):
         changed = hook(grad)
         if changed is not None:
             grad = changed
@@ -366,7 +379,7 @@ def open_backward(unit: Unit, task: Task) -> None:
     drop(unit, Hold.PREFETCH)
     if torch.is_grad_enabled():
         # A graph over this backward is being created: a later backward reads the weights again.
-        hold(unit, Hold.RETAINED)
+        keep(unit, Hold.RETAINED)
     wait_gathered(unit)
     if unit.live is not None and not unit.calls:
         install(unit, unit.live.tensors)
@@ -386,7 +399,7 @@ def close_backward(unit: Unit) -> None:
     if unit.switches.reshard_after_backward:
         drop(unit, Hold.KEPT)
     elif Hold.BACKWARD in unit.holds:
-        hold(unit, Hold.KEPT)
+        keep(unit, Hold.KEPT)
     drop(unit, Hold.BACKWARD)
 
 

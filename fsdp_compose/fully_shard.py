@@ -52,6 +52,9 @@ from fsdp_compose.state import (
 from fsdp_compose.torch_private import buffer_slots, raw, restore_leaf_hooks, take_leaf_hooks
 from fsdp_compose.wrap import Policy
 
+_FULL_PRECISION = MixedPrecision()
+_NEXT_UNIT = Prefetch()
+
 
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
@@ -60,10 +63,10 @@ def fully_shard(
     units: Policy | None = None,
     strategy: ShardingStrategy | None = None,
     reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionLike = MixedPrecision(),
+    mp_policy: MixedPrecisionLike = _FULL_PRECISION,
     ignored: Iterable[nn.Parameter | nn.Module] = (),
     granularity: GranularityLike = 1,
-    prefetch: Prefetch = Prefetch(),
+    prefetch: Prefetch = _NEXT_UNIT,
     init: Init = "verify",
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
@@ -183,8 +186,8 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         )
         entry = Entry(item.param, spec, tuple(item.names), item.slots)
         gradient, accumulated = take_leaf_hooks(item.param)
-        entry.hooks.gradient.update(enumerate(gradient))
-        entry.hooks.accumulated.update(enumerate(accumulated))
+        entry.spec.hooks.gradient.update((-1 - i, hook) for i, hook in enumerate(gradient))
+        entry.spec.hooks.accumulated.update((-1 - i, hook) for i, hook in enumerate(accumulated))
         entries.append(entry)
     grads = [param.grad for param in params]
     for param in params:
@@ -231,9 +234,8 @@ def _cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
                 if buffer is None:
                     continue
                 if plan.options.init == "broadcast" and plan.buckets:
-                    _broadcast(
-                        [flatten(buffer.detach(), storage_order(buffer))], plan.buckets[0].mesh
-                    )
+                    flat = flatten(buffer.detach(), storage_order(buffer))
+                    _broadcast([flat], plan.buckets[0].mesh)
                 if mp.buffer_dtype is not None and buffer.is_floating_point():
                     state.buffer_dtypes[f"{name}.{key}" if name else key] = buffer.dtype
                     buffer_slots(submodule)[key] = buffer.to(mp.buffer_dtype)
@@ -321,9 +323,7 @@ def _restore(bucket: Bucket) -> None:
             )
         param.grad = grad
         forget_entry(param)
-        restore_leaf_hooks(
-            param, [*entry.hooks.gradient.values()], [*entry.hooks.accumulated.values()]
-        )
+        restore_leaf_hooks(param, spec.hooks.gradient, spec.hooks.accumulated)
 
 
 def _restore_buffers(module: nn.Module, state: _FSDPState) -> None:

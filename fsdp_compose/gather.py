@@ -24,32 +24,38 @@ from fsdp_compose.engine import (
     close_backward,
     drain,
     finish_reduce,
-    hold,
+    keep,
     pack,
     requires_grad,
     run_gradient_hooks,
     running_task,
     start_reduce,
 )
-from fsdp_compose.state import Hold, Live, Task, Unit
-from fsdp_compose.torch_private import is_accumulated, is_captured, raw
+from fsdp_compose.state import Hold, Live, Task, Unit, routes_of
+from fsdp_compose.torch_private import raw, wanted_leaves
 
 Tensors = tuple[torch.Tensor | None, ...]
 
 
-def view_parameters(unit: Unit) -> list[torch.Tensor]:
-    """The unit's gathered parameters by entry, connected to autograd where they are trained."""
+def trained_entries(unit: Unit) -> tuple[int, ...]:
+    """Entries whose parameter needs a gradient now; none where grad mode is off."""
     if not torch.is_grad_enabled():
-        return unit.aliases
+        return ()
     with raw():
-        trained = [i for i, entry in enumerate(unit.entries) if requires_grad(entry.param)]
-        if not trained:
-            return unit.aliases
-        leaves = [unit.entries[i].param for i in trained]
-        outputs = Gather.apply(weakref.ref(unit), trained, *leaves)
-    tensors = list(unit.aliases)
-    for index, output in zip(trained, outputs, strict=True):
-        tensors[index] = output
+        return tuple([i for i, entry in enumerate(unit.entries) if requires_grad(entry.param)])
+
+
+def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
+    """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
+    if not trained:
+        return unit.aliases
+    outputs = Gather.apply(weakref.ref(unit), trained, *[unit.entries[i].param for i in trained])
+    if len(trained) == len(unit.aliases):
+        tensors = list(outputs)
+    else:
+        tensors = list(unit.aliases)
+        for index, output in zip(trained, outputs, strict=True):
+            tensors[index] = output
     unit.live = Live(tensors, unit.lane.pass_id)
     return tensors
 
@@ -58,8 +64,8 @@ class Gather(torch.autograd.Function):
     """Sharded leaves to the unit's aliases; gradients of the aliases to the reduction."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, unit_ref: weakref.ref[Unit], trained: list[int], *leaves: torch.Tensor
+    def forward(
+        ctx: Any, unit_ref: weakref.ref[Unit], trained: tuple[int, ...], *leaves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.unit_ref, ctx.trained = unit_ref, trained
         ctx.set_materialize_grads(False)
@@ -83,7 +89,7 @@ class Boundary(torch.autograd.Function):
     """Identity on the inputs of a unit that trains nothing: its backward ends the unit's."""
 
     @staticmethod
-    def forward(ctx: Any, unit_ref: weakref.ref[Unit], *inputs: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, unit_ref: weakref.ref[Unit], *inputs: torch.Tensor) -> Any:
         ctx.unit_ref = unit_ref
         ctx.set_materialize_grads(False)
         return tuple([tensor.view_as(tensor) for tensor in inputs])
@@ -96,64 +102,61 @@ class Boundary(torch.autograd.Function):
         return (None, *grads)
 
 
-def receive(unit: Unit, trained: list[int], grads: Tensors) -> Tensors:
+def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors) -> Tensors:
     """Take the unit's gradients from autograd; what is returned is what the leaves receive."""
     lane = unit.lane
     task = running_task(lane)
-    entries = [unit.entries[i] for i in trained]
-    if torch.is_grad_enabled() or any(is_captured(_accumulator(entry)) for entry in entries):
-        return _reduce_now(unit, task, entries, grads)
-    nested = unit.task is not None and unit.task is not task and unit.task.alive
-    by_entry = dict(zip(entries, grads, strict=True))
+    leaves = wanted_leaves([unit.entries[i].accumulator or _accumulator(unit, i) for i in trained])
+    if leaves is None or torch.is_grad_enabled():
+        return _reduce_now(unit, task, trained, grads)
     drain(lane)
-    for bucket in unit.gathered:
-        if any(entry in by_entry for entry in bucket.entries):
-            pack(bucket, [by_entry.get(entry) for entry in bucket.entries])
-    ready = [bucket for bucket in unit.buckets if bucket.packed]
-    late = [bucket for bucket in unit.gathered if bucket.packed and bucket not in ready]
+    routes = routes_of(unit, trained)
+    for route in routes:
+        pack(route.bucket, route.pick(grads))
+    nested = unit.task is not None and unit.task is not task and unit.task.alive
     if nested:
         # A checkpointed part of the unit runs its own backward inside the unit's: what it sends
         # is added up, and reduced once with the rest.
         assert unit.task is not None
-        unit.task.packed += [(unit, bucket) for bucket in (*ready, *late)]
+        unit.task.packed += [(unit, route.bucket) for route in routes]
         return (None,) * len(grads)
-    task.packed += [(unit, bucket) for bucket in late]
+    task.packed += [(unit, route.bucket) for route in routes if not route.is_own]
     if Hold.RETAINED in unit.holds:
         task.consumed.append(unit)
     close_backward(unit)
     if unit.switches.sync:
-        unwanted = [e for e in entries if not is_accumulated(_accumulator(e))]
-        wanted = frozenset(set(entries) - set(unwanted)) if unwanted else None
-        for bucket in ready:
-            reduction = start_reduce(unit, bucket)
-            reduction.wanted = wanted
-            lane.reductions.append(reduction)
+        wanted = None
+        if not all(leaves):
+            wanted = frozenset(unit.entries[i] for i, w in zip(trained, leaves, strict=True) if w)
+        for route in routes:
+            if route.is_own:
+                lane.reductions.append(start_reduce(unit, route.bucket, wanted))
     return (None,) * len(grads)
 
 
-def _accumulator(entry: Entry) -> Any:
+def _accumulator(unit: Unit, index: int) -> Any:
     """The node that autograd accumulates the leaf's gradient with; it lives as long as the leaf."""
-    if entry.accumulator is None:
-        with raw(), torch.enable_grad():
-            entry.accumulator = torch.autograd.graph.get_gradient_edge(entry.param).node
+    entry = unit.entries[index]
+    with raw(), torch.enable_grad():
+        entry.accumulator = torch.autograd.graph.get_gradient_edge(entry.param).node
     return entry.accumulator
 
 
-def _reduce_now(unit: Unit, task: Task, entries: list[Entry], grads: Tensors) -> Tensors:
+def _reduce_now(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors) -> Tensors:
     """Reduce at once and return the sharded gradients, with a graph over them if asked for."""
     drain(unit.lane)
-    by_entry = dict(zip(entries, grads, strict=True))
-    results: dict[Entry, torch.Tensor | None] = {}
-    for bucket in unit.gathered:
-        given = [entry for entry in bucket.entries if by_entry.get(entry) is not None]
-        if given:
-            reduced = Reduce.apply(unit, bucket, given, *[by_entry[entry] for entry in given])
-            results.update(zip(given, reduced, strict=True))
+    entries = [unit.entries[i] for i in trained]
+    results: dict[Entry, torch.Tensor] = {}
+    for route in routes_of(unit, trained):
+        picked = zip(route.bucket.entries, route.pick(grads), strict=True)
+        given = {entry: grad for entry, grad in picked if grad is not None}
+        reduced = Reduce.apply(unit, route.bucket, list(given), *given.values())
+        results.update(zip(given, reduced, strict=True))
     for entry, grad in results.items():
-        if entry.hooks.gradient and grad is not None:
+        if entry.spec.hooks.gradient:
             results[entry] = run_gradient_hooks(entry, grad)
     if torch.is_grad_enabled():
-        hold(unit, Hold.RETAINED)
+        keep(unit, Hold.RETAINED)
     elif Hold.RETAINED in unit.holds:
         task.consumed.append(unit)
     close_backward(unit)
@@ -164,11 +167,11 @@ class Reduce(torch.autograd.Function):
     """Full gradients of some entries of a bucket to this rank's slices of their average."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, unit: Unit, bucket: Bucket, given: list[Entry], *grads: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.unit, ctx.bucket, ctx.given = weakref.ref(unit), weakref.ref(bucket), given
-        ctx.dtype = grads[0].dtype
+        ctx.dtype = grads[0].dtype if grads else bucket.full.dtype
         by_entry = dict(zip(given, grads, strict=True))
         assert not bucket.packed, "gradients wait to be reduced in the buffer"
         pack(bucket, [by_entry.get(entry) for entry in bucket.entries])
@@ -186,7 +189,7 @@ class Spread(torch.autograd.Function):
     """Slices of some entries of a bucket to the full tensors, gathered over the shard group."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         unit: Unit,
         bucket: Bucket,
@@ -217,5 +220,6 @@ def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype) -> torc
     if full.numel():
         whole = full.view(torch.uint8)
         full.view(group.size, -1)[group.rank].copy_(shard)
-        comm.gather_parts(whole, list(whole.chunk(group.size)), group).wait()
+        parts = list(whole.chunk(group.size))
+        comm.gather_parts(whole, parts, parts[group.rank], group).wait()
     return full

@@ -25,18 +25,18 @@ from fsdp_compose.engine import (
     hold,
     install,
     install_leaves,
+    keep,
     open_backward,
     prefetch,
     recover,
     refresh_stale,
-    requires_grad,
     running_task,
     wait_gathered,
 )
-from fsdp_compose.gather import Boundary, view_parameters
+from fsdp_compose.gather import Boundary, trained_entries, view_parameters
 from fsdp_compose.order import Order
 from fsdp_compose.state import Hold, Lane, Unit, get_state
-from fsdp_compose.torch_private import graph_task_id, raw, remove_forward_hooks
+from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks
 from fsdp_compose.tree import find_tensors, map_tensors
 
 
@@ -64,14 +64,16 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         lane.pass_id += 1
     lane.active.append(unit)
     unit.calls += 1
+    trained = trained_entries(unit)
     if unit.calls == 1 and not unit.finished:
-        _open_forward(unit, lane, recomputing)
-    dtype = unit.mp.param_dtype
-    if dtype is not None and unit.mp.cast_forward_inputs:
-        args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
-    elif not _needs_boundary(unit):
+        _open_forward(unit, lane, recomputing, trained)
+    dtype = unit.mp.param_dtype if unit.mp.cast_forward_inputs else None
+    is_frozen = not trained and torch.is_grad_enabled()
+    if dtype is None and not is_frozen:
         return None
-    if _needs_boundary(unit):
+    if dtype is not None:
+        args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
+    if is_frozen:
         args, kwargs = _bound(unit, (args, kwargs))
     return args, kwargs
 
@@ -100,7 +102,7 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-def _open_forward(unit: Unit, lane: Lane, recomputing: bool) -> None:
+def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int, ...]) -> None:
     if unit.task is None:
         check_slots(unit)
     if not recomputing and unit.holds and unit.holds <= {Hold.KEPT, Hold.RETAINED}:
@@ -109,10 +111,10 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool) -> None:
     drop(unit, Hold.PREFETCH)
     wait_gathered(unit)
     live = unit.live
-    if live is not None and live.pass_id == lane.pass_id and torch.is_grad_enabled():
+    if live is not None and live.pass_id == lane.pass_id and trained:
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
-        tensors = view_parameters(unit)
+        tensors = view_parameters(unit, trained)
     install(unit, tensors)
     if not recomputing:
         order = _order(lane)
@@ -132,11 +134,11 @@ def _close_forward(unit: Unit, lane: Lane, hidden: bool) -> None:
             install_leaves(unit)
     else:
         install_leaves(unit)
-        keep = unit.switches.keep_after_forward
-        if keep is None:
-            keep = not lane.active and torch.is_grad_enabled()
-        if keep or hidden:
-            hold(unit, Hold.KEPT)
+        kept = unit.switches.keep_after_forward
+        if kept is None:
+            kept = not lane.active and torch.is_grad_enabled()
+        if kept or hidden:
+            keep(unit, Hold.KEPT)
     drop(unit, Hold.FORWARD)
 
 
@@ -155,26 +157,27 @@ def _order(lane: Lane) -> Order:
     return lane.forward_order if lane.eval_order is None else lane.eval_order
 
 
-def make_trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
-    """A tensor hook that gathers the unit when backward reaches one of its outputs."""
-    ref = weakref.ref(unit)
+def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
+    """The tensor hook that gathers the unit when backward reaches one of its outputs."""
+    if unit.trigger is None:
+        ref = weakref.ref(unit)
 
-    def trigger(grad: torch.Tensor) -> None:
-        reached = ref()
-        if reached is not None:
-            open_backward(reached, running_task(reached.lane))
+        def trigger(grad: torch.Tensor) -> None:
+            reached = ref()
+            if reached is not None:
+                open_backward(reached, running_task(reached.lane))
 
-    return trigger
+        unit.trigger = trigger
+    return unit.trigger
 
 
 def _watch_outputs(unit: Unit, output: Any) -> bool:
     """Hook the outputs; True when they may hide a tensor whose backward could not be seen."""
     tensors, opaque = find_tensors(output)
     watched = False
-    trigger = make_trigger(unit)
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(trigger)
+            tensor.register_hook(_trigger(unit))
             watched = True
     if watched or not opaque:
         return False
@@ -187,13 +190,6 @@ def _watch_outputs(unit: Unit, output: Any) -> bool:
             stacklevel=2,
         )
     return True
-
-
-def _needs_boundary(unit: Unit) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    with raw():
-        return not any(requires_grad(entry.param) for entry in unit.entries)
 
 
 def _bound(unit: Unit, inputs: Any) -> Any:

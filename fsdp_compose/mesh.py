@@ -65,7 +65,7 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, replicate_only: bo
         shard, replicate = _from_device_mesh(mesh, device)
     elif isinstance(mesh, dist.ProcessGroup):
         shard, replicate = group_of(mesh, device), SELF
-    elif isinstance(mesh, tuple) and len(mesh) == 2:
+    elif isinstance(mesh, tuple) and len(mesh) == 2:  # type: ignore[redundant-expr]
         shard, replicate = group_of(mesh[0], device), group_of(mesh[1], device)
     else:
         raise TypeError(

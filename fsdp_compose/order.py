@@ -1,4 +1,4 @@
-"""The order in which units run: recorded, followed while it repeats, and re-read when it changes."""
+"""The order in which units run: recorded, followed while it repeats, re-read when it changes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
@@ -21,7 +21,7 @@ from fsdp_compose.bucket import Bucket, Entry, Slot, make_bucket
 from fsdp_compose.comm import ReduceScatter
 from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
-from fsdp_compose.sharded import Residence
+from fsdp_compose.sharded import Hooks, Residence
 from fsdp_compose.streams import Streams, make_streams
 
 STATE_KEY = "_fsdp_compose_state"
@@ -36,6 +36,18 @@ class Hold(Enum):
     PREFETCH = auto()  # gathered ahead, not used yet
     RETAINED = auto()  # a graph over its weights was created in backward (create_graph)
     USER = auto()  # between the user's unshard and reshard
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Where the gradients of a set of trained entries go: one bucket of them."""
+
+    bucket: Bucket
+    sources: list[int]  # by entry of the bucket: position among the gradients, -1 for none
+    is_own: bool  # of the unit; else borrowed
+
+    def pick(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [grads[i] if i >= 0 else None for i in self.sources]
 
 
 @dataclass(eq=False)
@@ -76,6 +88,7 @@ class Unit:
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
     task: Task | None = None  # the backward that opened the unit
+    trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
     warned: set[str] = field(default_factory=set)
     eval_order: Order = field(default_factory=Order)
     post_reduce_hooks: dict[int, Any] = field(default_factory=dict)
@@ -87,6 +100,7 @@ class Unit:
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
         self.recurrent = _recurrent_slots(self)
+        self.routes: dict[tuple[int, ...], list[Route]] = {}
         self.lane.units.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -112,6 +126,20 @@ class Unit:
         return unit
 
 
+def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
+    """Routes for the gradients of the entries ``trained``, worked out once."""
+    routes = unit.routes.get(trained)
+    if routes is None:
+        position = {unit.entries[i]: k for k, i in enumerate(trained)}
+        sources = [(b, [position.get(e, -1) for e in b.entries]) for b in unit.gathered]
+        routes = unit.routes[trained] = [
+            Route(bucket, found, bucket in unit.buckets)
+            for bucket, found in sources
+            if max(found, default=-1) >= 0
+        ]
+    return routes
+
+
 def owner_of(entry: Entry) -> Bucket:
     """The bucket that holds ``entry``."""
     bucket = entry.owner() if entry.owner is not None else None
@@ -125,7 +153,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     entries = []
     for entry in bucket.entries:
         param = copy.deepcopy(entry.param, memo)
-        spec = replace(entry.spec, residence=residence)
+        spec = replace(entry.spec, residence=residence, hooks=Hooks())
         entries.append(Entry(param, spec, entry.names, []))
     copied = make_bucket(
         entries,

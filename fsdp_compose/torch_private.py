@@ -21,24 +21,16 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the autograd pass that is running now has finished without error."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
-def is_captured(node: object) -> bool:
-    """Whether the running pass is ``autograd.grad`` asking for the leaf of this accumulator."""
+def wanted_leaves(nodes: list[Any]) -> list[bool] | None:
+    """Which accumulators the running pass is to reach; None when ``autograd.grad`` asks for one."""
+    execute = torch._C._will_engine_execute_node
     try:
-        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        return [execute(node) for node in nodes]
     except RuntimeError:
-        return True
-    return False
-
-
-def is_accumulated(node: object) -> bool:
-    """Whether the running pass is to accumulate into the leaf of this accumulator."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
-    except RuntimeError:
-        return False
+        return None
 
 
 def parameter_slots(module: torch.nn.Module) -> dict[str, Any]:
@@ -78,15 +70,17 @@ def take_leaf_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
     if gradient:
         parameter._backward_hooks = None
     if post:
-        parameter._post_accumulate_grad_hooks = None
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     return gradient, post
 
 
-def restore_leaf_hooks(parameter: torch.Tensor, gradient: list[Any], post: list[Any]) -> None:
+def restore_leaf_hooks(
+    parameter: torch.Tensor, gradient: dict[int, Any], post: dict[int, Any]
+) -> None:
     """Give a plain leaf back what ``take_leaf_hooks`` took from it."""
-    for hook in gradient:
+    for hook in gradient.values():
         parameter.register_hook(hook)
-    for hook in post:
+    for hook in post.values():
         parameter.register_post_accumulate_grad_hook(hook)
 
 
@@ -104,14 +98,17 @@ reduce_scatter_single: Callable[..., dist.Work] = getattr(dist.ProcessGroup, _RE
 """``(group, shard, full, options)``: the group's own entry point, without argument checks."""
 
 
+_c10d: Any = dist.distributed_c10d
+
+
 def _synchronous(options: Any) -> Any:
     options.asyncOp = False
     return options
 
 
-GATHER_OPTIONS = _synchronous(dist.distributed_c10d.AllgatherOptions())
+GATHER_OPTIONS = _synchronous(_c10d.AllgatherOptions())
 """Run on the caller's stream: no stream of the backend's own, so no ``record_stream``."""
-REDUCE_OPTIONS = _synchronous(dist.distributed_c10d.ReduceScatterOptions())
+REDUCE_OPTIONS = _synchronous(_c10d.ReduceScatterOptions())
 """As ``GATHER_OPTIONS``, with sum as the operation."""
 
 # Used by sharded.py.

@@ -104,7 +104,7 @@ def _register_dataclass(kind: type) -> None:
             object.__setattr__(rebuilt, name, child)
         return rebuilt
 
-    optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)
 
 
 def vars_of(value: Any) -> bool:

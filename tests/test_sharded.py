@@ -1,4 +1,4 @@
-"""A sharded tensor against the whole one it is a slice of: facts, arithmetic, reductions, errors."""
+"""A sharded tensor against the whole: facts, arithmetic, reductions, copies, errors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import run_ranks
 from torch import nn
 
-from fsdp_compose import comm
 from fsdp_compose.mesh import SELF, Group, group_of
 from fsdp_compose.sharded import (
     Residence,
@@ -32,6 +30,8 @@ from fsdp_compose.sharded import (
     to_local,
     untag,
 )
+
+from harness import run_ranks
 
 CPU = torch.device("cpu")
 WORLDS = [1, 2, 3]
@@ -75,8 +75,15 @@ def examples(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Two and more dimensions, transposed, scalar, empty and long: several cuts fall inside."""
     gen = torch.Generator().manual_seed(0)
     rand = lambda *s: torch.randn(*s, generator=gen).to(dtype)  # noqa: E731
-    return [rand(4, 3), rand(5, 3).t(), rand(()), rand(7), torch.zeros(0, 2, dtype=dtype),
-            rand(2, 3, 2).permute(2, 0, 1), rand(1, 9)]  # fmt: skip
+    return [
+        rand(4, 3),
+        rand(5, 3).t(),
+        rand(()),
+        rand(7),
+        torch.zeros(0, 2, dtype=dtype),
+        rand(2, 3, 2).permute(2, 0, 1),
+        rand(1, 9),
+    ]
 
 
 def on_ranks(body: Callable[[Group], Any], ranks: int) -> None:
@@ -288,20 +295,45 @@ def test_foreach_tags_each_result(ranks: int) -> None:
 
 def reductions(t: Any) -> list[Any]:
     return [
-        t.sum(), torch.sum(t), t.mean(), t.prod(), (t > 0).all(), (t == t).all(),
-        torch.isnan(t).any(), t.isfinite().all(), t.std(), t.var(unbiased=False), torch.var(t),
-        t.var(correction=0), torch.count_nonzero(t), t.norm(), t.norm(1), t.norm(p=3.5),
-        torch.norm(t, math.inf), torch.linalg.vector_norm(t, 0), torch.linalg.norm(t),
-        torch.linalg.vector_norm(t, ord=2, dtype=torch.float64), t.sum(dtype=torch.float64),
-        torch.dist(t, t * 2), t.nansum(),
-    ]  # fmt: skip
+        t.sum(),
+        torch.sum(t),
+        t.mean(),
+        t.prod(),
+        (t > 0).all(),
+        (t == t).all(),
+        torch.isnan(t).any(),
+        t.isfinite().all(),
+        t.var(unbiased=False),
+        t.var(correction=0),
+        torch.count_nonzero(t),
+        t.norm(),
+        t.norm(1),
+        t.norm(p=3.5),
+        torch.norm(t, math.inf),
+        torch.linalg.vector_norm(t, 0),
+        torch.linalg.norm(t),
+        torch.linalg.vector_norm(t, ord=2, dtype=torch.float64),
+        t.sum(dtype=torch.float64),
+        torch.dist(t, t * 2),
+        t.nansum(),
+    ]
 
 
 def extremes(t: Any) -> list[Any]:
     return [
-        t.max(), t.min(), t.amax(), torch.amin(t), (t * 7).int().max(), torch.max(t, None or t * 0).min(),
-        torch.linalg.vector_norm(t, -math.inf), torch.linalg.vector_norm(t, math.inf), t.norm(-1.5),
-    ]  # fmt: skip
+        t.std(),
+        torch.var(t),
+        t.var(False),
+        t.max(),
+        t.min(),
+        t.amax(),
+        torch.amin(t),
+        (t * 7).int().max(),
+        torch.max(t, t * 0).min(),
+        torch.linalg.vector_norm(t, -math.inf),
+        torch.linalg.vector_norm(t, math.inf),
+        t.norm(-1.5),
+    ]
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -376,9 +408,7 @@ def test_foreach_norm_and_clip(ranks: int, order: float) -> None:
     def body(group: Group) -> None:
         values = [v for v in examples() if v.numel()]
         ps, ws = shard(values, group), [v.clone() for v in values]
-        before = comm.traffic_snapshot() if hasattr(comm, "traffic_snapshot") else None
         got = torch._foreach_norm([*ps, torch.ones(3)], order)
-        del before
         want = torch._foreach_norm([*ws, torch.ones(3)], order)
         assert all(type(g) is torch.Tensor and g.shape == () for g in got)
         torch.testing.assert_close(got, list(want))
@@ -406,30 +436,74 @@ def test_foreach_norm_and_clip(ranks: int, order: float) -> None:
 
 
 REFUSED: list[Callable[[Any], Any]] = [
-    lambda p: p @ p, lambda p: torch.matmul(p, p), lambda p: F.linear(torch.ones(2, 4), p),
-    lambda p: F.embedding(torch.tensor([0]), p), lambda p: F.layer_norm(p, (4,)),
-    lambda p: p.view(-1), lambda p: p.reshape(16), lambda p: p.flatten(), lambda p: p[0],
-    lambda p: p[...], lambda p: p.T, lambda p: p.mT, lambda p: p.t(), lambda p: p.transpose(0, 1),
-    lambda p: torch.cat([p, p]), lambda p: torch.stack([p, p]), lambda p: p.split(2),
-    lambda p: list(p), lambda p: p.tolist(), lambda p: p.detach().numpy(), lambda p: p.unbind(),
-    lambda p: p.sum(0), lambda p: p.norm(dim=1), lambda p: p.mean(dim=-1, keepdim=True),
-    lambda p: torch.max(p, 1), lambda p: p.softmax(-1), lambda p: p.cumsum(0), lambda p: p.sort(),
-    lambda p: p.normal_(), lambda p: p.uniform_(), lambda p: p.bernoulli_(), lambda p: p.random_(),
-    lambda p: F.dropout(p), lambda p: torch.rand_like(p), lambda p: torch.randn_like(p),
-    lambda p: nn.init.normal_(p), lambda p: nn.init.xavier_uniform_(p),
-    lambda p: nn.init.kaiming_uniform_(p), lambda p: nn.init.trunc_normal_(p),
-    lambda p: nn.init.orthogonal_(p), lambda p: torch.linalg.svd(p), lambda p: p.expand(2, 4, 4),
-    lambda p: torch.where(p), lambda p: p.nonzero(), lambda p: torch.bernoulli(p.sigmoid()),
-    lambda p: torch.zeros(4, 4).copy_(p), lambda p: torch.zeros(4, 4).add_(p),
-    lambda p: p + torch.ones(2, 4, 4), lambda p: p + torch.ones(3), lambda p: p.item(),
-    lambda p: p * torch.ones(4, 4, requires_grad=True), lambda p: bool(p > 0),
-    lambda p: torch.add(p, 1, out=torch.zeros(4, 4)), lambda p: p.set_(), lambda p: p.resize_(2),
-    lambda p: p.to(memory_format=torch.channels_last), lambda p: torch.linalg.norm(p, 1),
-    lambda p: p.norm("nuc"), lambda p: F.mse_loss(p, p), lambda p: torch.einsum("ij->ji", p),
-    lambda p: torch.linalg.matrix_norm(p), lambda p: p.index_select(0, torch.tensor([0])),
-    lambda p: p.__setitem__(0, 1.0), lambda p: p.repeat(2, 1), lambda p: p.as_strided((2,), (1,)),
-    lambda p: torch.distributed.nn.functional and torch.outer(p, p), lambda p: p.quantile(0.5),
-]  # fmt: skip
+    lambda p: p @ p,
+    lambda p: torch.matmul(p, p),
+    lambda p: F.linear(torch.ones(2, 4), p),
+    lambda p: F.embedding(torch.tensor([0]), p),
+    lambda p: F.layer_norm(p, (4,)),
+    lambda p: p.view(-1),
+    lambda p: p.reshape(16),
+    lambda p: p.flatten(),
+    lambda p: p[0],
+    lambda p: p[...],
+    lambda p: p.T,
+    lambda p: p.mT,
+    lambda p: p.t(),
+    lambda p: p.transpose(0, 1),
+    lambda p: torch.cat([p, p]),
+    lambda p: torch.stack([p, p]),
+    lambda p: p.split(2),
+    lambda p: list(p),
+    lambda p: p.tolist(),
+    lambda p: p.detach().numpy(),
+    lambda p: p.unbind(),
+    lambda p: p.sum(0),
+    lambda p: p.norm(dim=1),
+    lambda p: p.mean(dim=-1, keepdim=True),
+    lambda p: torch.max(p, 1),
+    lambda p: p.softmax(-1),
+    lambda p: p.cumsum(0),
+    lambda p: p.sort(),
+    lambda p: p.normal_(),
+    lambda p: p.uniform_(),
+    lambda p: p.bernoulli_(),
+    lambda p: p.random_(),
+    lambda p: F.dropout(p),
+    lambda p: torch.rand_like(p),
+    lambda p: torch.randn_like(p),
+    lambda p: nn.init.normal_(p),
+    lambda p: nn.init.xavier_uniform_(p),
+    lambda p: nn.init.kaiming_uniform_(p),
+    lambda p: nn.init.trunc_normal_(p),
+    lambda p: nn.init.orthogonal_(p),
+    lambda p: torch.linalg.svd(p),
+    lambda p: p.expand(2, 4, 4),
+    lambda p: torch.where(p),
+    lambda p: p.nonzero(),
+    lambda p: torch.bernoulli(p.sigmoid()),
+    lambda p: torch.zeros(4, 4).copy_(p),
+    lambda p: torch.zeros(4, 4).add_(p),
+    lambda p: p + torch.ones(2, 4, 4),
+    lambda p: p + torch.ones(3),
+    lambda p: p.item(),
+    lambda p: p * torch.ones(4, 4, requires_grad=True),
+    lambda p: bool(p > 0),
+    lambda p: torch.add(p, 1, out=torch.zeros(4, 4)),
+    lambda p: p.set_(),
+    lambda p: p.resize_(2),
+    lambda p: p.to(memory_format=torch.channels_last),
+    lambda p: torch.linalg.norm(p, 1),
+    lambda p: p.norm("nuc"),
+    lambda p: F.mse_loss(p, p),
+    lambda p: torch.einsum("ij->ji", p),
+    lambda p: torch.linalg.matrix_norm(p),
+    lambda p: p.index_select(0, torch.tensor([0])),
+    lambda p: p.__setitem__(0, 1.0),
+    lambda p: p.repeat(2, 1),
+    lambda p: p.as_strided((2,), (1,)),
+    lambda p: torch.distributed.nn.functional and torch.outer(p, p),
+    lambda p: p.quantile(0.5),
+]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -443,8 +517,16 @@ def test_everything_else_is_refused_by_name(ranks: int) -> None:
                     out = call(p)
                 except ShardedWeightError as error:
                     text = str(error)
-                    for part in ("'layer.0'", "'layer'", f"rank {group.rank}", "of shape (4, 4)",
-                                 "gathered(module)", "methods=", "full_tensor()", "to_local()"):  # fmt: skip
+                    for part in (
+                        "'layer.0'",
+                        "'layer'",
+                        f"rank {group.rank}",
+                        "of shape (4, 4)",
+                        "gathered(module)",
+                        "methods=",
+                        "full_tensor()",
+                        "to_local()",
+                    ):
                         assert part in text, text
                 else:
                     raise AssertionError(f"REFUSED[{i}] returned {out!r}")
@@ -457,9 +539,10 @@ def test_message_names_the_function_and_the_slice() -> None:
     def body(rank: int) -> None:
         (p,) = shard([torch.randn(4, 3)], world())
         with pytest.raises(
-            ShardedWeightError, match=r"linear needs the whole of 'layer.0' \(unit 'layer'\), of "
-            rf"which rank {rank} holds elements {6 * rank}..{6 * rank + 6} of shape \(4, 3\)"
-        ):  # fmt: skip
+            ShardedWeightError,
+            match=r"linear needs the whole of 'layer.0' \(unit 'layer'\), of "
+            rf"which rank {rank} holds elements {6 * rank}..{6 * rank + 6} of shape \(4, 3\)",
+        ):
             F.linear(torch.ones(1, 3), p)
 
     run_ranks(body, 2)
@@ -588,8 +671,15 @@ def test_repr_needs_no_communication() -> None:
         if rank == 1:
             text = f"{p}"
             assert text == repr(p) == str(p)
-            for part in ("ShardedParameter('layer.0' of unit 'layer'", "rank 1 of 2", "3..6",
-                         "shape (2, 3)", "torch.float32", "[3., 4., 5.]", "requires_grad"):  # fmt: skip
+            for part in (
+                "ShardedParameter('layer.0' of unit 'layer'",
+                "rank 1 of 2",
+                "3..6",
+                "shape (2, 3)",
+                "torch.float32",
+                "[3., 4., 5.]",
+                "requires_grad",
+            ):
                 assert part in text, text
 
     run_ranks(body, 2)
@@ -605,7 +695,9 @@ def test_hooks_and_autograd_grad(ranks: int) -> None:
         post = p.register_post_accumulate_grad_hook(lambda q: seen.append(q))
         (hook,), (after,) = spec.hooks.gradient.values(), spec.hooks.accumulated.values()
         result = hook(torch.ones(spec.stop - spec.start))
-        assert torch.equal(result, torch.ones(2, 3)) and torch.allclose(seen[0], torch.ones(6).norm())
+        assert torch.equal(result, torch.ones(2, 3)) and torch.allclose(
+            seen[0], torch.ones(6).norm()
+        )
         after(p)
         assert seen[1] is p
         handle.remove()

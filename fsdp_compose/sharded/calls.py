@@ -99,9 +99,12 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Lists compare their items by identity first, and specs have no other equality.
     """
     specs: list[ShardSpec] | None = None
+    value: Any
     try:
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if type(value) in _LISTS and value and isinstance(value[0], Tensor):
+            if type(value) in (list, tuple) and value and isinstance(value[0], Tensor):
+                if specs is not None and all(type(t) is Tensor and not t.ndim for t in value):
+                    continue  # the step counts of a fused optimizer
                 found = [t._shard_spec for t in value]
                 if specs is None:
                     specs = found
@@ -116,9 +119,6 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 tensor._shard_spec = spec
                 tensor.__class__ = ShardedTensor
     return out
-
-
-_LISTS: tuple[Any, ...] = (list, tuple)
 
 
 def _is_list(value: Any) -> bool:
@@ -197,8 +197,8 @@ def _foreach_reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for spec in specs:
         if spec is not None:
             require_group(spec, func.__name__)
-    locals_ = [t.to_local() if is_sharded(t) else t for t in tensors]
-    return foreach_reduce(func, locals_, specs, *args[1:], **kwargs)
+    with raw():
+        return foreach_reduce(func, tensors, specs, *args[1:], **kwargs)
 
 
 def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from fsdp_compose.sharded.spec import ShardSpec
 __all__ = ["REDUCTIONS", "foreach_reduce"]
 
 Reduction = Callable[..., Any]
+dtype_of: Callable[[Tensor], torch.dtype] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -270,18 +271,26 @@ def foreach_reduce(
     ord: Any = 2,
     dtype: Any = None,
 ) -> list[Tensor]:
-    """``torch._foreach_norm`` and ``_foreach_max``: one collective per group for the whole list."""
+    """``torch._foreach_norm`` and ``_foreach_max``: one collective per group for the whole list.
+
+    Call it in a ``raw`` scope; unlike the rest of this file it takes sharded tensors.
+    """
     is_norm = func is torch._foreach_norm
     order = float(ord)
-    half = dtype is None and all(t.dtype in _HALF for t in tensors)
+    kinds = [dtype_of(t) for t in tensors]
+    half = dtype is None and all(kind in _HALF for kind in kinds)
     options = {"ord": order, "dtype": torch.float32 if half else dtype} if is_norm else {}
-    full = [t for t in tensors if t.numel()]
+    held = [
+        t.numel() if s is None else s.stop - s.start for t, s in zip(tensors, specs, strict=True)
+    ]
+    full = [t for t, n in zip(tensors, held, strict=True) if n]
     values = iter(func(full, **options) if full else ())
 
     def empty(t: Tensor) -> Tensor:
-        return _local_norm(t, order, options["dtype"]) if is_norm else _limit(t, "max")
+        local = t.as_subclass(Tensor)
+        return _local_norm(local, order, options["dtype"]) if is_norm else _limit(local, "max")
 
-    out = [next(values) if t.numel() else empty(t) for t in tensors]
+    out = [next(values) if n else empty(t) for t, n in zip(tensors, held, strict=True)]
     by_group: dict[int, list[int]] = {}
     for i, spec in enumerate(specs):
         if spec is not None and spec.group.size > 1:
@@ -292,8 +301,10 @@ def foreach_reduce(
         total = _combine_norms(vector, order, group) if is_norm else _across(vector, "max", group)
         for i, value in zip(members, total.unbind(), strict=True):
             out[i] = value
-    kinds = [_real(dtype or t.dtype) for t in tensors]
-    return [value.to(kind) for value, kind in zip(out, kinds, strict=True)]
+    wanted = [dtype or kind for kind in kinds] if half or by_group or dtype else ()
+    for i, kind in enumerate(wanted):
+        out[i] = out[i].to(_real(kind))
+    return out
 
 
 _TABLE: tuple[tuple[str, Reduction], ...] = (

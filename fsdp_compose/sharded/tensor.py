@@ -51,7 +51,7 @@ class _Cached:
     def __get__(self, tensor: Any, owner: type) -> Any:
         if tensor is None:
             return self
-        value = tensor.__dict__[self.name] = call_raw(self.read, (), (tensor,), {})
+        value = tensor.__dict__[self.name] = call_raw(self.read, (), (tensor,))
         return value
 
 
@@ -104,21 +104,29 @@ class _Sharded(_Base):
         return self._shard_spec.numel * self.dtype.itemsize
 
     @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
     def is_leaf(self) -> bool:
-        return call_raw(_leaf_get, (), (self,), {})
+        return call_raw(_leaf_get, (), (self,))
 
     @property
     def requires_grad(self) -> bool:
-        return call_raw(_requires_get, (), (self,), {})
+        return call_raw(_requires_get, (), (self,))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        call_raw(_requires_set, (), (self, value), {})
+        call_raw(_requires_set, (), (self, value))
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient's slice; one that autograd accumulated by itself is tagged here."""
-        grad = call_raw(_grad_get, (), (self,), {})
+        grad = call_raw(_grad_get, (), (self,))
         if type(grad) is Tensor:
             tag(grad, self._shard_spec)
         return grad
@@ -127,18 +135,18 @@ class _Sharded(_Base):
     def grad(self, value: Tensor | None) -> None:
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
             value = fitted(value, self._shard_spec, "the gradient assigned to")
-        call_raw(_grad_set, (), (self, value), {})
+        call_raw(_grad_set, (), (self, value))
 
     @grad.deleter
     def grad(self) -> None:
-        call_raw(_grad_set, (), (self, None), {})
+        call_raw(_grad_set, (), (self, None))
 
     @property
     def data(self) -> Tensor:
         """The slice, outside autograd; what is written through it is not counted by torch."""
         if self._is_parameter:
             self._shard_spec.residence.written += 1
-        return tag(call_raw(_data_get, (), (self,), {}), self._shard_spec)
+        return tag(call_raw(_data_get, (), (self,)), self._shard_spec)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -184,6 +192,11 @@ class _Sharded(_Base):
             raise TypeError("len() of a 0-d tensor")
         return self._shard_spec.shape[0]
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        if is_torch_function_enabled():
+            refuse(Tensor.set_, self._shard_spec)
+        return call_raw(Tensor.set_, (), (self, *args), kwargs)
+
     def to_local(self) -> Tensor:
         """This rank's slice as a plain 1-D tensor: same storage, same version counter.
 
@@ -217,14 +230,14 @@ class _Sharded(_Base):
         hook = sharded_hook(hook, self._shard_spec)
         if self._is_parameter:
             return _add_hook(self._shard_spec.hooks.gradient, hook)
-        return call_raw(Tensor.register_hook, (), (self, hook), {})
+        return call_raw(Tensor.register_hook, (), (self, hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """As on Tensor: called with the parameter when its reduced gradient is in ``.grad``."""
         if self._is_parameter and self.requires_grad:
             return _add_hook(self._shard_spec.hooks.accumulated, hook)
         method = Tensor.register_post_accumulate_grad_hook
-        return call_raw(method, (), (self, hook), {})
+        return call_raw(method, (), (self, hook))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         spec, local = self._shard_spec, to_local(self)
@@ -318,12 +331,12 @@ def untag(tensor: Any) -> Any:
 
 def to_local(tensor: Tensor) -> Tensor:
     """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
-    return call_raw(Tensor.detach, (), (tensor,), {})
+    return call_raw(Tensor.detach, (), (tensor,))
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
     """Give a sharded tensor another slice: what ``.data = local`` does to a plain tensor."""
-    call_raw(_data_set, (), (tensor, local), {})
+    call_raw(_data_set, (), (tensor, local))
     tensor.__dict__.pop("dtype", None)
     tensor.__dict__.pop("device", None)
 

@@ -1,0 +1,287 @@
+"""Small models and the twin that most tests train: a sharded model beside the plain one it equals.
+
+The plain side holds one replica per rank. Replicas share their parameters and have buffers of
+their own, so a loss averaged over replicas is what data parallelism computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compose import fully_shard, wrap
+from fsdp_compose.sharded import is_sharded, spec_of
+from fsdp_compose.state import Unit, iter_units
+
+WIDTH = 6
+BATCH = 3
+
+
+class Block(nn.Module):
+    """A residual layer whose parameters are of odd sizes, so that cuts fall inside them."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 7) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """An embedding-like first layer, blocks, and a head."""
+
+    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """``build()`` in double precision, with weights that depend on the seed alone."""
+    torch.manual_seed(seed)
+    return build().double()
+
+
+def data(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random input that depends on (seed, rank)."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(shape or (BATCH, WIDTH), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    """The usual loss: the mean square of the output."""
+    return model(x).square().mean()
+
+
+def by_block(model: nn.Module, **options: Any) -> nn.Module:
+    """Each ``Block`` a unit, and the rest another."""
+    return fully_shard(model, units=wrap.by_class({Block}), **options)
+
+
+def one_unit(model: nn.Module, **options: Any) -> nn.Module:
+    return fully_shard(model, **options)
+
+
+def nested(model: nn.Module, **options: Any) -> nn.Module:
+    """Calls on submodules first, as people write it."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full value, detached and independent; a collective where it is sharded."""
+    if is_sharded(tensor):
+        return tensor.full_tensor()
+    return tensor.detach().clone()
+
+
+def replicas(model: nn.Module, world: int) -> list[nn.Module]:
+    """Copies that share parameters and have their own buffers."""
+    memo = lambda: {id(p): p for p in model.parameters()}  # noqa: E731
+    return [model, *(copy.deepcopy(model, memo()) for _ in range(world - 1))]
+
+
+def units(model: nn.Module) -> list[Unit]:
+    return list(iter_units(model))
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    """Every unit is resharded, holds its leaves, and owes nothing."""
+    for unit in units(model):
+        assert not unit.holds, f"unit {unit.name!r} is still held: {unit.holds}"
+        assert unit.calls == 0 and unit.task is None and not unit.finished
+        for bucket in unit.buckets:
+            if not bucket.in_place:
+                assert bucket.full.untyped_storage().nbytes() == 0, f"{unit.name!r} is gathered"
+            assert not bucket.packed
+            if bucket.grads is not None:
+                assert bucket.grads.flat.untyped_storage().nbytes() == 0
+    lanes = {id(u.lane): u.lane for u in units(model)}
+    for lane in lanes.values():
+        assert not lane.active and not lane.tasks and not lane.reductions and not lane.prefetched
+    for name, param in model.named_parameters():
+        assert isinstance(param, nn.Parameter), f"{name} is a {type(param).__name__}"
+        assert param.is_leaf, name
+
+
+@dataclass
+class Tolerance:
+    rtol: float = 1e-9
+    atol: float = 1e-11
+
+
+def compare(what: str, found: Tensor, wanted: Tensor, tolerance: Tolerance) -> None:
+    torch.testing.assert_close(
+        found,
+        wanted,
+        rtol=tolerance.rtol,
+        atol=tolerance.atol,
+        equal_nan=True,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Twin:
+    """A sharded model and, beside it, the plain model it must equal after every operation."""
+
+    rank: int
+    world: int
+    build: Callable[[], nn.Module]
+    shard: Callable[[nn.Module], Any] = by_block
+    optimizer: MakeOptimizer = sgd
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.model = seeded(self.build, self.seed)
+        self.plain = replicas(seeded(self.build, self.seed), self.world)
+        self.shard(self.model)
+        trained = lambda m: [p for p in m.parameters() if p.requires_grad]  # noqa: E731
+        self.optim = self.optimizer(trained(self.model)) if trained(self.model) else None
+        self.plain_optim = self.optimizer(trained(self.plain[0])) if self.optim else None
+
+    @property
+    def reference(self) -> nn.Module:
+        return self.plain[0]
+
+    @property
+    def mine(self) -> nn.Module:
+        """The replica that stands for this rank."""
+        return self.plain[self.rank]
+
+    def inputs(self, seed: int, *shape: int) -> list[Tensor]:
+        return [data(seed, r, *shape) for r in range(self.world)]
+
+    def losses(self, forward: Forward, seed: int, *shape: int) -> tuple[Tensor, Tensor]:
+        """(this rank's loss, the plain model's loss over all ranks), checked against each other."""
+        xs = self.inputs(seed, *shape)
+        loss = forward(self.model, xs[self.rank])
+        plain = [forward(m, x) for m, x in zip(self.plain, xs)]
+        compare("loss", loss.detach(), plain[self.rank].detach(), self.tolerance)
+        return loss, torch.stack(plain).mean()
+
+    def backward(self, forward: Forward, seed: int, *shape: int, **options: Any) -> None:
+        loss, plain = self.losses(forward, seed, *shape)
+        loss.backward(**options)
+        plain.backward(**options)
+
+    def step(self) -> None:
+        """Check gradients, update both, clear both."""
+        self.check_grads()
+        self.optim.step()
+        self.plain_optim.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+        self.reference.zero_grad()
+
+    def train(self, forward: Forward = square, steps: int = 3, *shape: int) -> None:
+        for seed in range(steps):
+            self.backward(forward, seed, *shape)
+            assert_at_rest(self.model)
+            self.step()
+        self.check()
+
+    def check_grads(self) -> None:
+        """Gradients agree; where the plain one is None, ours is None or zero."""
+        theirs = dict(self.reference.named_parameters())
+        for name, param in self.model.named_parameters():
+            wanted = theirs[name].grad
+            if param.grad is None:
+                assert wanted is None or not wanted.any(), f"{name} has no gradient"
+                continue
+            found = whole(param.grad)
+            if wanted is None:
+                wanted = torch.zeros_like(found)
+                if theirs[name].requires_grad:
+                    theirs[name].grad = wanted.clone()
+            compare(f"gradient of {name}", found, wanted, self.tolerance)
+
+    def check(self) -> None:
+        """Parameters and this rank's buffers agree, and the model is at rest."""
+        assert_at_rest(self.model)
+        ours = dict(self.model.named_parameters(remove_duplicate=False))
+        theirs = dict(self.reference.named_parameters(remove_duplicate=False))
+        assert list(ours) == list(theirs)
+        for name, param in ours.items():
+            compare(name, whole(param), theirs[name].detach(), self.tolerance)
+            assert param.shape == theirs[name].shape
+        mine = dict(self.mine.named_buffers())
+        for name, buffer in self.model.named_buffers():
+            compare(name, buffer, mine[name], self.tolerance)
+
+
+def mean_loss(output: Any) -> Tensor:
+    """A loss over whatever tensor is given."""
+    return F.mse_loss(output, torch.zeros_like(output))
+
+
+def fqns(model: nn.Module) -> list[str]:
+    return [spec_of(p).fqn for p in model.parameters()]
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes in the storages that operators inside it made or wrote, now and at the most."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.storages: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+        self.excluded = {t.untyped_storage()._cdata for t in known}
+
+    def live(self) -> int:
+        total = 0
+        for key, ref in list(self.storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                del self.storages[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.excluded:
+                    self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
+        self.peak = max(self.peak, self.live())
+        return out
