@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,9 @@ def connect(wanted: str) -> Iterator[World]:
     if "WORLD_SIZE" not in os.environ:
         yield World(0, 1, device, None)
         return
+    # Its functions keep the group that exists when they are defined, and building an optimizer
+    # imports it. A gloo group that outlives `destroy_process_group` can crash Python's exit.
+    import_module("torch.distributed.nn.functional")
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, device_id=device if cuda else None)
     yield World(dist.get_rank(), dist.get_world_size(), device, backend)
@@ -114,7 +118,7 @@ def documentation() -> str:
             "this Python has no pydoc_data.topics, the text this example trains on; it belongs to "
             "CPython's standard library (some distributions package it apart)"
         ) from error
-    paragraphs = (p for name in sorted(topics) for p in topics[name].split("\n\n"))
+    paragraphs = (p.strip("\n") for name in sorted(topics) for p in topics[name].split("\n\n"))
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 
@@ -647,13 +651,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/demo"), help="where everything is written")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if it can be")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of compute; auto: bf16 on CUDA")
-    add("--steps", type=int, default=200, help="training steps")
+    add("--steps", type=int, default=300, help="training steps")
     add("--batch-size", type=int, default=8, help="sequences per rank and step")
-    add("--block-size", type=int, default=128, help="bytes per sequence")
+    add("--block-size", type=int, default=64, help="bytes per sequence")
     add("--layers", type=int, default=6, help="transformer blocks")
     add("--heads", type=int, default=6, help="attention heads")
     add("--width", type=int, default=192, help="embedding width")
-    add("--lr", type=float, default=3e-3, help="peak learning rate")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--warmup", type=int, default=20, help="warm-up steps")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
     add("--max-norm", type=float, default=1.0, help="gradients are clipped to this norm")
@@ -677,7 +681,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return demo(args, world)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        return 130
+        os._exit(130)  # without the farewells of a group whose other ranks may be anywhere
 
 
 if __name__ == "__main__":

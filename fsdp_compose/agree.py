@@ -2,107 +2,262 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_compose import comm
-from fsdp_compose.collect import UnitPlan
-from fsdp_compose.mesh import SELF, Group, MeshLike, resolve_mesh
+from fsdp_compose.bucket import flatten, storage_order
+from fsdp_compose.collect import Options, UnitPlan
+from fsdp_compose.mesh import Group, Mesh, MeshLike, resolve_mesh
+from fsdp_compose.policy import Placement
+from fsdp_compose.torch_private import buffer_slots
 
 
-def agree(plans: list[UnitPlan], mesh: MeshLike | None, problem: Exception | None) -> None:
-    """Raise on every rank what any rank found wrong, and check that all start alike."""
-    group = _group(plans, mesh)
-    if group.size > 1:
-        summary = [
-            (plan.name, [(item.names[0], tuple(item.param.shape)) for item in plan.found])
-            for plan in plans
-        ]
-        sums = _checksums(plans) if problem is None else {}
-        reports = comm.gather_objects((describe(problem), summary, sums), group)
-        for rank, (text, _, _) in enumerate(reports):
-            if text is not None and problem is None:
-                kind, message = text
-                problem = _KINDS[kind](f"{message} (found on rank {group.ranks[rank]})")
-        if problem is None:
-            problem = _first_difference(reports, group.ranks)
+@dataclass(frozen=True)
+class Value:
+    """A parameter or buffer that a unit will manage."""
+
+    key: str  # the same on every rank
+    what: str  # for messages
+    tensor: torch.Tensor
+    mesh: Mesh | None  # None: no mesh was needed for it
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank tells the others."""
+
+    problem: tuple[str, str] | None
+    structure: list[Any]
+    sums: dict[str, tuple[int, tuple[int, ...]]]  # checksum, and ranks it must equal that of
+    what: dict[str, str]  # for messages, by key of ``sums``
+    meta: frozenset[str]  # keys of values on the meta device
+
+
+def agree(plans: list[UnitPlan], mesh: MeshLike | None, problem: Exception | None) -> set[str]:
+    """Raise on every rank what any rank found wrong, and check that all start alike.
+
+    Returns:
+        Keys of the values that are on the meta device on some rank, for ``agree_on_values`` to
+        compare once they are materialised.
+    """
+    values = [] if problem else [value for plan in plans for value in values_of(plan)]
+    meta = frozenset(value.key for value in values if value.tensor.is_meta)
+    groups = _groups(mesh)
+    if groups:
+        real = [v for v in values if v.key not in meta]
+        structure = [] if problem else [_structure(plan) for plan in plans]
+        reports = _exchange(_report(problem, structure, plans, real, meta), groups)
+        problem = problem or _first_problem(reports) or _first_difference(reports)
+        meta = meta.union(*(report.meta for report in reports.values()))
     if problem is not None:
         raise problem
+    return set(meta)
+
+
+def agree_on_values(
+    mesh: MeshLike | None, sums: dict[str, tuple[int, Value]], problem: Exception | None
+) -> None:
+    """Raise on every rank what went wrong on any while values were materialised, or differs."""
+    groups = _groups(mesh)
+    if groups:
+        compared = {key: (total, _peers(value)) for key, (total, value) in sums.items()}
+        what = {key: value.what for key, (_, value) in sums.items()}
+        reports = _exchange(Report(_describe(problem), [], compared, what, frozenset()), groups)
+        problem = problem or _first_problem(reports) or _first_difference(reports)
+    if problem is not None:
+        raise problem
+
+
+def values_of(plan: UnitPlan) -> Iterator[Value]:
+    """The unit's own parameters and its buffers, each once."""
+    for bucket in plan.buckets:
+        for item in bucket.found:
+            name = item.names[0]
+            what = f"parameter {name!r} of unit {plan.name!r}"
+            yield Value(f"{plan.name}:p:{name}", what, item.param, bucket.mesh)
+    seen: set[int] = set()
+    for module in plan.modules:
+        for path, submodule in plan.managed(module):
+            for key, buffer in buffer_slots(submodule).items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    name = f"{path}.{key}" if path else key
+                    what = f"buffer {name!r} of unit {plan.name!r}"
+                    place = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
+                    yield Value(place, what, buffer, mesh_of(plan, buffer))
+
+
+def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:
+    """The mesh of a unit, which may have no parameters of its own."""
+    if plan.buckets:
+        return plan.buckets[0].mesh
+    device = plan.options.device if tensor.is_meta else tensor.device
+    try:
+        return resolve_mesh(plan.options.mesh, device, plan.options.placement)
+    except ValueError:
+        return None  # the mesh is not for the device the buffer is on
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit sum over the bytes of ``tensor``, weighted so that permutations differ."""
+    return int(_checksum(tensor).item()) % (1 << 64)
+
+
+_CHUNK = 1 << 20  # words; what a checksum allocates does not grow with the parameter
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    flat = flatten(tensor.detach(), storage_order(tensor))
+    data = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    aligned = data.storage_offset() % 8 == 0
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    count = min(_CHUNK, data.numel() // 8 + 8)
+    weights = torch.arange(1, 2 * count + 1, 2, device=data.device)
+    for start in range(0, whole, 8 * _CHUNK):
+        piece = data[start : min(start + 8 * _CHUNK, whole)]
+        words = (piece if aligned else piece.clone()).view(torch.int64)
+        total += (words * weights[: words.numel()]).sum() + words.sum() * (start // 4)
+    tail = data[whole:].to(torch.int64)
+    return total + (tail * weights[: tail.numel()]).sum()
+
+
+def _report(
+    problem: Exception | None,
+    structure: list[Any],
+    plans: Sequence[UnitPlan],
+    values: Sequence[Value],
+    meta: frozenset[str],
+) -> Report:
+    verified = {plan.name for plan in plans if plan.options.init == "verify"}
+    compared = [v for v in values if v.key.split(":", 1)[0] in verified and _peers(v)]
+    sums = [_checksum(v.tensor) for v in compared]
+    totals = [int(t) for t in torch.stack([t.cpu() for t in sums]).tolist()] if sums else []
+    return Report(
+        _describe(problem),
+        structure,
+        {v.key: (total, _peers(v)) for v, total in zip(compared, totals, strict=True)},
+        {v.key: v.what for v in compared},
+        meta,
+    )
+
+
+def _peers(value: Value) -> tuple[int, ...]:
+    """The first rank of each group that must hold the same value."""
+    return () if value.mesh is None else tuple(group.ranks[0] for group in value.mesh.groups)
+
+
+def _structure(plan: UnitPlan) -> Any:
+    """What must be the same on every rank, as plain data: name, options, parameters, buckets."""
+    params = [
+        (
+            f"parameter {item.names[0]!r}",
+            tuple(item.param.shape),
+            str(item.param.dtype),
+            "trained" if item.param.requires_grad else "frozen",
+        )
+        for item in plan.found
+    ]
+    buckets = [
+        ("bucket", b.layout.offsets, str(b.compute_dtype), str(b.reduce_dtype), b.mesh.shard.size)
+        for b in plan.buckets
+    ]
+    return plan.name, [*_option_values(plan.options), *params, *buckets]
+
+
+def _option_values(options: Options) -> list[tuple[str, str]]:
+    kept = ("placement", "offload", "prefetch", "init")
+    return [(f.name, repr(getattr(options, f.name))) for f in fields(options) if f.name in kept]
+
+
+def _groups(mesh: MeshLike | None) -> tuple[Group, ...]:
+    """The groups of more than one rank whose ranks make this call together.
+
+    They depend on the argument alone, so that a rank that failed meets the others.
+    """
+    if not dist.is_initialized():
+        return ()
+    devices = [torch.device("cpu")]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        devices.append(accelerator)
+    for candidate in (mesh, None):
+        for device in devices:
+            try:
+                return resolve_mesh(candidate, device, Placement()).groups
+            except (TypeError, ValueError):
+                continue
+    return ()
+
+
+def _exchange(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:
+    """Every rank's report, by rank."""
+    known = {dist.get_rank(): report}
+    for group in groups:
+        known = {rank: r for part in comm.gather_objects(known, group) for rank, r in part.items()}
+    return dict(sorted(known.items()))
 
 
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
-def describe(problem: Exception | None) -> tuple[str, str] | None:
+def _describe(problem: Exception | None) -> tuple[str, str] | None:
     return None if problem is None else (type(problem).__name__, str(problem))
 
 
-def _group(plans: list[UnitPlan], mesh: MeshLike | None) -> Group:
-    """All ranks that must agree; with two axes the larger group of the two is the best at hand."""
-    for plan in plans:
-        for bucket in plan.buckets:
-            groups = bucket.mesh.groups
-            return max(groups, key=lambda g: g.size) if groups else SELF
-    try:
-        resolved = resolve_mesh(mesh, torch.device("cpu"), False)
-    except (TypeError, ValueError):
-        resolved = None
-    return SELF if resolved is None else resolved.shard
-
-
-def _checksums(plans: list[UnitPlan]) -> dict[str, int]:
-    """A number per parameter that differs where its values do, for ``init="verify"``."""
-    sums: dict[str, int] = {}
-    for plan in plans:
-        if plan.options.init != "verify":
-            continue
-        for bucket in plan.buckets:
-            for item in bucket.found:
-                sums[f"{plan.name}:{item.names[0]}"] = checksum(item.param.detach())
-    return sums
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit sum over the bytes of ``tensor``, weighted so that permutations differ."""
-    data = tensor.contiguous().reshape(-1)
-    raw_bytes = (torch.view_as_real(data).reshape(-1) if data.is_complex() else data).view(
-        torch.uint8
-    )
-    words = raw_bytes[: raw_bytes.numel() // 8 * 8].view(torch.int64)
-    tail = raw_bytes[raw_bytes.numel() // 8 * 8 :].to(torch.int64)
-    total = int((words * _weights(words)).sum()) + int((tail * _weights(tail)).sum())
-    return total % (1 << 64)
-
-
-def _weights(values: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, 2 * values.numel() + 1, 2, device=values.device)
-
-
-def _first_difference(reports: list[Any], ranks: tuple[int, ...]) -> Exception | None:
-    _, summary, sums = reports[0]
-    for rank, (_, other_summary, other_sums) in zip(ranks[1:], reports[1:], strict=True):
-        if other_summary != summary:
-            return ValueError(
-                f"fully_shard: rank {rank} shards other units or parameters than rank {ranks[0]}: "
-                f"{_shorten(summary, other_summary)}. Build the same model on every rank."
-            )
-        for name, value in sums.items():
-            if other_sums[name] != value:
-                unit, parameter = name.split(":", 1)
-                return ValueError(
-                    f"fully_shard: parameter {parameter!r} of unit {unit!r} differs between rank "
-                    f"{ranks[0]} and rank {rank}, so the shards would be cut from different "
-                    "models. Seed every rank alike before building the model, load the same file, "
-                    'or pass init="broadcast" to take rank 0\'s values.'
-                )
+def _first_problem(reports: dict[int, Report]) -> Exception | None:
+    for rank, report in reports.items():
+        if report.problem is not None:
+            kind, message = report.problem
+            named = message if kind in _KINDS else f"{kind}: {message}"
+            return _KINDS.get(kind, RuntimeError)(f"{named} (found on rank {rank})")
     return None
 
 
-def _shorten(summary: list[Any], other: list[Any]) -> str:
-    for mine, theirs in zip(summary, other, strict=False):
+def _first_difference(reports: dict[int, Report]) -> Exception | None:
+    first = next(iter(reports))
+    for rank, report in reports.items():
+        if report.structure != reports[first].structure:
+            return ValueError(
+                f"fully_shard: rank {rank} shards other units or parameters, or with other "
+                f"options, than rank {first}: "
+                f"{_shorten(reports[first].structure, report.structure)}. Build the same model "
+                "and pass the same arguments on every rank."
+            )
+    for rank, report in reports.items():
+        for key, (total, peers) in report.sums.items():
+            for peer in peers:
+                wanted = reports[peer].sums.get(key) if peer in reports else None
+                if wanted is not None and wanted[0] != total:
+                    return ValueError(
+                        f"fully_shard: {report.what[key]} differs between rank {peer} and rank "
+                        f"{rank}, so the shards would be cut from different models. Seed every "
+                        "rank alike before building the model, load the same file, or pass "
+                        'init="broadcast" to take rank 0\'s values.'
+                    )
+    return None
+
+
+def _shorten(wanted: list[Any], found: list[Any]) -> str:
+    for mine, theirs in zip(wanted, found, strict=False):
+        if mine[0] != theirs[0]:
+            return f"found unit {theirs[0]!r}, wanted {mine[0]!r}"
+        for a, b in zip(mine[1], theirs[1], strict=False):
+            if a != b:
+                return f"unit {mine[0]!r}: found {_spell(b)}, wanted {_spell(a)}"
         if mine != theirs:
-            pairs = zip(mine[1], theirs[1], strict=False)
-            different = next(((a, b) for a, b in pairs if a != b), (mine[0], theirs[0]))
-            return f"found {different[1]}, wanted {different[0]}"
-    return f"found {len(other)} units, wanted {len(summary)}"
+            longer = max(mine[1], theirs[1], key=len)
+            extra = longer[min(len(mine[1]), len(theirs[1]))]
+            where = "found" if longer is theirs[1] else "missing"
+            return f"unit {mine[0]!r}: {where} {_spell(extra)}"
+    return f"found {len(found)} units, wanted {len(wanted)}"
+
+
+def _spell(item: tuple[Any, ...]) -> str:
+    return " ".join(str(part) for part in item)

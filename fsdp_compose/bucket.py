@@ -22,7 +22,8 @@ from torch import nn
 
 from fsdp_compose.comm import Exchange
 from fsdp_compose.layout import Layout
-from fsdp_compose.mesh import Mesh
+from fsdp_compose.mesh import Group, Mesh
+from fsdp_compose.policy import Offload
 from fsdp_compose.sharded import Residence, ShardSpec, tag
 from fsdp_compose.torch_private import parameter_slots, raw
 
@@ -80,6 +81,20 @@ class GradBuffer:
 
 
 @dataclass(eq=False)
+class Inner:
+    """Between forward and backward a bucket can be spread over fewer ranks than it is sharded over.
+
+    ``store`` is this rank's part, in the compute dtype, while forward has run and backward has not.
+    """
+
+    group: Group
+    parts: list[torch.Tensor]  # ``full`` as uint8, by rank of ``group``
+    own: torch.Tensor  # this rank's part of ``full``
+    store: torch.Tensor | None = None
+    stamp: object = None  # of the shard when it was stored
+
+
+@dataclass(eq=False)
 class Bucket:
     """Parameters of one dtype, trainability and mesh; see the top of this file."""
 
@@ -99,6 +114,11 @@ class Bucket:
     splits: list[int]  # cuts a sharded gradient into slices and gaps ...
     pieces: list[int]  # ... of which this one is the entry's slice
     in_place: bool  # ``full`` is ``shard``: one rank, and computing in the storage dtype
+    offload: Offload
+    inner: Inner | None
+    device_shard: torch.Tensor | None = None  # of offloaded shards, in the compute dtype
+    device_stamp: object = None  # of the shard when ``device_shard`` was copied
+    waiting_grad: torch.Tensor | None = None  # of microbatches, not yet in ``.grad``
     phase: Phase = Phase.SHARDED
     holders: int = 0
     gather: Exchange = field(default_factory=Exchange)
@@ -162,13 +182,16 @@ def make_bucket(
     shard: torch.Tensor,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    offload: Offload,
+    inner: Group | None,
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
-    ranks = layout.world_size
-    in_place = ranks == 1 and compute_dtype == shard.dtype
+    ranks, device = layout.world_size, mesh.device
+    in_place = ranks == 1 and compute_dtype == shard.dtype and device == shard.device
     with torch.inference_mode(False), torch.no_grad():
-        full = shard if in_place else shard.new_empty(layout.numel, dtype=compute_dtype)
+        full = shard if in_place else torch.empty(layout.numel, dtype=compute_dtype, device=device)
         whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
+        is_ready = shard.dtype == full.dtype and shard.device == full.device
         bucket = Bucket(
             entries=entries,
             layout=layout,
@@ -180,12 +203,14 @@ def make_bucket(
             own=full[slice(*_part(layout, mesh.shard.rank))],
             whole_bytes=whole_bytes,
             part_bytes=list(whole_bytes.chunk(ranks)) if whole_bytes.numel() else [],
-            shard_bytes=shard.view(torch.uint8) if shard.dtype == compute_dtype else None,
+            shard_bytes=shard.view(torch.uint8) if is_ready else None,
             aliases=[alias(full, entry.spec.offset, entry.spec) for entry in entries],
             grads=None,
             splits=[],
             pieces=[],
             in_place=in_place,
+            offload=offload,
+            inner=_make_inner(full, inner),
         )
         _cut(bucket)
         place_parameters(bucket)
@@ -213,6 +238,13 @@ def forget_entry(param: nn.Parameter) -> None:
     param.__dict__.pop(_ENTRY_KEY, None)
 
 
+def _make_inner(full: torch.Tensor, group: Group | None) -> Inner | None:
+    if group is None or not full.numel():
+        return None
+    parts = list(full.view(torch.uint8).chunk(group.size))
+    return Inner(group, parts, list(full.chunk(group.size))[group.rank])
+
+
 def place_parameters(bucket: Bucket) -> None:
     """Make every parameter of the bucket a slice of its shard; the objects stay the same."""
     slices = bucket.shard.split(bucket.splits) if bucket.splits else ()
@@ -227,7 +259,7 @@ def make_grad_buffer(bucket: Bucket) -> GradBuffer:
     layout, dtype = bucket.layout, bucket.reduce_dtype
     per_element = 2 if bucket.shard.is_complex() else 1
     with torch.inference_mode(False):
-        flat = bucket.shard.new_empty(layout.numel * per_element, dtype=dtype)
+        flat = torch.empty(layout.numel * per_element, dtype=dtype, device=bucket.mesh.device)
         typed = torch.view_as_complex(flat.view(-1, 2)) if per_element == 2 else flat
         spans = [
             (e.spec.offset, e.spec.offset + e.spec.numel) for e in bucket.entries if e.spec.numel

@@ -11,15 +11,16 @@ from torch import nn
 
 from fsdp_compose.bucket import Slot
 from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
-from fsdp_compose.mesh import Mesh, MeshLike, resolve_mesh
+from fsdp_compose.mesh import Mesh, MeshLike, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.policy import (
     GranularityLike,
     Init,
     MixedPrecision,
     MixedPrecisionLike,
+    Offload,
+    Placement,
     Prefetch,
-    ShardingStrategy,
-    keeps_after_forward,
+    place,
 )
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state
@@ -32,12 +33,13 @@ class Options:
     """The arguments of ``fully_shard``, checked."""
 
     mesh: MeshLike | None
-    keep_after_forward: bool | None
-    replicate_only: bool
+    placement: Placement
+    offload: Offload
     mp: MixedPrecisionLike
     granularity: GranularityLike
     prefetch: Prefetch
     init: Init
+    device: torch.device = torch.device("cpu")  # where meta parameters are materialised
 
 
 @dataclass
@@ -58,6 +60,7 @@ class BucketPlan:
     found: list[Found]
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    mp: MixedPrecision  # the policy they come from
 
 
 @dataclass
@@ -183,6 +186,7 @@ _OVERRIDABLE = (
     "reshard_after_forward",
     "mp_policy",
     "granularity",
+    "offload_policy",
     "prefetch",
 )
 
@@ -197,14 +201,13 @@ def _override(options: Options, overrides: dict[str, Any], name: str) -> Options
     changed: dict[str, Any] = {k: v for k, v in overrides.items() if k in ("mesh", "prefetch")}
     if "mp_policy" in overrides:
         changed["mp"] = overrides["mp_policy"]
+    if "offload_policy" in overrides:
+        changed["offload"] = overrides["offload_policy"]
     if "granularity" in overrides:
         changed["granularity"] = overrides["granularity"]
     if "strategy" in overrides or "reshard_after_forward" in overrides:
         strategy = overrides.get("strategy")
-        changed["keep_after_forward"] = keeps_after_forward(
-            strategy, overrides.get("reshard_after_forward")
-        )
-        changed["replicate_only"] = strategy is ShardingStrategy.NO_SHARD
+        changed["placement"] = place(strategy, overrides.get("reshard_after_forward"))
     return replace(options, **changed)
 
 
@@ -247,7 +250,7 @@ def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
 def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
     """Sort the unit's own parameters into buckets and plan each with integers."""
     groups: dict[tuple[Any, ...], list[Found]] = {}
-    meshes: dict[torch.device, Mesh] = {}
+    devices: dict[torch.device, str] = {}
     options = plan.options
     for item in plan.found:
         param = item.param
@@ -256,33 +259,35 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
         promised.add(id(param))
         name = item.names[0]
         _check_parameter(plan, name, param)
-        device = param.device
-        if device not in meshes:
-            meshes[device] = resolve_mesh(options.mesh, device, options.replicate_only)
-        if len(meshes) > 1:
+        devices.setdefault(options.device if param.is_meta else param.device, name)
+        if len(devices) > 1:
+            (device, first), (other, second) = devices.items()
             raise ValueError(
-                f"fully_shard: parameter {name!r} of unit {plan.name!r} is on {device}, others are "
-                f"on {next(iter(meshes))}; move the module to one device first."
+                f"fully_shard: parameter {second!r} of unit {plan.name!r} is on {other}, but "
+                f"{first!r} is on {device}; move the module to one device first: module.to(device)."
             )
         mp = _precision(options.mp, name, param)
-        compute, reduce = _dtypes(mp, param)
-        groups.setdefault((param.dtype, param.requires_grad, compute, reduce), []).append(item)
-    for (storage, _, compute, reduce), items in groups.items():
-        mesh = next(iter(meshes.values()))
+        chosen = MixedPrecision(mp.param_dtype, mp.reduce_dtype)
+        groups.setdefault((param.dtype, param.requires_grad, chosen), []).append(item)
+    if not groups:
+        return
+    device = next(iter(devices))
+    if options.offload.shards:
+        device = compute_device(options.mesh, device)
+    mesh = resolve_mesh(options.mesh, device, options.placement)
+    if options.placement.spread is not None:
+        check_subgroup(mesh.shard, options.placement.spread)
+    for (storage, _, chosen), items in groups.items():
+        compute, reduce = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
         extents = [
             Extent(i.names[0], tuple(i.param.shape), _granularity(options, i)) for i in items
         ]
         layout = plan_layout(extents, itemsize, mesh.shard.size)
-        plan.buckets.append(BucketPlan(mesh, layout, items, compute, reduce))
+        plan.buckets.append(BucketPlan(mesh, layout, items, compute, reduce, chosen))
 
 
 def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
-    if param.is_meta:
-        raise ValueError(
-            f"fully_shard: parameter {name!r} of unit {plan.name!r} is on the meta device; "
-            "materialise it first: module.to_empty(device=...) and initialise it."
-        )
     if param.layout is not torch.strided:
         raise ValueError(
             f"fully_shard: parameter {name!r} of unit {plan.name!r} has layout {param.layout}; "
@@ -294,16 +299,6 @@ def _precision(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedP
     if isinstance(mp, MixedPrecision):
         return mp
     return mp(name, param) or MixedPrecision()
-
-
-def _dtypes(mp: MixedPrecision, param: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes the parameter computes and is reduced in."""
-    if param.is_complex():
-        return param.dtype, param.dtype.to_real()
-    if not param.is_floating_point():
-        return param.dtype, param.dtype
-    compute = mp.param_dtype or param.dtype
-    return compute, mp.reduce_dtype or compute
 
 
 def _granularity(options: Options, item: Found) -> Granularity:

@@ -140,6 +140,26 @@ def reduce_scatter_parts(
     return ReduceScatter(_on_stream(work, whole), [total])
 
 
+def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """Send ``parts[r]`` to rank ``r`` and return what every rank sent here, in rank order.
+
+    Args:
+        parts: uint8, one dimension, all of the same size on every rank.
+    """
+    if group.pg is None:
+        return list(parts)
+    own = parts[group.rank]
+    traffic.reduces += 1
+    traffic.reduce_bytes += own.numel() * (group.size - 1)
+    if is_point_to_point(group):
+        received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+        Exchange(_swap(parts, received, group)).wait()
+        return received
+    incoming = own.new_empty(own.numel() * group.size)
+    dist.all_to_all_single(incoming, torch.cat(list(parts)), group=group.pg)
+    return list(incoming.chunk(group.size))
+
+
 def all_reduce(tensor: torch.Tensor, group: Group, op: Op = "sum") -> torch.Tensor:
     """Combine ``tensor`` over the group in place and return it."""
     if group.pg is not None:

@@ -11,6 +11,7 @@ two gathered units, one unit's gradients and one flat buffer exist at a time.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,8 +20,9 @@ import torch
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, Phase, make_grad_buffer
+from fsdp_compose.policy import Offload
 from fsdp_compose.sharded import tag_all
-from fsdp_compose.state import Hold, Lane, Reduction, Task, Unit
+from fsdp_compose.state import GradBucket, Hold, Lane, Reduction, Task, Unit
 from fsdp_compose.torch_private import flat_weights, graph_task_id, on_backward_end, raw
 
 
@@ -108,13 +110,48 @@ def _fill(bucket: Bucket) -> None:
     storage = bucket.full.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(bucket.full_nbytes)
-    group = bucket.mesh.shard
-    part = bucket.shard_bytes
-    if part is None or comm.is_point_to_point(group) or group.pg is None:
-        part = bucket.part_bytes[group.rank] if bucket.part_bytes else bucket.whole_bytes
-        with torch.no_grad():
-            bucket.own.copy_(bucket.shard)
-    bucket.gather = comm.gather_parts(bucket.whole_bytes, bucket.part_bytes, part, group)
+    group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
+    with torch.no_grad():
+        if inner is not None and inner.store is not None and inner.stamp == stamp_of(bucket):
+            group, parts = inner.group, inner.parts
+            inner.own.copy_(inner.store)
+        elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
+            part = bucket.shard_bytes
+            bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, part, group)
+            return
+        else:
+            bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
+    own = parts[group.rank] if parts else bucket.whole_bytes
+    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group)
+
+
+def _resident_shard(bucket: Bucket) -> torch.Tensor:
+    """What a gather reads: the shard, or of an offloaded one the copy kept on the device."""
+    if not bucket.offload.optimizer or bucket.offload.params:
+        return bucket.shard
+    stamp = stamp_of(bucket)
+    if bucket.device_shard is None:
+        bucket.device_shard = torch.empty_like(bucket.own)
+        bucket.device_stamp = None
+    if bucket.device_stamp != stamp:
+        bucket.device_shard.copy_(bucket.shard, non_blocking=True)
+        bucket.device_stamp = stamp
+    return bucket.device_shard
+
+
+def spread_inner(unit: Unit) -> None:
+    """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
+    for bucket in unit.buckets:
+        if bucket.inner is not None and bucket.phase is Phase.GATHERED:
+            bucket.inner.store = bucket.inner.own.clone()
+            bucket.inner.stamp = stamp_of(bucket)
+
+
+def forget_inner(unit: Unit) -> None:
+    """Backward is done: free what was kept for it."""
+    for bucket in unit.buckets:
+        if bucket.inner is not None:
+            bucket.inner.store = None
 
 
 def _finish_gather(lane: Lane, bucket: Bucket) -> None:
@@ -158,15 +195,20 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def install_leaves(unit: Unit) -> None:
-    """Let the unit's modules hold their sharded parameters again."""
-    install(unit, [entry.param for entry in unit.entries])
+    """Let the unit's modules hold their sharded parameters again, or what a scope put there."""
+    install(unit, resting(unit))
+
+
+def resting(unit: Unit) -> Sequence[torch.Tensor]:
+    """What the unit's modules hold between passes, by entry."""
+    return [e.param for e in unit.entries] if unit.opened is None else unit.opened.tensors
 
 
 def check_slots(unit: Unit) -> None:
     """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
-    entries = unit.entries
+    entries, held = unit.entries, resting(unit)
     for values, name, index in unit.places:
-        if values.get(name) is not entries[index].param:
+        if values.get(name) is not held[index]:
             found = values.get(name)
             raise RuntimeError(
                 f"parameter {entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
@@ -208,15 +250,19 @@ def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = N
     mesh, streams = bucket.mesh, unit.lane.streams
     factor = unit.switches.divide_factor
     scale = 1.0 / (mesh.size if factor is None else factor)
+    reduction = Reduction(unit, bucket, None, scale, wanted)
     flat, parts = bucket.grads.flat, bucket.grads.parts
-    if streams.reduce is None:
-        scatter = comm.reduce_scatter_parts(flat, parts, mesh.shard)
-        return Reduction(unit, bucket, scatter, scale, wanted)
     with streams.on(streams.reduce):
-        scatter = comm.reduce_scatter_parts(flat, parts, mesh.shard)
-        reduction = Reduction(unit, bucket, scatter, scale, wanted)
-        reduction.result = _combine(reduction)
-        reduction.done = streams.record(streams.reduce)
+        if unit.switches.comm_hook is None:
+            # Half precision overflows at 65504: divide before the sum, by half of the factor.
+            if flat.dtype == torch.float16 and scale != 1.0:
+                before = 2.0 ** round(math.log2(scale) / 2)
+                flat *= before
+                reduction.scale = scale / before
+            reduction.scatter = comm.reduce_scatter_parts(flat, parts, mesh.shard)
+        if unit.switches.comm_hook is not None or streams.reduce is not None:
+            reduction.result = _combine(reduction)
+            reduction.done = streams.record(streams.reduce)
     return reduction
 
 
@@ -224,6 +270,10 @@ def _combine(reduction: Reduction) -> torch.Tensor:
     """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
     bucket, switches = reduction.bucket, reduction.unit.switches
     real = _real_dtype(bucket.shard.dtype)
+    if switches.comm_hook is not None:
+        grad = _run_comm_hook(reduction).to(real)
+        return torch.view_as_complex(grad.view(-1, 2)) if bucket.shard.is_complex() else grad
+    assert reduction.scatter is not None
     grad = reduction.scatter.result(real, reduction.scale)
     if bucket.partial is not None:
         grad += bucket.partial
@@ -234,6 +284,31 @@ def _combine(reduction: Reduction) -> torch.Tensor:
         else:
             comm.all_reduce(grad, bucket.mesh.replicate)
     return torch.view_as_complex(grad.view(-1, 2)) if bucket.shard.is_complex() else grad
+
+
+def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
+    unit, bucket, hook = reduction.unit, reduction.bucket, reduction.unit.switches.comm_hook
+    assert hook is not None and bucket.grads is not None
+    given = GradBucket(
+        unit=unit.name,
+        key=f"{unit.name}/{unit.buckets.index(bucket) if bucket in unit.buckets else 'tied'}",
+        flat=bucket.grads.flat,
+        parts=bucket.grads.parts or [bucket.grads.flat],
+        shard=bucket.mesh.shard,
+        replicate=bucket.mesh.replicate,
+        scale=reduction.scale,
+        dtype=bucket.shard.dtype,
+    )
+    with torch.no_grad():
+        grad = hook(unit.switches.comm_state, given)
+    wanted = given.parts[0].numel()
+    if getattr(grad, "numel", int)() != wanted:
+        raise ValueError(
+            f"communication hook of unit {unit.name!r} returned "
+            f"{type(grad).__name__} {tuple(getattr(grad, 'shape', ()))}; wanted this rank's part "
+            f"of the averaged gradient, {wanted} elements."
+        )
+    return grad.reshape(-1)
 
 
 def finish_reduce(reduction: Reduction) -> torch.Tensor:
@@ -257,7 +332,56 @@ def drain(lane: Lane) -> None:
         reduction = lane.reductions.pop(0)
         grad = finish_reduce(reduction)
         if reduction.bucket.partial is None:
-            assign(reduction, grad)
+            _deliver(lane, reduction, grad)
+
+
+def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
+    """Bring a reduced gradient to where the shards are, now or in the last backward of a step."""
+    bucket, last = reduction.bucket, reduction.unit.switches.last_backward
+    offload = bucket.offload
+    if not (offload.shards or offload.grads):
+        assign(reduction, grad)
+        return
+    if offload.grads and not (last and not offload.shards):
+        grad = _to_host(grad, offload)
+    if not last:
+        waiting = bucket.waiting_grad
+        _settle(lane)
+        bucket.waiting_grad = grad if waiting is None else waiting.add_(grad)
+        return
+    if bucket.waiting_grad is not None:
+        _settle(lane)
+        grad = bucket.waiting_grad.add_(grad.to(bucket.waiting_grad.device))
+        bucket.waiting_grad = None
+    if offload.shards:
+        grad = _to_host(grad, offload)
+    else:
+        grad = grad.to(bucket.shard.device, non_blocking=True)
+    lane.landing.append((reduction, grad, lane.streams.record(lane.streams.current)))
+
+
+def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=offload.pin_memory
+    )
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _settle(lane: Lane) -> None:
+    """Let the host see gradients that are being copied to it."""
+    if lane.streams.current is not None:
+        lane.streams.current.synchronize()
+
+
+def land(lane: Lane) -> None:
+    """Hand out gradients that were copied to the host, which has to wait for them here."""
+    while lane.landing:
+        reduction, grad, mark = lane.landing.pop(0)
+        if mark is not None:
+            mark.synchronize()
+        assign(reduction, grad)
 
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -271,7 +395,7 @@ def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
 def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
     bucket, wanted = reduction.bucket, reduction.wanted
-    hooked: list[Entry] = []
+    ready: list[Entry] = []
     held: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
     with raw(), torch.no_grad():
@@ -287,15 +411,15 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
             else:
                 held.append(previous)
                 added.append(grad)
-            if leaf_hooks.accumulated:
-                hooked.append(entry)
+            ready.append(entry)
         if held:
             torch._foreach_add_(held, added)
-    for entry in hooked:
+    for entry in ready:
         for hook in tuple(entry.spec.hooks.accumulated.values()):
             hook(entry.param)
+    module = reduction.unit.modules[0]()
     for reduced in tuple(reduction.unit.post_reduce_hooks.values()):
-        reduced(reduction.unit)
+        reduced(module, [entry.param for entry in ready])
 
 
 def run_gradient_hooks(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
@@ -356,6 +480,7 @@ def end_task(lane: Lane, task_id: int) -> None:
             drain(lane)
             lane.reductions.append(start_reduce(unit, bucket))
     drain(lane)
+    land(lane)
     for unit in task.units:
         if unit.task is task or unit.task is None:
             close_backward(unit)
@@ -396,7 +521,9 @@ def close_backward(unit: Unit) -> None:
         if not unit.calls:
             install_leaves(unit)
     unit.task = None
-    if unit.switches.reshard_after_backward:
+    forget_inner(unit)
+    switches = unit.switches
+    if switches.reshard_after_backward and (switches.sync or not switches.keep_over_microbatches):
         drop(unit, Hold.KEPT)
     elif Hold.BACKWARD in unit.holds:
         keep(unit, Hold.KEPT)
@@ -424,6 +551,7 @@ def recover(lane: Lane) -> None:
     for reduction in lane.reductions:
         finish_reduce(reduction)
     lane.reductions.clear()
+    lane.landing.clear()
     lane.tasks.clear()
     lane.active.clear()
     lane.prefetched.clear()
@@ -432,6 +560,7 @@ def recover(lane: Lane) -> None:
         unit.finished.clear()
         unit.task = None
         unit.live = None
+        forget_inner(unit)
         for reason in tuple(unit.holds - {Hold.USER}):
             drop(unit, reason)
         install_leaves(unit)

@@ -28,16 +28,18 @@ from fsdp_compose.bucket import (
 from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards
 from fsdp_compose.engine import drain, drop, install_leaves
 from fsdp_compose.gather import gather_flat
-from fsdp_compose.mesh import MeshLike
+from fsdp_compose.mesh import MeshLike, subgroup_of
 from fsdp_compose.policy import (
     INITS,
     GranularityLike,
     Init,
     MixedPrecision,
     MixedPrecisionLike,
+    Offload,
+    Placement,
     Prefetch,
     ShardingStrategy,
-    keeps_after_forward,
+    place,
 )
 from fsdp_compose.sharded import Residence, ShardSpec, tag, untag
 from fsdp_compose.state import (
@@ -49,10 +51,11 @@ from fsdp_compose.state import (
     iter_units,
     lane_of,
 )
-from fsdp_compose.torch_private import buffer_slots, raw, restore_leaf_hooks, take_leaf_hooks
+from fsdp_compose.torch_private import buffer_slots, raw, register_leaf_hooks, take_leaf_hooks
 from fsdp_compose.wrap import Policy
 
 _FULL_PRECISION = MixedPrecision()
+_NO_OFFLOAD = Offload()
 _NEXT_UNIT = Prefetch()
 
 
@@ -62,8 +65,9 @@ def fully_shard(
     mesh: MeshLike | None = None,
     units: Policy | None = None,
     strategy: ShardingStrategy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionLike = _FULL_PRECISION,
+    offload_policy: Offload = _NO_OFFLOAD,
     ignored: Iterable[nn.Parameter | nn.Module] = (),
     granularity: GranularityLike = 1,
     prefetch: Prefetch = _NEXT_UNIT,
@@ -84,8 +88,10 @@ def fully_shard(
             their own; what they leave belongs to ``module``'s unit.
         strategy: where weights live between forward and backward; see ``ShardingStrategy``.
         reshard_after_forward: release full parameters between forward and backward. None: all but
-            the outermost unit's, which backward needs first.
+            the outermost unit's, which backward needs first. A number: spread them over that many
+            neighbouring ranks, so that backward gathers from close by (a divisor of the group).
         mp_policy: dtypes, or a function ``(fqn, parameter)`` that gives them per parameter.
+        offload_policy: what lives in host memory; see ``Offload``.
         ignored: parameters and modules to leave alone.
         granularity: how parameters may be cut: 1 (anywhere), a block size in elements, ``"row"``,
             ``"tensor"`` (never), or a function ``(fqn, parameter)`` that says so per parameter.
@@ -104,8 +110,8 @@ def fully_shard(
     """
     options = Options(
         mesh=mesh,
-        keep_after_forward=None,
-        replicate_only=strategy is ShardingStrategy.NO_SHARD,
+        placement=Placement(),
+        offload=offload_policy,
         mp=mp_policy,
         granularity=granularity,
         prefetch=prefetch,
@@ -115,9 +121,7 @@ def fully_shard(
     problem: Exception | None = None
     plans: list[UnitPlan] = []
     try:
-        options = replace(
-            options, keep_after_forward=keeps_after_forward(strategy, reshard_after_forward)
-        )
+        options = replace(options, placement=place(strategy, reshard_after_forward))
         if init not in INITS:
             raise ValueError(f"fully_shard: init is {init!r}; wanted one of {INITS}.")
         plans = plan_shards(modules, options, units, Ignored.of(ignored))
@@ -152,7 +156,10 @@ def _build(plan: UnitPlan) -> None:
         lane=lane_of(device),
         mp=mp if isinstance(mp, MixedPrecision) else (mp("", nn.Parameter()) or MixedPrecision()),
         prefetch=plan.options.prefetch,
-        switches=Switches(keep_after_forward=plan.options.keep_after_forward),
+        switches=Switches(
+            keep_after_forward=plan.options.placement.keep_after_forward,
+            keep_over_microbatches=plan.options.placement.keep_over_microbatches,
+        ),
         slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
     )
     for module in plan.modules:
@@ -168,7 +175,13 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     flats = [flatten(p.detach(), s) for p, s in zip(params, strides, strict=True)]
     if plan.options.init == "broadcast":
         _broadcast(flats, mesh)
-    shard = torch.zeros(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
+    offload = plan.options.offload
+    shard = torch.zeros(
+        layout.shard_numel,
+        dtype=params[0].dtype,
+        device="cpu" if offload.shards else params[0].device,
+        pin_memory=offload.shards and offload.pin_memory and mesh.device.type != "cpu",
+    )
     residence = Residence()
     entries: list[Entry] = []
     for index, (item, flat) in enumerate(zip(bucket_plan.found, flats, strict=True)):
@@ -185,18 +198,25 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
             residence=residence,
         )
         entry = Entry(item.param, spec, tuple(item.names), item.slots)
-        gradient, accumulated = take_leaf_hooks(item.param)
-        entry.spec.hooks.gradient.update((-1 - i, hook) for i, hook in enumerate(gradient))
-        entry.spec.hooks.accumulated.update((-1 - i, hook) for i, hook in enumerate(accumulated))
         entries.append(entry)
+    leaf_hooks = [take_leaf_hooks(param) for param in params]
     grads = [param.grad for param in params]
     for param in params:
         param.grad = None
+    spread = plan.options.placement.spread
     bucket = make_bucket(
-        entries, layout, mesh, shard, bucket_plan.compute_dtype, bucket_plan.reduce_dtype
+        entries,
+        layout,
+        mesh,
+        shard,
+        bucket_plan.compute_dtype,
+        bucket_plan.reduce_dtype,
+        plan.options.offload,
+        None if spread is None else subgroup_of(mesh.shard, spread),
     )
-    for param, grad in zip(params, grads, strict=True):
+    for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
         param.grad = grad  # takes this rank's slice
+        register_leaf_hooks(param, *taken)
     return bucket
 
 
@@ -293,6 +313,7 @@ def undo(module: nn.Module) -> nn.Module:
         drain(unit.lane)
         for reason in tuple(unit.holds):
             drop(unit, reason)
+        unit.opened = None
         install_leaves(unit)
     for unit in units:
         for bucket in unit.buckets:
@@ -323,7 +344,8 @@ def _restore(bucket: Bucket) -> None:
             )
         param.grad = grad
         forget_entry(param)
-        restore_leaf_hooks(param, spec.hooks.gradient, spec.hooks.accumulated)
+        gradient, accumulated = spec.hooks.gradient, spec.hooks.accumulated
+        register_leaf_hooks(param, [*gradient.values()], [*accumulated.values()])
 
 
 def _restore_buffers(module: nn.Module, state: _FSDPState) -> None:

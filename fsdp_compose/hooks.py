@@ -31,29 +31,39 @@ from fsdp_compose.engine import (
     recover,
     refresh_stale,
     running_task,
+    spread_inner,
     wait_gathered,
 )
 from fsdp_compose.gather import Boundary, trained_entries, view_parameters
 from fsdp_compose.order import Order
-from fsdp_compose.state import Hold, Lane, Unit, get_state
+from fsdp_compose.state import Hold, Lane, Opened, Unit, get_state
 from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks
 from fsdp_compose.tree import find_tensors, map_tensors
+
+attachments: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
+"""(attach, detach) of further hooks, which layers below this file add when they are imported."""
 
 
 def attach(module: nn.Module) -> None:
     """Gather around ``module``'s forward; ``get_state(module)`` must exist."""
     module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
     module.register_forward_hook(after_forward, always_call=True)
+    for also_attach, _ in attachments:
+        also_attach(module)
 
 
 def detach(module: nn.Module) -> None:
     """Remove what ``attach`` registered, from a copy of the module too."""
     remove_forward_hooks(module, before_forward, after_forward)
+    for _, also_detach in attachments:
+        also_detach(module)
 
 
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Gather the unit and let its modules read full parameters."""
     unit = get_state(module).unit
+    if unit.opened is not None and unit.opened.in_forward:
+        return _enter_opened(unit, unit.opened, args, kwargs)
     lane = unit.lane
     recomputing = graph_task_id() != -1
     if lane.active and lane.active[0] is unit and not _is_running(module):
@@ -84,6 +94,8 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     Runs also when forward raised: non-reentrant checkpointing ends a recomputation so.
     """
     unit = get_state(module).unit
+    if unit.opened is not None and unit.opened.calls:
+        return _leave_opened(unit, unit.opened, output)
     lane = unit.lane
     if unit.calls == 0:
         return None  # the error was raised before this unit opened
@@ -102,10 +114,30 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
+def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
+    """A forward inside ``gathered``: on the scope's tensors, in the compute dtype."""
+    opened.calls += 1
+    if opened.calls == 1:
+        pairs = zip(opened.tensors, unit.aliases, strict=True)
+        install(unit, [tensor.to(alias.dtype) for tensor, alias in pairs])
+    if unit.mp.param_dtype is None or not unit.mp.cast_forward_inputs:
+        return None
+    return map_tensors(partial(_cast, unit.mp.param_dtype), (args, kwargs))
+
+
+def _leave_opened(unit: Unit, opened: Opened, output: Any) -> Any:
+    opened.calls -= 1
+    if opened.calls == 0:
+        install(unit, opened.tensors)
+    if unit.mp.output_dtype is None:
+        return output
+    return map_tensors(partial(_cast, unit.mp.output_dtype), output)
+
+
 def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int, ...]) -> None:
     if unit.task is None:
         check_slots(unit)
-    if not recomputing and unit.holds and unit.holds <= {Hold.KEPT, Hold.RETAINED}:
+    if not recomputing and unit.holds and unit.holds <= {Hold.KEPT, Hold.RETAINED, Hold.USER}:
         refresh_stale(unit)
     hold(unit, Hold.FORWARD)
     drop(unit, Hold.PREFETCH)
@@ -139,6 +171,8 @@ def _close_forward(unit: Unit, lane: Lane, hidden: bool) -> None:
             kept = not lane.active and torch.is_grad_enabled()
         if kept or hidden:
             keep(unit, Hold.KEPT)
+        elif torch.is_grad_enabled():
+            spread_inner(unit)
     drop(unit, Hold.FORWARD)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compose.policy import Placement
 
 MeshLike: TypeAlias = "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
@@ -44,7 +47,7 @@ class Mesh:
         return tuple(g for g in (self.shard, self.replicate) if g.size > 1)
 
 
-def resolve_mesh(mesh: MeshLike | None, device: torch.device, replicate_only: bool) -> Mesh:
+def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placement) -> Mesh:
     """Turn what the user passed as ``mesh`` into groups.
 
     Args:
@@ -52,10 +55,11 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, replicate_only: bo
             dimension (shard) or two (replicate, shard), a ProcessGroup (shard), or a
             (shard, replicate) pair of ProcessGroups.
         device: where the parameters live.
-        replicate_only: every rank of ``mesh`` keeps whole parameters (NO_SHARD).
+        placement: what the strategy asks of the mesh.
 
     Raises:
-        ValueError: the mesh has more than two dimensions, or does not contain this rank.
+        ValueError: the mesh has more than two dimensions, does not fit the strategy, or does not
+            contain this rank.
         TypeError: ``mesh`` is none of the above.
     """
     if mesh is None:
@@ -72,14 +76,21 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, replicate_only: bo
             f"fully_shard: mesh is {mesh!r}; wanted None, a DeviceMesh with dimensions (shard) or "
             "(replicate, shard), a ProcessGroup, or a (shard, replicate) pair of ProcessGroups."
         )
-    if replicate_only:
-        if shard.size > 1 and replicate.size > 1:
-            raise ValueError(
-                "fully_shard: strategy NO_SHARD replicates over one group, but the mesh has two "
-                "axes; pass the whole data-parallel group, or use HYBRID_SHARD."
-            )
-        shard, replicate = SELF, (shard if shard.size > 1 else replicate)
+    axes = 2 if _has_two_axes(mesh) else 1
+    if placement.axes is not None and axes != placement.axes:
+        raise ValueError(
+            f"fully_shard: the strategy is for a mesh of {placement.axes} "
+            f"axes, but {'no mesh' if mesh is None else f'a mesh of {axes}'} was passed. Hybrid "
+            "strategies need (replicate, shard): init_device_mesh(device, (replicas, shards), "
+            "mesh_dim_names=('replicate', 'shard')); the others need one group: mesh['shard']."
+        )
+    if placement.replicate_only:
+        shard, replicate = SELF, shard
     return Mesh(shard, replicate, device)
+
+
+def _has_two_axes(mesh: MeshLike | None) -> bool:
+    return isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
 
 
 def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Group]:
@@ -101,6 +112,51 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Gr
         f"fully_shard: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; wanted one (shard) "
         "or two (replicate, shard). Slice it: mesh['dp'] or mesh['replicate', 'shard']."
     )
+
+
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Group]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def check_subgroup(group: Group, size: int) -> None:
+    """Raise unless ``group`` can be cut into several groups of ``size`` ranks.
+
+    Raises:
+        ValueError: ``size`` is not a divisor of the group's size other than 1 and itself.
+    """
+    if not 1 < size < group.size or group.size % size:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={size} for a shard group of {group.size} ranks; "
+            "wanted a divisor of it, larger than 1 and smaller than it; or True to reshard over "
+            "all of them, False not to reshard."
+        )
+
+
+def subgroup_of(group: Group, size: int) -> Group:
+    """This rank's run of ``size`` consecutive ranks of ``group``; every rank of it must call."""
+    assert group.pg is not None
+    known = _subgroups.setdefault(group.pg, {})
+    if size not in known:
+        first = group.rank // size * size
+        ranks = group.ranks[first : first + size]
+        pg = dist.new_group(list(ranks), use_local_synchronization=True)
+        known[size] = Group(pg, group.rank - first, size, group.backend, ranks)
+    return known[size]
+
+
+def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.device:
+    """Where parameters that are offloaded to the host compute: the device the mesh serves."""
+    kind = param_device.type
+    if isinstance(mesh, DeviceMesh):
+        kind = mesh.device_type
+    elif mesh is not None or dist.is_initialized():
+        pg = mesh[0] if isinstance(mesh, tuple) else mesh
+        served = {p.split(":")[0]: p.split(":")[-1] for p in dist.get_backend_config(pg).split(",")}
+        kind = next((k for k, name in served.items() if k != "cpu" and name != "gloo"), kind)
+    if kind == param_device.type:
+        return param_device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, TypeAlias
 
@@ -14,25 +14,95 @@ from fsdp_compose.layout import Granularity
 
 
 class ShardingStrategy(Enum):
-    """Where weights and gradients live between the passes that need them."""
+    """Where weights live between the passes; gradients and optimizer state live with the shards.
+
+    ====================  ==================  ===================  =====================
+    strategy              weights between     shards cut over      shards copied over
+                          forward, backward
+    ====================  ==================  ===================  =====================
+    FULL_SHARD (ZERO3)    sharded             all ranks            none
+    SHARD_GRAD_OP (ZERO2) gathered            all ranks            none
+    ZERO1                 gathered, and over  all ranks            none
+                          microbatches
+    NO_SHARD              whole, always       none                 all ranks
+    HYBRID_SHARD          sharded             ``shard`` axis       ``replicate`` axis
+    HYBRID_SHARD_ZERO2    gathered            ``shard`` axis       ``replicate`` axis
+    ====================  ==================  ===================  =====================
+
+    ZERO1 differs from SHARD_GRAD_OP under accumulation without gradient sync (``no_sync``): weights
+    stay gathered from one microbatch to the next, as gradients stay whole.
+    """
 
     FULL_SHARD = "full_shard"
+    ZERO3 = FULL_SHARD
     SHARD_GRAD_OP = "shard_grad_op"
+    ZERO2 = SHARD_GRAD_OP
+    ZERO1 = "zero1"
     NO_SHARD = "no_shard"
     HYBRID_SHARD = "hybrid_shard"
     HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
 
-    @property
-    def is_hybrid(self) -> bool:
-        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
-    @property
-    def keeps_after_forward(self) -> bool:
-        return self in (
-            ShardingStrategy.SHARD_GRAD_OP,
-            ShardingStrategy.HYBRID_SHARD_ZERO2,
-            ShardingStrategy.NO_SHARD,
+@dataclass(frozen=True)
+class Placement:
+    """A strategy as what it decides, one choice at a time.
+
+    Args:
+        keep_after_forward: weights stay gathered from forward to backward; None: only those of the
+            outermost unit, which backward needs first.
+        spread: ranks that share the weights between forward and backward, when fewer than share
+            the shards.
+        keep_over_microbatches: weights stay gathered while gradients are not synchronised.
+        replicate_only: every rank holds whole shards.
+        axes: mesh axes the strategy is for; None where it fits both one and two.
+    """
+
+    keep_after_forward: bool | None = None
+    spread: int | None = None
+    keep_over_microbatches: bool = False
+    replicate_only: bool = False
+    axes: int | None = None
+
+
+_PLACEMENTS = {
+    None: Placement(),
+    ShardingStrategy.FULL_SHARD: Placement(axes=1),
+    ShardingStrategy.SHARD_GRAD_OP: Placement(keep_after_forward=True, axes=1),
+    ShardingStrategy.ZERO1: Placement(keep_after_forward=True, keep_over_microbatches=True, axes=1),
+    ShardingStrategy.NO_SHARD: Placement(keep_after_forward=True, replicate_only=True, axes=1),
+    ShardingStrategy.HYBRID_SHARD: Placement(axes=2),
+    ShardingStrategy.HYBRID_SHARD_ZERO2: Placement(keep_after_forward=True, axes=2),
+}
+
+
+def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int | None) -> Placement:
+    """What the two options decide together.
+
+    Raises:
+        ValueError: they contradict each other.
+        TypeError: one is of the wrong type.
+    """
+    if strategy is not None and not isinstance(strategy, ShardingStrategy):
+        raise TypeError(
+            f"fully_shard: strategy is {strategy!r}; wanted a ShardingStrategy or None."
         )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise TypeError(
+            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; wanted a bool, a "
+            "number of ranks, or None."
+        )
+    placement = _PLACEMENTS[strategy]
+    if reshard_after_forward is None:
+        return placement
+    if strategy is not None and bool(reshard_after_forward) is bool(placement.keep_after_forward):
+        raise ValueError(
+            f"fully_shard: strategy {strategy.name} means reshard_after_forward="
+            f"{not placement.keep_after_forward}, but reshard_after_forward="
+            f"{reshard_after_forward} was passed; pass one of the two."
+        )
+    if isinstance(reshard_after_forward, bool):
+        return replace(placement, keep_after_forward=not reshard_after_forward)
+    return replace(placement, keep_after_forward=False, spread=reshard_after_forward)
 
 
 @dataclass(frozen=True)
@@ -64,6 +134,15 @@ class MixedPrecision:
                     f"MixedPrecision: {name} is {dtype!r}; wanted a floating-point torch.dtype "
                     "such as torch.bfloat16, or None."
                 )
+
+    def dtypes_for(self, storage: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Dtypes that a parameter kept in ``storage`` computes in and its gradient travels in."""
+        if storage.is_complex:
+            return storage, storage.to_real()
+        if not storage.is_floating_point:
+            return storage, storage
+        compute = self.param_dtype or storage
+        return compute, self.reduce_dtype or compute
 
 
 MixedPrecisionLike: TypeAlias = (
@@ -99,26 +178,30 @@ class Prefetch:
             )
 
 
+@dataclass(frozen=True)
+class Offload:
+    """What lives in host memory, in parameters' storage dtype, while compute runs on a device.
+
+    Args:
+        params: the shards; each gather copies this rank's slice to the device.
+        optimizer: the shards and so the optimizer's state and step; a copy of the shard in the
+            compute dtype stays on the device, refreshed once after each step.
+        grads: sharded gradients accumulated over microbatches. Without it they are summed on the
+            device and cross to the shards' memory in the last backward of a step only
+            (``set_is_last_backward``).
+        pin_memory: page-locked host memory, so that copies overlap compute.
+    """
+
+    params: bool = False
+    grads: bool = False
+    optimizer: bool = False
+    pin_memory: bool = True
+
+    @property
+    def shards(self) -> bool:
+        """Whether the shards are in host memory."""
+        return self.params or self.optimizer
+
+
 Init: TypeAlias = Literal["verify", "broadcast", "as_is"]
 INITS: tuple[Init, ...] = ("verify", "broadcast", "as_is")
-
-
-def keeps_after_forward(
-    strategy: ShardingStrategy | None, reshard_after_forward: bool | None
-) -> bool | None:
-    """Whether a unit stays gathered from forward to backward; None leaves it to the nesting.
-
-    Raises:
-        ValueError: the two options contradict each other.
-    """
-    if strategy is None:
-        return None if reshard_after_forward is None else not reshard_after_forward
-    if reshard_after_forward is not None and reshard_after_forward is strategy.keeps_after_forward:
-        raise ValueError(
-            f"fully_shard: strategy {strategy.name} means reshard_after_forward="
-            f"{not strategy.keeps_after_forward}, but reshard_after_forward="
-            f"{reshard_after_forward} was passed; pass one of the two."
-        )
-    if strategy.keeps_after_forward:
-        return True
-    return None if reshard_after_forward is None else not reshard_after_forward

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry, Slot, make_bucket
 from fsdp_compose.comm import ReduceScatter
+from fsdp_compose.mesh import Group
 from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
 from fsdp_compose.sharded import Hooks, Residence
@@ -29,6 +30,8 @@ STATE_KEY = "_fsdp_compose_state"
 
 class Hold(Enum):
     """Why a unit must stay gathered."""
+
+    __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
 
     FORWARD = auto()  # its forward is running
     BACKWARD = auto()  # its backward is running, or a recomputation for it
@@ -58,6 +61,31 @@ class Live:
     pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
 
 
+@dataclass(frozen=True, eq=False)
+class GradBucket:
+    """The gradients of a bucket, as a communication hook is given them.
+
+    Attributes:
+        unit: name of the unit.
+        key: the same on every rank and in every step; for per-bucket state.
+        flat: packed gradients, real, in the reduce dtype; every parameter in full.
+        parts: ``flat`` by rank of ``shard``.
+        shard: the group over which gradients are reduced and scattered.
+        replicate: the group over which the scattered sum is reduced.
+        scale: what the sum over both groups is to be multiplied with, ``1 / ranks`` by default.
+        dtype: of the parameters' shards, in which the result is kept.
+    """
+
+    unit: str
+    key: str
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    shard: Group
+    replicate: Group
+    scale: float
+    dtype: torch.dtype
+
+
 @dataclass
 class Switches:
     """What the user can change between steps; see the ``set_*`` functions."""
@@ -66,8 +94,20 @@ class Switches:
     all_reduce: bool = True
     last_backward: bool = True
     keep_after_forward: bool | None = None  # None: only where the unit is outermost
+    keep_over_microbatches: bool = False
     reshard_after_backward: bool = True
     divide_factor: float | None = None
+    comm_hook: Callable[[Any, GradBucket], torch.Tensor] | None = None
+    comm_state: Any = None
+
+
+@dataclass(eq=False)
+class Opened:
+    """What a unit's modules hold instead of its leaves while a scope is open over it."""
+
+    tensors: list[torch.Tensor]  # by entry
+    in_forward: bool  # forward reads these too, and nothing is gathered for it
+    calls: int = 0  # such forwards that are running
 
 
 @dataclass(eq=False)
@@ -87,6 +127,7 @@ class Unit:
     calls: int = 0  # forwards of its modules that are running
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
+    opened: Opened | None = None
     task: Task | None = None  # the backward that opened the unit
     trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
     warned: set[str] = field(default_factory=set)
@@ -162,6 +203,8 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         bucket.shard.detach().clone(),
         bucket.full.dtype,
         bucket.reduce_dtype,
+        bucket.offload,
+        None if bucket.inner is None else bucket.inner.group,
     )
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [
@@ -190,11 +233,11 @@ class Reduction:
 
     unit: Unit
     bucket: Bucket
-    scatter: ReduceScatter
+    scatter: ReduceScatter | None
     scale: float
     wanted: frozenset[Entry] | None = None  # whose ``.grad`` to set; None: all
-    done: Any = None  # stream mark behind it, where there are streams
-    result: torch.Tensor | None = None  # set with ``done``
+    done: Any = None  # mark behind it, of the stream it runs on
+    result: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -226,6 +269,7 @@ class Lane:
     pass_id: int = 0  # counts outermost forwards
     tasks: dict[int, Task] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
+    landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
     prefetched: list[Unit] = field(default_factory=list)
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
@@ -238,6 +282,7 @@ class _FSDPState:
 
     unit: Unit
     buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # before the cast
+    state_dict_type: Any = None  # what set_state_dict_type chose
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
@@ -247,7 +292,8 @@ class _FSDPState:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        return _FSDPState(copy.deepcopy(self.unit, memo), dict(self.buffer_dtypes))
+        unit = copy.deepcopy(self.unit, memo)
+        return _FSDPState(unit, dict(self.buffer_dtypes), self.state_dict_type)
 
 
 _lanes: dict[torch.device, Lane] = {}

@@ -74,14 +74,12 @@ def take_leaf_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
     return gradient, post
 
 
-def restore_leaf_hooks(
-    parameter: torch.Tensor, gradient: dict[int, Any], post: dict[int, Any]
-) -> None:
-    """Give a plain leaf back what ``take_leaf_hooks`` took from it."""
-    for hook in gradient.values():
-        parameter.register_hook(hook)
-    for hook in post.values():
-        parameter.register_post_accumulate_grad_hook(hook)
+def register_leaf_hooks(parameter: torch.Tensor, gradient: list[Any], post: list[Any]) -> None:
+    """Give a leaf, sharded or plain, what ``take_leaf_hooks`` took or a sharded one held."""
+    for hook in gradient:
+        parameter.register_hook(getattr(hook, "__wrapped__", hook))
+    for hook in post:
+        parameter.register_post_accumulate_grad_hook(getattr(hook, "__wrapped__", hook))
 
 
 _GATHER = (
@@ -130,3 +128,33 @@ def prefer_foreach(*classes: Any) -> None:
 
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         known.extend(c for c in classes if c not in known)
+
+
+def remove_state_dict_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> None:
+    """Remove state-dict hooks by function, since copies of a module have no handle."""
+    tables: tuple[Any, ...] = (
+        module._state_dict_hooks,
+        module._state_dict_pre_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+    for table in tables:
+        for key, hook in list(table.items()):
+            if getattr(hook, "hook", hook) in functions:
+                del table[key]
+
+
+def foreign_load_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> bool:
+    """Whether a load-state-dict pre-hook other than ``functions`` is registered."""
+    hooks: Any = module._load_state_dict_pre_hooks
+    return any(getattr(hook, "hook", hook) not in functions for hook in hooks.values())
+
+
+def non_persistent(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers that a module keeps out of its state dict."""
+    return module._non_persistent_buffers_set
+
+
+def child_slots(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The dictionary of a module's children, the same one under two names included."""
+    return module._modules

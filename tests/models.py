@@ -207,8 +207,9 @@ class Twin:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        self.model.zero_grad()
-        self.reference.zero_grad()
+        """Through the optimizers, which keep the leaves whatever the modules hold."""
+        for optim in filter(None, (self.optim, self.plain_optim)):
+            optim.zero_grad()
 
     def train(self, forward: Forward = square, steps: int = 3, *shape: int) -> None:
         for seed in range(steps):

@@ -26,6 +26,7 @@ LAYERS = [
     "order.py",
     "state.py",
     "engine.py",
+    "comm_hooks.py",
     "gather.py",
     "hooks.py",
     "wrap.py",

@@ -708,6 +708,9 @@ def test_hooks_and_autograd_grad(ranks: int) -> None:
         (grad,) = torch.autograd.grad(doubled.sum(), [p], create_graph=True)
         same(grad, torch.full((2, 3), 6.0))
         assert seen[2] == 6
+        p.grad = None
+        torch.autograd.backward([p.square().sum()], inputs=[p])
+        same(p.grad, 2 * torch.arange(6.0).view(2, 3))
 
     on_ranks(body, ranks)
 

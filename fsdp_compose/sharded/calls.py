@@ -114,10 +114,10 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _foreach_mixed(func, args, kwargs)
     out = call_raw(func, (), args, kwargs)
     if out is not None and specs is not None:
-        for tensor, spec in zip(out, specs, strict=True):
-            if type(tensor) is Tensor:
-                tensor._shard_spec = spec
-                tensor.__class__ = ShardedTensor
+        result: Any
+        for result, spec in zip(out, specs, strict=True):
+            if type(result) is Tensor:
+                tag(result, spec)
     return out
 
 
@@ -166,7 +166,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gradient scaling: an infinity in any rank's slice is found by every rank of its group."""
     out = _foreach(func, args, kwargs)
     grads, found_inf = args[0], args[1]
-    for group in {g._shard_spec.group for g in grads if is_sharded(g)}:
+    for group in dict.fromkeys(g._shard_spec.group for g in grads if is_sharded(g)):
         all_reduce(found_inf, group, "max")
     return out
 
@@ -349,6 +349,8 @@ _handle(ops.functions("contiguous", Tensor), _contiguous)
 _handle(ops.functions("view_as_real", torch), _view_as_real)
 _handle([torch.nn.init.constant_], _constant)
 _handle([torch.autograd.grad], _autograd_grad)
+_handle([torch.autograd.backward], _shared)
+_handle([torch.autograd.backward], _shared)  # given sharded tensors as inputs=
 for _name in (
     "__format__ __len__ __reduce_ex__ __repr__ dim is_contiguous ndimension nelement numel "
     "register_hook register_post_accumulate_grad_hook size stride"

@@ -235,7 +235,13 @@ class _Sharded(_Base):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """As on Tensor: called with the parameter when its reduced gradient is in ``.grad``."""
         if self._is_parameter and self.requires_grad:
-            return _add_hook(self._shard_spec.hooks.accumulated, hook)
+
+            def whole_hook(param: Any) -> None:
+                with enable_torch_function():  # a backward pass may run in a raw scope
+                    hook(param)
+
+            whole_hook.__wrapped__ = hook  # type: ignore[attr-defined]
+            return _add_hook(self._shard_spec.hooks.accumulated, whole_hook)
         method = Tensor.register_post_accumulate_grad_hook
         return call_raw(method, (), (self, hook))
 
@@ -351,7 +357,10 @@ def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
 def sharded_hook(
     hook: Callable[[Tensor], Tensor | None], spec: ShardSpec
 ) -> Callable[[Tensor], Tensor | None]:
-    """A gradient hook that is given a sharded gradient and may return that or a whole one."""
+    """A gradient hook that is given a sharded gradient and may return that or a whole one.
+
+    ``__wrapped__`` is the hook itself, for a parameter that becomes plain again.
+    """
 
     def on_slice(grad: Tensor) -> Tensor | None:
         if not is_sharded(grad):
@@ -361,6 +370,7 @@ def sharded_hook(
             result = hook(grad)
             return None if result is None else fitted(result, spec, "what a hook returned for")
 
+    on_slice.__wrapped__ = hook  # type: ignore[attr-defined]
     return on_slice
 
 

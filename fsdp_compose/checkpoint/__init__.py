@@ -1,0 +1,16 @@
+"""Save, load and reshard: model and optimizer state, whole or in shards, from and to anywhere."""
+
+from fsdp_compose.checkpoint.model import load_state_dict, state_dict
+from fsdp_compose.checkpoint.plain import (
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
+
+__all__ = [
+    "get_state_dict_type",
+    "load_state_dict",
+    "set_state_dict_type",
+    "state_dict",
+    "state_dict_type",
+]

@@ -1,0 +1,147 @@
+"""``kind="local"``: each bucket's raw shard as one value, with the layout it only fits in.
+
+The fastest restart: no gather, no cutting, one copy per bucket. It loads into a model that is
+sharded the same way over as many ranks, and says what differs otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.bucket import Bucket
+from fsdp_compose.checkpoint.names import clean
+from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
+from fsdp_compose.state import Unit, find_state
+
+LAYOUT = "_fsdp_compose_layout"
+SHARD = "_fsdp_compose_shard."
+
+
+def owners(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """(clean prefix, unit) of every unit, at the first of its modules that lies in ``module``."""
+    seen: set[int] = set()
+    for name, submodule in module.named_modules():
+        state = find_state(submodule)
+        if state is not None and id(state.unit) not in seen:
+            seen.add(id(state.unit))
+            yield (clean(f"{name}.") if name else ""), state.unit
+
+
+def describe(unit: Unit) -> dict[str, Any]:
+    """The layout of a unit in plain data; equal exactly where local shards fit."""
+    return {
+        "version": 1,
+        "world_size": unit.buckets[0].layout.world_size if unit.buckets else 1,
+        "buckets": [
+            {
+                "dtype": str(bucket.shard.dtype),
+                "shard_numel": bucket.layout.shard_numel,
+                "names": [entry.names[0] for entry in bucket.entries],
+                "shapes": [list(entry.spec.shape) for entry in bucket.entries],
+                "strides": [list(entry.spec.stride) for entry in bucket.entries],
+                "offsets": list(bucket.layout.offsets),
+            }
+            for bucket in unit.buckets
+        ],
+    }
+
+
+def local_values(unit: Unit) -> dict[str, Any]:
+    """The unit's raw shards and their layout; shards are live, and sharded tensors themselves."""
+    values: dict[str, Any] = {LAYOUT: describe(unit)}
+    for index, bucket in enumerate(unit.buckets):
+        values[f"{SHARD}{index}"] = tag(bucket.shard.detach(), flat_spec(bucket, f"{SHARD}{index}"))
+    return values
+
+
+def flat_spec(bucket: Bucket, name: str) -> ShardSpec:
+    """The bucket's flat buffer as a parameter of shape ``(layout.numel,)``."""
+    first = bucket.entries[0].spec
+    return dataclasses.replace(
+        first,
+        fqn=f"{first.unit}.{name}",
+        shape=torch.Size([bucket.layout.numel]),
+        stride=(1,),
+        offset=0,
+        hooks=type(first.hooks)(),
+    )
+
+
+def is_local(incoming: Mapping[str, Any]) -> bool:
+    """Whether a state dict holds raw shards."""
+    return any(key.rpartition(".")[2] == LAYOUT for key in incoming)
+
+
+def check_local(module: nn.Module, incoming: Mapping[str, Any]) -> None:
+    """Raise RuntimeError where raw shards do not fit ``module``; nothing is written."""
+    wanted = dict(owners(module))
+    found = {key[: -len(LAYOUT)] for key in incoming if key.rpartition(".")[2] == LAYOUT}
+    if found != set(wanted):
+        only = sorted(found ^ set(wanted))
+        raise RuntimeError(
+            f"local state: the units differ, first at {only[0].rstrip('.')!r}: saved from units "
+            f"{sorted(p.rstrip('.') for p in found)}, this model has "
+            f"{sorted(p.rstrip('.') for p in wanted)}. {_ADVICE}"
+        )
+    for prefix, unit in wanted.items():
+        _check_unit(prefix, unit, incoming)
+
+
+_ADVICE = (
+    "Local shards fit only the layout they were saved from; save kind='sharded' or 'full' to load "
+    "anywhere."
+)
+
+
+def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
+    mine, theirs = describe(unit), incoming[f"{prefix}{LAYOUT}"]
+    name = prefix.rstrip(".") or unit.name
+    if not isinstance(theirs, dict):
+        raise TypeError(f"local state of unit {name!r}: layout is a {type(theirs).__name__}")
+    if theirs.get("world_size") != mine["world_size"]:
+        raise RuntimeError(
+            f"local state of unit {name!r} was saved at world size {theirs.get('world_size')}, "
+            f"this model is cut over {mine['world_size']} ranks. {_ADVICE}"
+        )
+    if theirs != mine:
+        raise RuntimeError(f"local state of unit {name!r}: {_first(mine, theirs)}. {_ADVICE}")
+    for index, bucket in enumerate(unit.buckets):
+        value = incoming.get(f"{prefix}{SHARD}{index}")
+        if not is_sharded(value):
+            raise RuntimeError(
+                f"local state of unit {name!r}: shard {index} is a {type(value).__name__}; wanted "
+                "the sharded tensor that state_dict(kind='local') gave."
+            )
+        spec, want = value._shard_spec, bucket.mesh.shard
+        if spec.group.rank != want.rank:
+            raise RuntimeError(
+                f"local state of unit {name!r} is that of rank {spec.group.rank}, this is rank "
+                f"{want.rank}; load each rank's own file."
+            )
+        if to_local(value).shape != bucket.shard.shape or value.dtype != bucket.shard.dtype:
+            raise RuntimeError(
+                f"local state of unit {name!r}: shard {index} has {to_local(value).numel()} "
+                f"elements of {value.dtype}; wanted {bucket.shard.numel()} of {bucket.shard.dtype}."
+            )
+
+
+def _first(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    pairs = zip(mine["buckets"], theirs.get("buckets", []), strict=False)
+    for index, (want, found) in enumerate(pairs):
+        for key in want:
+            if want[key] != found.get(key):
+                return f"{key} of bucket {index} were {found.get(key)}, here {want[key]}"
+    return f"saved {len(theirs.get('buckets', []))} buckets, here {len(mine['buckets'])}"
+
+
+def write_local(module: nn.Module, incoming: Mapping[str, Any]) -> None:
+    """Copy checked raw shards into the model."""
+    with torch.no_grad():
+        for prefix, unit in owners(module):
+            for index, bucket in enumerate(unit.buckets):
+                bucket.shard.copy_(to_local(incoming[f"{prefix}{SHARD}{index}"]))

@@ -1,0 +1,331 @@
+"""Model state: full, sharded or local, out of and into a sharded module.
+
+Keys are those of the plain module. ``"sharded"`` and ``"local"`` communicate nothing; ``"full"``
+gathers one bucket at a time. Loading checks everything on every rank before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compose.checkpoint import local
+from fsdp_compose.checkpoint.consensus import groups_of, settle
+from fsdp_compose.checkpoint.names import (
+    Names,
+    bare,
+    clean,
+    cleaned,
+    listing,
+    names_of,
+)
+from fsdp_compose.checkpoint.stream import full_parameters, own_copy
+from fsdp_compose.checkpoint.transfer import broadcast_state
+from fsdp_compose.checkpoint.values import fit, needs_gather, whole
+from fsdp_compose.sharded import is_sharded
+from fsdp_compose.state import find_state
+from fsdp_compose.torch_private import foreign_load_hooks
+
+Kind: TypeAlias = Literal["full", "sharded", "local"]
+
+
+@dataclass(frozen=True)
+class StateDictType:
+    """What a state dict holds.
+
+    Attributes:
+        kind: ``"full"`` plain tensors; ``"sharded"`` slices that know their place; ``"local"`` this
+            rank's raw shards, one per bucket.
+        cpu_offload: with ``"full"``, put tensors on the CPU as they are gathered.
+        rank0_only: with ``"full"``, only rank 0 keeps them; the others get an empty dictionary.
+
+    Raises:
+        ValueError: an unknown kind, or an option that does not go with it.
+    """
+
+    kind: Kind = "sharded"
+    cpu_offload: bool = False
+    rank0_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"state dict kind is {self.kind!r}; wanted one of {get_args(Kind)}.")
+        if self.kind != "full" and (self.cpu_offload or self.rank0_only):
+            raise ValueError(
+                f"cpu_offload and rank0_only go with kind='full', not with {self.kind!r}."
+            )
+
+
+class IncompatibleKeys(NamedTuple):
+    """What ``load_state_dict(strict=False)`` left out."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def state_dict(
+    module: nn.Module, kind: Kind = "full", *, cpu_offload: bool = False, rank0_only: bool = False
+) -> OrderedDict[str, Any]:
+    """The module's parameters, buffers and extra state, by FQN, in the plain module's order.
+
+    Args:
+        module: sharded as a whole, in part or not at all.
+        kind: ``"full"``: plain tensors that share nothing with the model, gathered bucket by
+            bucket; every rank must call it. ``"sharded"``: no communication; each parameter is
+            this rank's slice, live, and knows its global shape and place; ``full_tensor()`` gathers
+            one, ``torch.distributed.checkpoint`` saves all and loads them cut in any other way.
+            ``"local"``: no communication; one raw shard per bucket, live, with the layout.
+        cpu_offload: with ``"full"``, move each tensor to the CPU before the next bucket.
+        rank0_only: with ``"full"``, ranks other than 0 take part and return an empty dictionary.
+
+    Raises:
+        ValueError: options that do not go together.
+    """
+    wanted = StateDictType(kind, cpu_offload, rank0_only)
+    names = names_of(module)
+    result: OrderedDict[str, Any] = OrderedDict(names.values)
+    if kind == "full":
+        result = _full(module, names, wanted)
+    elif kind == "sharded":
+        for name, value in names.values.items():
+            if isinstance(value, Tensor):
+                result[name] = value.detach()
+    else:
+        for name, value in names.values.items():
+            if is_sharded(value):
+                del result[name]
+            elif isinstance(value, Tensor):
+                result[name] = value.detach()
+        for prefix, unit in local.owners(module):
+            result.update((prefix + k, v) for k, v in local.local_values(unit).items())
+    if result:
+        result._metadata = names.metadata  # type: ignore[attr-defined]
+    return result
+
+
+def _full(module: nn.Module, names: Names, wanted: StateDictType) -> OrderedDict[str, Any]:
+    keep = not wanted.rank0_only or is_first(module)
+    copies: dict[int, Tensor] = {}
+    for leaf, full in full_parameters(names.leaves().values()):
+        if keep:
+            copies[id(leaf)] = own_copy(full, wanted.cpu_offload)
+    result: OrderedDict[str, Any] = OrderedDict()
+    if not keep:
+        return result
+    dtypes = buffer_dtypes(module)
+    for name, value in names.values.items():
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                dtype = dtypes.get(name, value.dtype)
+                copies[id(value)] = own_copy(whole(value.detach()), wanted.cpu_offload).to(dtype)
+            value = copies[id(value)].detach()  # tied names share their storage
+        result[name] = value
+    return result
+
+
+def is_first(module: nn.Module) -> bool:
+    """Whether this is rank 0 of every group the module is cut or copied over."""
+    groups = groups_of(module)
+    if groups:
+        return all(group.rank == 0 for group in groups)
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """Dtypes that buffers had before mixed precision cast them, by clean FQN."""
+    found: dict[str, torch.dtype] = {}
+    for path, submodule in module.named_modules():
+        state = find_state(submodule)
+        if state is not None:
+            prefix = f"{path}." if path else ""
+            found.update((clean(prefix + k), dtype) for k, dtype in state.buffer_dtypes.items())
+    return found
+
+
+def load_state_dict(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = True,
+    *,
+    broadcast_from_rank0: bool = False,
+) -> IncompatibleKeys:
+    """Write ``state_dict`` into the module; every rank must call it.
+
+    Nothing is written unless everything fits on every rank, and parameters stay the same objects.
+
+    Args:
+        state_dict: by FQN, with or without the prefixes that wrappers add. Values may be plain full
+            tensors, sharded values cut in any way, DTensors, or all of ``kind="local"``. A tied
+            parameter may be given under any of its names.
+        strict: raise for keys that are missing or unexpected.
+        broadcast_from_rank0: only rank 0's ``state_dict`` is read; the other ranks' are ignored.
+            One tensor at a time is sent.
+
+    Raises:
+        RuntimeError: keys, shapes or layouts do not fit, on any rank.
+        TypeError: a value is not a tensor where one is wanted.
+        ValueError: two keys mean the same parameter.
+    """
+    names = names_of(module)
+    groups = groups_of(module)
+    if broadcast_from_rank0:
+        state_dict = broadcast_state(state_dict, groups, names.values)
+    versions = getattr(state_dict, "_metadata", None)
+    custom = custom_load(module)
+    matched = match(module, names.values, state_dict, strict and not custom, versions)
+    settle(matched.problem, groups, matched.facts)
+    if matched.local is not None:
+        local.write_local(module, matched.local)
+    ready = {n: prepare(v, names.values[n]) for n, v in matched.values.items()}
+    native: OrderedDict[str, Any] = OrderedDict((names.native[k], v) for k, v in ready.items())
+    if custom:  # a hook of the user's may know what to do with them
+        native.update((k, v) for k, v in cleaned(state_dict).items() if k in matched.unexpected)
+    if versions is not None:
+        native._metadata = versions  # type: ignore[attr-defined]
+    with bare():
+        module.load_state_dict(native, strict=strict and custom)
+    return IncompatibleKeys(matched.missing, matched.unexpected)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Incoming values beside what a module has; nothing is written yet."""
+
+    values: dict[str, Any]
+    missing: list[str]
+    unexpected: list[str]
+    problem: Exception | None
+    local: dict[str, Any] | None = None  # raw shards that fit
+    facts: object = None  # what must be alike on all ranks
+
+
+def match(
+    module: nn.Module, current: Mapping[str, Any], incoming: Any, strict: bool, versions: object
+) -> Matched:
+    """Compare ``incoming`` with what ``module`` has, ``current``; by ``current``'s names.
+
+    Args:
+        versions: the ``_metadata`` that came with ``incoming``, if any.
+    """
+    if not isinstance(incoming, Mapping):
+        problem = TypeError(
+            f"load_state_dict: got a {type(incoming).__name__}; wanted a dictionary by FQN."
+        )
+        return Matched({}, [], [], problem)
+    try:
+        given = cleaned(incoming)
+        raw_shards = given if local.is_local(given) else None
+        if raw_shards is not None:
+            local.check_local(module, raw_shards)
+            given = {k: v for k, v in given.items() if not _is_raw(k)}
+            given.update((n, v) for n, v in current.items() if is_sharded(v))
+    except (RuntimeError, TypeError, ValueError) as error:
+        return Matched({}, [], [], error)
+    names = {clean(name): name for name in current}
+    _complete_ties(current, names, given)
+    unexpected = [key for key in given if key not in names]
+    missing = [name for name in names if name not in given and not _may_lack(name, versions)]
+    values = {names[k]: v for k, v in given.items() if k in names}
+    problems = [p for n, v in values.items() if (p := _misfit(n, v, current[n])) is not None]
+    if strict and missing:
+        problems.append(f"missing keys: {listing(missing, unexpected)}")
+    if strict and unexpected:
+        problems.append(f"unexpected keys: {listing(unexpected, missing or names)}")
+    problem: Exception | None = None
+    if problems:
+        shown = "\n  ".join(problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        problem = RuntimeError(
+            f"load_state_dict: the state does not fit {type(module).__name__}, which is unchanged:"
+            f"\n  {shown}{more}"
+        )
+    facts = Facts(len(given), sum(needs_gather(v, _spec(current[n])) for n, v in values.items()))
+    return Matched(values, missing, unexpected, problem, raw_shards, facts)
+
+
+class Facts(NamedTuple):
+    """What must be alike on all ranks, or a gather inside loading would hang."""
+
+    keys: int
+    gathers: int
+
+    def __str__(self) -> str:
+        return f"{self.keys} entries ({self.gathers} of them to gather)"
+
+
+def _is_raw(key: str) -> bool:
+    return key.rpartition(".")[2] == local.LAYOUT or local.SHARD in key
+
+
+def _spec(value: Any) -> Any:
+    return value._shard_spec if is_sharded(value) else None
+
+
+def _complete_ties(
+    current: Mapping[str, Any], names: Mapping[str, str], given: dict[str, Any]
+) -> None:
+    """Give a tied parameter's missing names the value of a name that is there."""
+    by_tensor: dict[int, list[str]] = {}
+    for key, name in names.items():
+        if isinstance(current[name], Tensor):
+            by_tensor.setdefault(id(current[name]), []).append(key)
+    for keys in by_tensor.values():
+        present = [key for key in keys if key in given]
+        if present:
+            given.update((key, given[present[-1]]) for key in keys if key not in given)
+
+
+def _may_lack(name: str, versions: object) -> bool:
+    """BatchNorm's counter is newer than some files, and torch starts it at 0 for those."""
+    return name.endswith("num_batches_tracked") and versions is None
+
+
+def _misfit(name: str, value: Any, current: Any) -> str | None:
+    """Why ``value`` cannot be written into ``current``, or None."""
+    if not isinstance(current, Tensor):
+        return None
+    if not isinstance(value, Tensor):
+        return f"{name!r} is a {type(value).__name__}; wanted a tensor of {tuple(current.shape)}"
+    shape = tuple(value.shape)
+    if shape != tuple(current.shape) and not (current.ndim == 0 and shape == (1,)):
+        return f"{name!r} has global shape {shape}; wanted {tuple(current.shape)}"
+    if value.is_complex() and not current.is_complex():
+        return f"{name!r} is {value.dtype}; wanted {current.dtype}, which has no imaginary part"
+    if is_sharded(value) and needs_gather(value, _spec(current)):
+        spec = value._shard_spec
+        if spec.group.pg is None and spec.group.size > 1:
+            return (
+                f"{name!r} is the slice of rank {spec.group.rank} of {spec.group.size} "
+                f"({spec.held}), loaded without the other ranks, and this rank holds other "
+                "elements: save kind='full' or use save_checkpoint to load it anywhere"
+            )
+    return None
+
+
+def prepare(value: Any, current: Any) -> Any:
+    """``value`` as ``current`` takes it; a collective where ``needs_gather`` says so."""
+    if not isinstance(current, Tensor) or value is current:
+        return value
+    if is_sharded(current):
+        spec = current._shard_spec
+        return fit(value.reshape(()) if current.ndim == 0 != value.ndim else value, spec, True)
+    return whole(value)
+
+
+def custom_load(module: nn.Module) -> bool:
+    """Whether a submodule changes keys while loading, so that only torch can tell what is missing."""
+    return any(
+        foreign_load_hooks(m, *OWN_LOAD_HOOKS)
+        for m in module.modules()
+        if not type(m).__module__.startswith("torch.distributed.algorithms")
+    )
+
+
+OWN_LOAD_HOOKS: list[Any] = []
+"""Pre-hooks of this package, which change no keys."""

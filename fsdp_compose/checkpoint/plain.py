@@ -1,0 +1,227 @@
+"""``model.state_dict()`` and ``model.load_state_dict()`` of a sharded module, through hooks.
+
+The hooks are plain functions on each unit's module and find their state through it, so that a deep
+copy drives its own. Saving communicates nothing unless ``set_state_dict_type`` asked for full
+tensors. Loading converts what the caller passed before torch copies it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import hooks
+from fsdp_compose.checkpoint import local
+from fsdp_compose.checkpoint.consensus import groups_of, settle
+from fsdp_compose.checkpoint.model import (
+    OWN_LOAD_HOOKS,
+    Kind,
+    StateDictType,
+    custom_load,
+    is_first,
+    match,
+    prepare,
+)
+from fsdp_compose.checkpoint.names import bare, clean, is_bare
+from fsdp_compose.checkpoint.stream import full_parameters, own_copy
+from fsdp_compose.checkpoint.values import install_protocol, is_ready
+from fsdp_compose.sharded import is_sharded
+from fsdp_compose.state import Unit, find_state, get_state
+from fsdp_compose.torch_private import remove_state_dict_hooks
+
+_SHARDED = StateDictType("sharded")
+
+
+def set_state_dict_type(
+    module: nn.Module, kind: Kind, *, cpu_offload: bool = False, rank0_only: bool = False
+) -> StateDictType:
+    """Choose what ``state_dict()`` of ``module`` and of the units in it returns from now on.
+
+    Args:
+        module: every unit in it is set, itself included.
+        kind, cpu_offload, rank0_only: as for ``fsdp_compose.state_dict``.
+
+    Returns:
+        What was chosen before.
+
+    Raises:
+        ValueError: options that do not go together, or nothing in ``module`` is sharded.
+        RuntimeError: the units in ``module`` were set differently, so there is no one type before.
+    """
+    wanted = StateDictType(kind, cpu_offload, rank0_only)
+    before = get_state_dict_type(module)
+    _set(module, wanted)
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictType:
+    """What ``state_dict()`` of ``module`` returns; sharded unless it was set.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+        RuntimeError: the units in it were set differently.
+    """
+    found: dict[StateDictType, str] = {}
+    for name, submodule in module.named_modules():
+        state = find_state(submodule)
+        if state is not None:
+            found.setdefault(state.state_dict_type or _SHARDED, name)
+    if not found:
+        raise ValueError(
+            f"state_dict_type: {type(module).__name__} is not sharded, and neither is a module in "
+            "it; its state_dict() is what torch makes of it."
+        )
+    if len(found) > 1:
+        (first, a), (second, b) = list(found.items())[:2]
+        raise RuntimeError(
+            f"state_dict_type: units of {type(module).__name__} disagree: {a or 'the root'!r} has "
+            f"{first}, {b!r} has {second}. Call fsdp_compose.set_state_dict_type(module, kind) on "
+            "the outermost module."
+        )
+    return next(iter(found))
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module, kind: Kind, *, cpu_offload: bool = False, rank0_only: bool = False
+) -> Iterator[None]:
+    """Scope in which ``state_dict()`` of ``module`` returns ``kind``; see ``set_state_dict_type``.
+
+    Raises:
+        ValueError, RuntimeError: as ``set_state_dict_type``.
+    """
+    before = set_state_dict_type(module, kind, cpu_offload=cpu_offload, rank0_only=rank0_only)
+    try:
+        yield
+    finally:
+        _set(module, before)
+
+
+def _set(module: nn.Module, wanted: StateDictType) -> None:
+    for submodule in module.modules():
+        state = find_state(submodule)
+        if state is not None:
+            state.state_dict_type = wanted
+
+
+def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """State-dict post-hook of a unit's module: its values become what the type says."""
+    if is_bare():
+        return
+    wanted = get_state_dict_type(module)
+    unit = get_state(module).unit
+    places = dict(_places(module, unit, prefix, state_dict))
+    if wanted.kind == "sharded":
+        for key, (index, values, name) in places.items():
+            leaf = unit.entries[index].param
+            if values.get(name) is not leaf:  # gathered now; what is in place will not last
+                state_dict[key] = leaf.detach()
+    elif wanted.kind == "local":
+        for key in places:
+            del state_dict[key]
+        if unit.modules[0]() is module:
+            state_dict.update((prefix + k, v) for k, v in local.local_values(unit).items())
+    else:
+        _gather(module, unit, places, prefix, state_dict, wanted)
+
+
+def _gather(
+    module: nn.Module,
+    unit: Unit,
+    places: dict[str, Any],
+    prefix: str,
+    state_dict: Any,
+    wanted: StateDictType,
+) -> None:
+    keep = not wanted.rank0_only or is_first(module)
+    keys: dict[int, list[str]] = {}
+    for key, (index, _, _) in places.items():
+        keys.setdefault(id(unit.entries[index].param), []).append(key)
+    leaves = [entry.param for entry in unit.entries if id(entry.param) in keys]
+    for leaf, full in full_parameters(leaves):
+        if keep:
+            copy = own_copy(full, wanted.cpu_offload)
+            state_dict.update((key, copy.detach()) for key in keys[id(leaf)])
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if not keep:
+            del state_dict[key]
+        elif wanted.cpu_offload and isinstance(state_dict[key], Tensor):
+            state_dict[key] = state_dict[key].cpu()
+
+
+def _places(
+    module: nn.Module, unit: Unit, prefix: str, state_dict: Any
+) -> Iterator[tuple[str, tuple[int, dict[str, Any], str]]]:
+    """(key, (entry, values, name)) of every place of the unit that ``state_dict`` has a key for."""
+    paths: dict[int, list[str]] = {}
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(submodule), []).append(f"{path}." if path else "")
+    for slot, index in unit.slots:
+        for path in paths.get(id(slot.module()), ()):
+            for key in (f"{prefix}{path}{slot.name}", f"{prefix}{clean(path + slot.name)}"):
+                if key in state_dict:
+                    yield key, (index, slot.values, slot.name)
+                    break
+
+
+def before_load(
+    module: nn.Module,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: Any,
+    unexpected_keys: Any,
+    error_msgs: Any,
+) -> None:
+    """Load-state-dict pre-hook of a unit's module: check all below it, then convert its values.
+
+    With ``assign=True`` sharded parameters are written here and stay the same objects.
+    """
+    if is_bare():
+        return
+    given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+    with bare():
+        current = module.state_dict(keep_vars=True)
+    if not any(is_sharded(value) for value in current.values()):
+        return  # gathered by a scope: torch writes into the full parameters
+    if any(is_ready(v) or (is_sharded(v) and v is current.get(k)) for k, v in given.items()):
+        return  # an outer unit's hook was here
+    versions = getattr(state_dict, "_metadata", None)
+    groups = groups_of(module)
+    matched = match(module, current, given, strict and not custom_load(module), versions)
+    settle(matched.problem, groups, matched.facts)
+    if matched.local is not None:
+        local.write_local(module, matched.local)
+    for key in given:
+        if key not in matched.values and clean(key) not in matched.unexpected:
+            del state_dict[prefix + key]  # raw shards, and names that wrappers changed
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    for key, value in {k: prepare(v, current[k]) for k, v in matched.values.items()}.items():
+        leaf = current[key]
+        if is_sharded(leaf) and assign:
+            if value is not leaf:
+                with torch.no_grad():
+                    leaf.copy_(value)
+            value = leaf
+        state_dict[prefix + key] = value
+
+
+def attach(module: nn.Module) -> None:
+    """Register both hooks on a unit's module."""
+    module.register_state_dict_post_hook(after_state_dict)
+    module.register_load_state_dict_pre_hook(before_load)
+
+
+def detach(module: nn.Module) -> None:
+    """Remove what ``attach`` registered, from a copy of the module too."""
+    remove_state_dict_hooks(module, after_state_dict, before_load)
+
+
+hooks.attachments.append((attach, detach))
+OWN_LOAD_HOOKS.append(before_load)
+install_protocol()

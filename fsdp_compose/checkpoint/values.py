@@ -1,0 +1,144 @@
+"""Sharded values in state dicts: what torch.distributed.checkpoint asks of them, and their slices.
+
+A slice is a contiguous run of the flattened parameter, so it is a few rectangular boxes of the
+original shape (``layout.boxes``). Each box is a chunk of the checkpoint: saving needs no
+communication, and any other cut of the same shape reads the boxes that it overlaps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.layout import Box, boxes
+from fsdp_compose.sharded import (
+    ShardedParameter,
+    ShardedTensor,
+    ShardSpec,
+    is_sharded,
+    own_slice,
+    tag,
+    to_local,
+)
+
+READY = "_fsdp_compose_ready"
+"""Set on a sharded value that was fitted to the parameter it is about to be loaded into."""
+
+
+def storage_dims(spec: ShardSpec) -> list[int]:
+    """Dimensions from the slowest to the fastest in storage; ``[0, 1, ...]`` when contiguous."""
+    return sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
+
+
+def chunks_of(tensor: Any) -> list[tuple[Box, Tensor]]:
+    """The boxes of the original shape that a sharded tensor holds, each with a view of its data."""
+    spec: ShardSpec = tensor._shard_spec
+    dims, local = storage_dims(spec), to_local(tensor)
+    back = [dims.index(d) for d in range(len(dims))]
+    shape = [spec.shape[d] for d in dims]
+    found: list[tuple[Box, Tensor]] = []
+    position = 0
+    for box in boxes(shape, spec.start, spec.stop):
+        numel = 1
+        for size in box.sizes:
+            numel *= size
+        data = local[position : position + numel].view(box.sizes).permute(back)
+        position += numel
+        offsets = tuple(box.offsets[i] for i in back)
+        found.append((Box(offsets, tuple(box.sizes[i] for i in back)), data))
+    if spec.numel == 0 and spec.group.rank == 0:
+        empty = Box((0,) * len(spec.shape), tuple(spec.shape))
+        found.append((empty, local.view(spec.shape)))
+    return found
+
+
+def _create_write_items(self: Any, fqn: str, object: Any) -> list[WriteItem]:
+    local = to_local(self)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, torch.Size(box.offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=_chunk(box),
+                properties=TensorProperties.create_from_tensor(local),
+                size=self._shard_spec.shape,
+            ),
+        )
+        for box, _ in chunks_of(self)
+    ]
+
+
+def _create_chunk_list(self: Any) -> list[ChunkStorageMetadata]:
+    return [_chunk(box) for box, _ in chunks_of(self)]
+
+
+def _get_tensor_shard(self: Any, index: MetadataIndex) -> Tensor:
+    wanted = None if index.offset is None else tuple(index.offset)
+    for box, data in chunks_of(self):
+        if box.offsets == wanted:
+            return data
+    raise ValueError(
+        f"{index.fqn!r}: no box at {wanted}; this rank holds {self._shard_spec.held} of it"
+    )
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def install_protocol() -> None:
+    """Teach sharded tensors the protocol by which torch.distributed.checkpoint knows DTensor."""
+    for cls in (ShardedTensor, ShardedParameter):
+        kind: Any = cls
+        kind.__create_write_items__ = _create_write_items
+        kind.__create_chunk_list__ = _create_chunk_list
+        kind.__get_tensor_shard__ = _get_tensor_shard
+
+
+def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
+    """Whether fitting ``value`` to ``spec`` (None: to a plain tensor) is a collective."""
+    if is_sharded(value):
+        return spec is None or value._shard_spec.key != spec.key
+    return isinstance(value, DTensor)
+
+
+def whole(value: Tensor) -> Tensor:
+    """The full plain tensor behind a sharded value or a DTensor; a collective for those."""
+    if is_sharded(value) or isinstance(value, DTensor):
+        return value.full_tensor()
+    return value
+
+
+def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
+    """The slice of ``value`` that ``spec`` describes, as a sharded tensor object of its own.
+
+    The data is shared with ``value`` where it can be.
+
+    Args:
+        value: plain and of shape ``spec.shape``, a sharded tensor of that global shape cut in any
+            way, or a DTensor of it. What is cut differently is gathered: a collective.
+        ready: mark the result as fitted.
+    """
+    if is_sharded(value) and value._shard_spec.key == spec.key:
+        local = to_local(value)
+    elif needs_gather(value, spec):
+        local = own_slice(whole(value).detach(), spec).clone()
+    else:
+        local = own_slice(value.detach(), spec)
+    fitted = tag(local, spec)
+    if ready:
+        fitted.__dict__[READY] = True
+    return fitted
+
+
+def is_ready(value: object) -> bool:
+    return is_sharded(value) and READY in value.__dict__
