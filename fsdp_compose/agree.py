@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import flatten, storage_order
+from fsdp_compose.bucket import Slot, flatten, storage_order
 from fsdp_compose.collect import Options, UnitPlan
 from fsdp_compose.mesh import Group, Mesh, MeshLike, resolve_mesh
 from fsdp_compose.policy import Placement
@@ -22,8 +23,10 @@ class Value:
     """A parameter or buffer that a unit will manage."""
 
     key: str  # the same on every rank
+    name: str  # in the unit
     what: str  # for messages
     tensor: torch.Tensor
+    slot: Slot  # the first place it is read from
     mesh: Mesh | None  # None: no mesh was needed for it
 
 
@@ -35,7 +38,7 @@ class Report:
     structure: list[Any]
     sums: dict[str, tuple[int, tuple[int, ...]]]  # checksum, and ranks it must equal that of
     what: dict[str, str]  # for messages, by key of ``sums``
-    meta: frozenset[str]  # keys of values on the meta device
+    meta: frozenset[str]  # keys of values on the meta device, or left unwritten
 
 
 def agree(plans: list[UnitPlan], mesh: MeshLike | None, problem: Exception | None) -> set[str]:
@@ -60,17 +63,27 @@ def agree(plans: list[UnitPlan], mesh: MeshLike | None, problem: Exception | Non
 
 
 def agree_on_values(
-    mesh: MeshLike | None, sums: dict[str, tuple[int, Value]], problem: Exception | None
-) -> None:
-    """Raise on every rank what went wrong on any while values were materialised, or differs."""
+    mesh: MeshLike | None,
+    sums: dict[str, tuple[int, Value]],
+    unwritten: set[str],
+    problem: Exception | None,
+) -> set[str]:
+    """Raise on every rank what went wrong on any while values were materialised, or differs.
+
+    Returns:
+        Keys of the values that were left unwritten on some rank.
+    """
+    left = frozenset(unwritten)
     groups = _groups(mesh)
     if groups:
         compared = {key: (total, _peers(value)) for key, (total, value) in sums.items()}
         what = {key: value.what for key, (_, value) in sums.items()}
-        reports = _exchange(Report(_describe(problem), [], compared, what, frozenset()), groups)
+        reports = _exchange(Report(_describe(problem), [], compared, what, left), groups)
         problem = problem or _first_problem(reports) or _first_difference(reports)
+        left = left.union(*(report.meta for report in reports.values()))
     if problem is not None:
         raise problem
+    return set(left)
 
 
 def values_of(plan: UnitPlan) -> Iterator[Value]:
@@ -79,17 +92,22 @@ def values_of(plan: UnitPlan) -> Iterator[Value]:
         for item in bucket.found:
             name = item.names[0]
             what = f"parameter {name!r} of unit {plan.name!r}"
-            yield Value(f"{plan.name}:p:{name}", what, item.param, bucket.mesh)
+            key = f"{plan.name}:p:{name}"
+            yield Value(key, name, what, item.param, item.slots[0], bucket.mesh)
     seen: set[int] = set()
     for module in plan.modules:
         for path, submodule in plan.managed(module):
-            for key, buffer in buffer_slots(submodule).items():
-                if buffer is not None and id(buffer) not in seen:
+            slots = buffer_slots(submodule)
+            for place, buffer in slots.items():
+                if buffer is None or id(buffer) in plan.ignored.buffers:
+                    continue
+                if id(buffer) not in seen:
                     seen.add(id(buffer))
-                    name = f"{path}.{key}" if path else key
+                    name = f"{path}.{place}" if path else place
                     what = f"buffer {name!r} of unit {plan.name!r}"
-                    place = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
-                    yield Value(place, what, buffer, mesh_of(plan, buffer))
+                    key = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
+                    slot = Slot(weakref.ref(submodule), place, slots)
+                    yield Value(key, name, what, buffer, slot, mesh_of(plan, buffer))
 
 
 def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:
@@ -165,7 +183,7 @@ def _structure(plan: UnitPlan) -> Any:
         for item in plan.found
     ]
     buckets = [
-        ("bucket", b.layout.offsets, str(b.compute_dtype), str(b.reduce_dtype), b.mesh.shard.size)
+        ("bucket", b.layout.offsets, str(b.mp.dtypes_for(b.storage_dtype)), b.mesh.shard.size)
         for b in plan.buckets
     ]
     return plan.name, [*_option_values(plan.options), *params, *buckets]
@@ -248,14 +266,14 @@ def _shorten(wanted: list[Any], found: list[Any]) -> str:
     for mine, theirs in zip(wanted, found, strict=False):
         if mine[0] != theirs[0]:
             return f"found unit {theirs[0]!r}, wanted {mine[0]!r}"
+        names = [{item[0] for item in plan[1]} for plan in (mine, theirs)]
         for a, b in zip(mine[1], theirs[1], strict=False):
+            if a != b and a[0] not in names[1]:
+                return f"unit {mine[0]!r}: missing {_spell(a)}"
+            if a != b and b[0] not in names[0]:
+                return f"unit {mine[0]!r}: found an additional {_spell(b)}"
             if a != b:
                 return f"unit {mine[0]!r}: found {_spell(b)}, wanted {_spell(a)}"
-        if mine != theirs:
-            longer = max(mine[1], theirs[1], key=len)
-            extra = longer[min(len(mine[1]), len(theirs[1]))]
-            where = "found" if longer is theirs[1] else "missing"
-            return f"unit {mine[0]!r}: {where} {_spell(extra)}"
     return f"found {len(found)} units, wanted {len(wanted)}"
 
 

@@ -23,8 +23,8 @@ from torch import nn
 from fsdp_compose.comm import Exchange
 from fsdp_compose.layout import Layout
 from fsdp_compose.mesh import Group, Mesh
-from fsdp_compose.policy import Offload
-from fsdp_compose.sharded import Residence, ShardSpec, tag
+from fsdp_compose.policy import MixedPrecision, Offload
+from fsdp_compose.sharded import Residence, ShardSpec, set_local, tag
 from fsdp_compose.torch_private import parameter_slots, raw
 
 
@@ -102,7 +102,9 @@ class Bucket:
     layout: Layout
     mesh: Mesh
     residence: Residence
+    mp: MixedPrecision  # what it computes and reduces in, by the dtype of ``shard``
     reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype  # of ``.grad``
     shard: torch.Tensor
     full: torch.Tensor
     own: torch.Tensor  # this rank's part of ``full``
@@ -124,6 +126,7 @@ class Bucket:
     gather: Exchange = field(default_factory=Exchange)
     gathered_at: Any = None  # stream mark behind the gather
     stamp: object = None  # of the shard when it was gathered
+    unready: list[Entry] = field(default_factory=list)  # left for loading, see adopt.py
     packed: bool = False  # ``grads`` holds gradients that were not reduced
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
 
@@ -180,13 +183,13 @@ def make_bucket(
     layout: Layout,
     mesh: Mesh,
     shard: torch.Tensor,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    mp: MixedPrecision,
     offload: Offload,
     inner: Group | None,
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
     ranks, device = layout.world_size, mesh.device
+    compute_dtype, reduce_dtype, grad_dtype = mp.dtypes_for(shard.dtype)
     in_place = ranks == 1 and compute_dtype == shard.dtype and device == shard.device
     with torch.inference_mode(False), torch.no_grad():
         full = shard if in_place else torch.empty(layout.numel, dtype=compute_dtype, device=device)
@@ -197,7 +200,9 @@ def make_bucket(
             layout=layout,
             mesh=mesh,
             residence=entries[0].spec.residence,
+            mp=mp,
             reduce_dtype=reduce_dtype,
+            grad_dtype=grad_dtype,
             shard=shard,
             full=full,
             own=full[slice(*_part(layout, mesh.shard.rank))],
@@ -250,7 +255,9 @@ def place_parameters(bucket: Bucket) -> None:
     slices = bucket.shard.split(bucket.splits) if bucket.splits else ()
     with raw():
         for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
-            entry.param.data = slices[piece]
+            set_local(entry.param, slices[piece])
+            if bucket.grad_dtype != bucket.shard.dtype:
+                entry.param.grad_dtype = bucket.grad_dtype
             tag(entry.param, entry.spec)
 
 

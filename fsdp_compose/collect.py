@@ -13,6 +13,7 @@ from fsdp_compose.bucket import Slot
 from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
 from fsdp_compose.mesh import Mesh, MeshLike, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.policy import (
+    INITS,
     GranularityLike,
     Init,
     MixedPrecision,
@@ -25,7 +26,7 @@ from fsdp_compose.policy import (
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state
 from fsdp_compose.torch_private import parameter_slots
-from fsdp_compose.wrap import Policy, SizePolicy
+from fsdp_compose.wrap import Decide, Policy
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Options:
     granularity: GranularityLike
     prefetch: Prefetch
     init: Init
-    device: torch.device = torch.device("cpu")  # where meta parameters are materialised
+    device: torch.device  # where meta parameters are materialised
 
 
 @dataclass
@@ -58,9 +59,49 @@ class BucketPlan:
     mesh: Mesh
     layout: Layout
     found: list[Found]
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    mp: MixedPrecision  # the policy they come from
+    storage_dtype: torch.dtype
+    mp: MixedPrecision
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What is left alone, by id: of a module all that is in it, wherever else it is used."""
+
+    params: frozenset[int] = frozenset()
+    modules: frozenset[int] = frozenset()
+    buffers: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, ignored: Iterable[torch.Tensor | nn.Module]) -> Ignored:
+        if isinstance(ignored, torch.Tensor | nn.Module):
+            raise TypeError(
+                f"fully_shard: ignored is a {type(ignored).__name__}; wanted a sequence of "
+                "parameters, buffers and modules: ignored=[...]."
+            )
+        params: set[int] = set()
+        modules: set[int] = set()
+        buffers: set[int] = set()
+        for item in ignored:
+            if isinstance(item, nn.Module):
+                modules.update(id(m) for m in item.modules())
+                params.update(id(p) for p in item.parameters())
+                buffers.update(id(b) for b in item.buffers())
+            elif isinstance(item, nn.Parameter):
+                params.add(id(item))
+            elif isinstance(item, torch.Tensor):
+                buffers.add(id(item))
+            else:
+                raise TypeError(
+                    f"fully_shard: ignored holds a {type(item).__name__}; wanted parameters, "
+                    "buffers and modules."
+                )
+        return cls(frozenset(params), frozenset(modules), frozenset(buffers))
+
+    def and_more(self, items: Iterable[torch.Tensor | nn.Module]) -> Ignored:
+        more = Ignored.of(items)
+        return Ignored(
+            self.params | more.params, self.modules | more.modules, self.buffers | more.buffers
+        )
 
 
 @dataclass
@@ -74,33 +115,11 @@ class UnitPlan:
     members: list[list[tuple[str, nn.Module]]] = field(default_factory=list)  # by module
     found: list[Found] = field(default_factory=list)
     buckets: list[BucketPlan] = field(default_factory=list)
+    ignored: Ignored = Ignored()
 
     def managed(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """The submodules of ``module`` that belong to the unit, with their names in it."""
         return self.members[self.modules.index(module)]
-
-
-@dataclass(frozen=True)
-class Ignored:
-    params: frozenset[int]
-    modules: frozenset[int]
-
-    @classmethod
-    def of(cls, ignored: Iterable[nn.Parameter | nn.Module]) -> Ignored:
-        params: set[int] = set()
-        modules: set[int] = set()
-        for item in ignored:
-            if isinstance(item, nn.Module):
-                modules.update(id(m) for m in item.modules())
-                params.update(id(p) for p in item.parameters())
-            elif isinstance(item, nn.Parameter):
-                params.add(id(item))
-            else:
-                raise TypeError(
-                    f"fully_shard: ignored holds a {type(item).__name__}; wanted parameters and "
-                    "modules."
-                )
-        return cls(frozenset(params), frozenset(modules))
 
 
 def plan_shards(
@@ -132,52 +151,127 @@ def plan_shards(
         raise ValueError("fully_shard: units goes with one module, not with a sequence of them.")
     plans = [] if units is None else _plan_units(modules[0], options, units, ignored)
     names = "+".join(type(module).__name__ for module in modules)
-    plans.append(UnitPlan(names, list(modules), options))
+    plans.append(UnitPlan(names, list(modules), options, ignored=ignored))
+    planned: list[UnitPlan] = []
     taken: set[int] = set()
     promised: set[int] = set()
-    for plan in plans:
-        _collect(plan, ignored, taken)
+    for plan in _split_full_precision(plans):
+        _collect(plan, taken)
         _lay_out(plan, promised)
-    return plans
+        planned.append(plan)
+    return planned
 
 
 def _plan_units(
     root: nn.Module, options: Options, policy: Policy, ignored: Ignored
 ) -> list[UnitPlan]:
     """Submodules that the policy names, innermost first."""
-    plans: list[UnitPlan] = []
-    chosen: set[int] = set()
-    whole = policy.leaves if isinstance(policy, SizePolicy) else ()
-
-    def visit(name: str, module: nn.Module, seen: set[int]) -> int:
-        numel = sum(
-            p.numel() for p in module.parameters(recurse=False) if id(p) not in ignored.params
-        )
-        if not isinstance(module, whole):
-            for child_name, child in module.named_children():
-                if id(child) not in seen and id(child) not in ignored.modules:
-                    seen.add(id(child))
-                    numel += visit(f"{name}.{child_name}" if name else child_name, child, seen)
-        else:
-            numel = sum(p.numel() for p in module.parameters())
-        if module is root or find_state(module) is not None or id(module) in chosen:
-            return 0 if module is not root else numel
-        decision = policy.decide(name, module, numel)
-        if not decision:
-            return numel
-        chosen.add(id(module))
-        overrides = decision if isinstance(decision, dict) else {}
-        plans.append(UnitPlan(name, [module], _override(options, overrides, name), is_named=True))
-        return 0
-
-    visit("", root, {id(root)})
-    if not plans:
+    choice = _Choice(options, policy.start(root), policy.leaves, ignored, {id(root)})
+    choice.visit_children("", root)
+    if not choice.plans:
         kinds = sorted({type(m).__name__ for m in root.modules()} - {type(root).__name__})
         raise ValueError(
             f"fully_shard: units={policy.description} matches no submodule of "
             f"{type(root).__name__}; it has submodules of classes {kinds}."
         )
-    return plans
+    return choice.plans
+
+
+@dataclass
+class _Choice:
+    """A walk over the submodules that asks a policy about each, once, innermost first."""
+
+    options: Options
+    decide: Decide
+    leaves: tuple[type[nn.Module], ...]
+    ignored: Ignored
+    seen: set[int]
+    plans: list[UnitPlan] = field(default_factory=list)
+
+    def visit_children(self, name: str, module: nn.Module) -> int:
+        """Choose inside ``module``; returns the parameter elements that no unit took."""
+        if isinstance(module, self.leaves):
+            return self.count(module, recurse=True)
+        numel = self.count(module, recurse=False)
+        for child_name, child in module.named_children():
+            if id(child) not in self.seen and id(child) not in self.ignored.modules:
+                self.seen.add(id(child))
+                numel += self.visit(f"{name}.{child_name}" if name else child_name, child)
+        return numel
+
+    def visit(self, name: str, module: nn.Module) -> int:
+        numel = self.visit_children(name, module)
+        if find_state(module) is not None:
+            return 0
+        decision = self.decide(name, module, numel)
+        if not decision:
+            return numel
+        overrides = decision if isinstance(decision, dict) else {}
+        options = _override(self.options, overrides, name)
+        ignored = self.ignored.and_more(overrides.get("ignored", ()))
+        self.plans.append(UnitPlan(name, [module], options, True, ignored=ignored))
+        return 0
+
+    def count(self, module: nn.Module, recurse: bool) -> int:
+        params = (p for p in module.parameters(recurse) if id(p) not in self.ignored.params)
+        return sum(p.numel() for p in params if not is_sharded(p))
+
+
+def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:
+    """Modules of a unit's ``full_precision_classes`` as units of their own, before it."""
+    heads = {id(module) for plan in plans for module in plan.modules}
+    result: list[UnitPlan] = []
+    for plan in plans:
+        mp = plan.options.mp
+        if not isinstance(mp, MixedPrecision) or not mp.in_full_precision:
+            result.append(plan)
+            continue
+        whole = [m for m in plan.modules if isinstance(m, mp.in_full_precision)]
+        if whole:
+            if len(whole) < len(plan.modules):
+                raise ValueError(
+                    f"fully_shard: unit {plan.name!r} gathers modules together of which some are "
+                    "to run in full precision and some are not; shard them separately."
+                )
+            result.append(replace(plan, options=_full_precision(plan, plan.modules[0], mp)))
+            continue
+        for module in plan.modules:
+            for path, member in _instances(module, mp.in_full_precision, plan.ignored, heads):
+                heads.add(id(member))
+                name = f"{plan.name}.{path}" if plan.is_named else path
+                options = _full_precision(plan, member, mp)
+                result.append(UnitPlan(name, [member], options, True, ignored=plan.ignored))
+        result.append(plan)
+    return result
+
+
+def _instances(
+    module: nn.Module, classes: tuple[type[nn.Module], ...], ignored: Ignored, heads: set[int]
+) -> list[tuple[str, nn.Module]]:
+    """Instances of ``classes`` among a unit's modules, without those inside another instance."""
+    inner: set[int] = set()
+    found: list[tuple[str, nn.Module]] = []
+    for path, member in walk(module, lambda m: _is_elsewhere(m, ignored, heads | inner)):
+        if isinstance(member, classes):
+            inner.update(id(m) for m in member.modules())
+            found.append((path, member))
+    return found
+
+
+def _full_precision(plan: UnitPlan, module: nn.Module, mp: MixedPrecision) -> Options:
+    """Options of a unit in its parameters' own dtype, inside a unit whose precision is ``mp``."""
+    params = (p for m in (module, *plan.modules) for p in m.parameters())
+    dtype = next((p.dtype for p in params if p.is_floating_point()), torch.float32)
+    full = replace(
+        mp,
+        param_dtype=dtype,
+        reduce_dtype=None,
+        output_dtype=mp.param_dtype,
+        buffer_dtype=None,
+        cast_forward_inputs=True,
+        full_precision_classes=(),
+    )
+    return replace(plan.options, mp=full)
 
 
 _OVERRIDABLE = (
@@ -185,29 +279,58 @@ _OVERRIDABLE = (
     "strategy",
     "reshard_after_forward",
     "mp_policy",
-    "granularity",
     "offload_policy",
+    "ignored",
+    "granularity",
     "prefetch",
+    "init",
 )
 
 
 def _override(options: Options, overrides: dict[str, Any], name: str) -> Options:
+    """``options`` with what a policy says of one unit."""
     unknown = set(overrides) - set(_OVERRIDABLE)
     if unknown:
         raise ValueError(
             f"fully_shard: unit {name!r} overrides {sorted(unknown)}; wanted some of "
             f"{_OVERRIDABLE}."
         )
-    changed: dict[str, Any] = {k: v for k, v in overrides.items() if k in ("mesh", "prefetch")}
-    if "mp_policy" in overrides:
-        changed["mp"] = overrides["mp_policy"]
-    if "offload_policy" in overrides:
-        changed["offload"] = overrides["offload_policy"]
-    if "granularity" in overrides:
-        changed["granularity"] = overrides["granularity"]
-    if "strategy" in overrides or "reshard_after_forward" in overrides:
-        strategy = overrides.get("strategy")
-        changed["placement"] = place(strategy, overrides.get("reshard_after_forward"))
+    changed: dict[str, Any] = {
+        key: overrides[option]
+        for option, key in (
+            ("mesh", "mesh"),
+            ("mp_policy", "mp"),
+            ("offload_policy", "offload"),
+            ("granularity", "granularity"),
+            ("prefetch", "prefetch"),
+            ("init", "init"),
+        )
+        if option in overrides
+    }
+    for key, kind in (("offload", Offload), ("prefetch", Prefetch)):
+        if key in changed and not isinstance(changed[key], kind):
+            raise TypeError(
+                f"fully_shard: unit {name!r} overrides {key} with {changed[key]!r}; wanted "
+                f"{kind.__name__}(...)."
+            )
+    if changed.get("init", INITS[0]) not in INITS:
+        raise ValueError(
+            f"fully_shard: unit {name!r} overrides init with {changed['init']!r}; wanted one of "
+            f"{INITS}."
+        )
+    reshard = overrides.get("reshard_after_forward")
+    if "strategy" in overrides:
+        changed["placement"] = place(overrides["strategy"], reshard)
+    elif reshard is not None:
+        if options.placement.replicate_only and reshard:
+            raise ValueError(
+                f"fully_shard: unit {name!r} overrides reshard_after_forward with {reshard!r}, but "
+                "strategy NO_SHARD has nothing to reshard; override its strategy too."
+            )
+        outer = options.placement
+        changed["placement"] = replace(
+            place(None, reshard), axes=outer.axes, replicate_only=outer.replicate_only
+        )
     return replace(options, **changed)
 
 
@@ -225,16 +348,16 @@ def walk(module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[tuple
     return visit("", module)
 
 
-def _collect(plan: UnitPlan, ignored: Ignored, taken: set[int]) -> None:
+def _collect(plan: UnitPlan, taken: set[int]) -> None:
     """Find the parameters of the unit: those of its modules that no other unit has."""
     found: dict[int, Found] = {}
     for position, module in enumerate(plan.modules):
         prefix = f"{position}." if len(plan.modules) > 1 else ""
-        members = list(walk(module, lambda m: _is_elsewhere(m, ignored, taken)))
+        members = list(walk(module, lambda m: _is_elsewhere(m, plan.ignored, taken)))
         plan.members.append(members)
         for name, submodule in members:
             for key, param in parameter_slots(submodule).items():
-                if param is None or id(param) in ignored.params:
+                if param is None or id(param) in plan.ignored.params:
                     continue
                 item = found.setdefault(id(param), Found(param))
                 item.names.append(f"{prefix}{name}.{key}" if name else f"{prefix}{key}")
@@ -267,7 +390,11 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
                 f"{first!r} is on {device}; move the module to one device first: module.to(device)."
             )
         mp = _precision(options.mp, name, param)
-        chosen = MixedPrecision(mp.param_dtype, mp.reduce_dtype)
+        chosen = MixedPrecision(
+            mp.param_dtype,
+            mp.reduce_dtype,
+            keep_low_precision_grads=mp.keep_low_precision_grads,
+        )
         groups.setdefault((param.dtype, param.requires_grad, chosen), []).append(item)
     if not groups:
         return
@@ -278,13 +405,13 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
     if options.placement.spread is not None:
         check_subgroup(mesh.shard, options.placement.spread)
     for (storage, _, chosen), items in groups.items():
-        compute, reduce = chosen.dtypes_for(storage)
+        compute, reduce, _ = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
         extents = [
             Extent(i.names[0], tuple(i.param.shape), _granularity(options, i)) for i in items
         ]
         layout = plan_layout(extents, itemsize, mesh.shard.size)
-        plan.buckets.append(BucketPlan(mesh, layout, items, compute, reduce, chosen))
+        plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
 
 
 def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:

@@ -58,14 +58,29 @@ traffic = Traffic()
 
 @dataclass(slots=True)
 class Exchange:
-    """Communication under way; ``wait`` makes its data safe to read on the current stream."""
+    """Communication under way; ``wait`` makes its data safe to read on the current stream.
+
+    Raises:
+        RuntimeError: another rank has died, or did not answer within the group's timeout.
+    """
 
     works: Sequence[Any] = ()
+    purpose: str = "communicate"
+    peers: Sequence[int] = ()  # global rank each work is with; empty: all at once
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = ()
+        works, self.works = self.works, ()
+        for index, work in enumerate(works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                who = f"rank {self.peers[index]}" if self.peers else "another rank"
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} waits to {self.purpose}, and {who} does not answer: it "
+                    "has died, is stuck, or runs other units. Look at what it printed; every rank "
+                    "must run the same units in the same order. The transport says: "
+                    f"{error}"
+                ) from error
 
 
 @dataclass(slots=True)
@@ -97,7 +112,11 @@ def is_point_to_point(group: Group) -> bool:
 
 
 def gather_parts(
-    whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, group: Group
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    own: torch.Tensor,
+    group: Group,
+    purpose: str = "gather",
 ) -> Exchange:
     """Fill every part of ``whole`` from the rank that owns it.
 
@@ -112,12 +131,15 @@ def gather_parts(
     traffic.gathers += 1
     traffic.gather_bytes += whole.numel() - own.numel()
     if is_point_to_point(group):
-        return Exchange(_swap([own] * group.size, parts, group))
-    return _on_stream(all_gather_single(group.pg, whole, own, GATHER_OPTIONS), whole)
+        return _swap([own] * group.size, parts, group, purpose)
+    return _on_stream(all_gather_single(group.pg, whole, own, GATHER_OPTIONS), whole, purpose)
 
 
 def reduce_scatter_parts(
-    whole: torch.Tensor, parts: Sequence[torch.Tensor], group: Group
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    group: Group,
+    purpose: str = "reduce gradients",
 ) -> ReduceScatter:
     """Start summing every rank's ``whole``; this rank receives part ``group.rank`` of the sum.
 
@@ -134,10 +156,10 @@ def reduce_scatter_parts(
     traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     if is_point_to_point(group):
         received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
-        return ReduceScatter(Exchange(_swap(parts, received, group)), received, group.rank)
+        return ReduceScatter(_swap(parts, received, group, purpose), received, group.rank)
     total = torch.empty_like(own)
     work = reduce_scatter_single(group.pg, total, whole, REDUCE_OPTIONS)
-    return ReduceScatter(_on_stream(work, whole), [total])
+    return ReduceScatter(_on_stream(work, whole, purpose), [total])
 
 
 def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -153,7 +175,7 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     traffic.reduce_bytes += own.numel() * (group.size - 1)
     if is_point_to_point(group):
         received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
-        Exchange(_swap(parts, received, group)).wait()
+        _swap(parts, received, group, "exchange gradients").wait()
         return received
     incoming = own.new_empty(own.numel() * group.size)
     dist.all_to_all_single(incoming, torch.cat(list(parts)), group=group.pg)
@@ -192,6 +214,26 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tens
     return tensor
 
 
+def span(values: Sequence[int], groups: Sequence[Group], device: torch.device) -> torch.Tensor:
+    """The largest of each value over all ranks of ``groups``, then the largest of its negative.
+
+    The values are written by kernels, so that nothing waits for a device. On an accelerator the
+    result is in the order of the current stream.
+    """
+    both = [*values, *(-value for value in values)]
+    if device.type == "cpu":
+        tensor = torch.tensor(both)
+    else:
+        tensor = torch.empty(len(both), dtype=torch.int64, device=device)
+        for index, value in enumerate(both):
+            tensor[index].fill_(value)
+    for group in groups:
+        if group.pg is not None:
+            traffic.control += 1
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)
+    return tensor
+
+
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step."""
     if group.pg is None or group.backend == "fake":
@@ -203,21 +245,22 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 def _swap(
-    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group
-) -> list[Any]:
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group, purpose: str
+) -> Exchange:
     """Send ``outgoing[r]`` to every other rank ``r`` and receive ``incoming[r]`` from it."""
     assert group.pg is not None
     peers = [(group.rank + step) % group.size for step in range(1, group.size)]
-    works: list[Any] = [group.pg.recv([incoming[r]], r, 0) for r in reversed(peers)]
+    senders = peers[::-1]
+    works: list[Any] = [group.pg.recv([incoming[r]], r, 0) for r in senders]
     works += [group.pg.send([outgoing[r]], r, 0) for r in peers]
-    return works
+    return Exchange(works, purpose, [group.ranks[r] for r in senders + peers])
 
 
-def _on_stream(work: Any, buffer: torch.Tensor) -> Exchange:
+def _on_stream(work: Any, buffer: torch.Tensor, purpose: str) -> Exchange:
     """On an accelerator the work is ordered on the current stream; elsewhere, wait later."""
     if work is None:
         return Exchange()
     if buffer.device.type != "cpu":
         work.wait()
         return Exchange()
-    return Exchange([work])
+    return Exchange([work], purpose)

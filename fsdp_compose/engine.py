@@ -11,19 +11,29 @@ two gathered units, one unit's gradients and one flat buffer exist at a time.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from fsdp_compose import comm
+from fsdp_compose.adopt import adopt, moved_before_backward, require_written
 from fsdp_compose.bucket import Bucket, Entry, Phase, make_grad_buffer
+from fsdp_compose.order import Order
 from fsdp_compose.policy import Offload
 from fsdp_compose.sharded import tag_all
-from fsdp_compose.state import GradBucket, Hold, Lane, Reduction, Task, Unit
-from fsdp_compose.torch_private import flat_weights, graph_task_id, on_backward_end, raw
+from fsdp_compose.state import GradBucket, Hold, Lane, Reduction, Task, Unit, lane_of
+from fsdp_compose.torch_private import (
+    flat_weights,
+    graph_task_id,
+    on_backward_end,
+    profiler_enabled,
+    raw,
+)
 
 
 def _descriptor(name: str) -> Any:
@@ -35,18 +45,70 @@ get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _descriptor("grad").__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("grad").__set__
 requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
 
+log = logging.getLogger("fsdp_compose")
+_QUIET = nullcontext()
+
+
+def noted(phase: str, bucket: Bucket, nbytes: int) -> AbstractContextManager[object]:
+    """Name what happens to a bucket in the log, at INFO, and in a profile."""
+    if log.isEnabledFor(logging.INFO):
+        spec = bucket.entries[0].spec
+        what = f"{bucket.shard.dtype}, {len(bucket.entries)} parameters"
+        log.info("%s %s: %d bytes (%s)", phase, spec.unit, nbytes, what)
+    if profiler_enabled():
+        return torch.profiler.record_function(f"fsdp_compose.{phase} {bucket.entries[0].spec.unit}")
+    return _QUIET
+
+
+_PURPOSE = {
+    Hold.FORWARD: "forward",
+    Hold.BACKWARD: "backward",
+    Hold.KEPT: "to keep it",
+    Hold.PREFETCH: "ahead of its use",
+    Hold.RETAINED: "for a second backward",
+    Hold.USER: "asked for by the caller",
+}
+
 # Gathering and releasing
 
 
 def hold(unit: Unit, reason: Hold) -> None:
     """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
+    for bucket, events, code in unit.gather_events:
+        if bucket.phase is Phase.SHARDED:  # raises before anything has changed
+            events.note((code, "gathers", unit.name, _PURPOSE[reason]))
     if reason not in unit.holds:
         unit.holds.add(reason)
         for bucket in unit.gathered:
             bucket.holders += 1
     for bucket in unit.gathered:
+        if bucket.residence.moved:
+            _settle_moved(unit.lane, bucket)
         if bucket.phase is Phase.SHARDED:
             _start_gather(unit.lane, bucket)
+
+
+def admit(unit: Unit) -> None:
+    """Before a forward outside backward: take over what was done to the parameters since."""
+    waiting = bool(unit.unready_buffers)
+    for bucket in unit.gathered:
+        if bucket.residence.moved:
+            _settle_moved(unit.lane, bucket)
+        waiting = waiting or bool(bucket.unready)
+    if waiting:
+        require_written(unit)
+
+
+def _settle_moved(lane: Lane, bucket: Bucket) -> None:
+    if graph_task_id() != -1:
+        if bucket.phase is Phase.SHARDED:
+            raise RuntimeError(moved_before_backward(bucket))
+        return  # gathered before the change, as this backward needs it
+    was_gathered = bucket.phase is not Phase.SHARDED
+    _release(lane, bucket)
+    adopt(bucket)
+    if was_gathered:
+        _start_gather(lane_of(bucket.mesh.device), bucket)
 
 
 def drop(unit: Unit, reason: Hold) -> None:
@@ -75,9 +137,12 @@ def keep(unit: Unit, reason: Hold) -> None:
 
 def refresh_stale(unit: Unit) -> None:
     """Gather again what was kept gathered while its shard changed."""
-    for bucket in unit.gathered:
-        if bucket.phase is Phase.GATHERED and bucket.stamp != stamp_of(bucket):
-            _start_gather(unit.lane, bucket)
+    stale = [b for b in unit.gathered if b.phase is Phase.GATHERED and b.stamp != stamp_of(b)]
+    for bucket, events, code in unit.gather_events if stale else ():
+        if bucket in stale:
+            events.note((code, "gathers", unit.name, "again, since it was changed"))
+    for bucket in stale:
+        _start_gather(unit.lane, bucket)
 
 
 def stamp_of(bucket: Bucket) -> object:
@@ -98,10 +163,7 @@ def _start_gather(lane: Lane, bucket: Bucket) -> None:
     if bucket.in_place:
         return
     streams = lane.streams
-    if streams.gather is None:
-        _fill(bucket)
-        return
-    with streams.on(streams.gather):
+    with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
         _fill(bucket)
         bucket.gathered_at = streams.record(streams.gather)
 
@@ -111,18 +173,19 @@ def _fill(bucket: Bucket) -> None:
     if storage.nbytes() == 0:
         storage.resize_(bucket.full_nbytes)
     group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
+    purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
     with torch.no_grad():
         if inner is not None and inner.store is not None and inner.stamp == stamp_of(bucket):
             group, parts = inner.group, inner.parts
             inner.own.copy_(inner.store)
         elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
             part = bucket.shard_bytes
-            bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, part, group)
+            bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, part, group, purpose)
             return
         else:
             bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
     own = parts[group.rank] if parts else bucket.whole_bytes
-    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group)
+    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose)
 
 
 def _resident_shard(bucket: Bucket) -> torch.Tensor:
@@ -155,8 +218,8 @@ def forget_inner(unit: Unit) -> None:
 
 
 def _finish_gather(lane: Lane, bucket: Bucket) -> None:
-    bucket.move_to(Phase.GATHERED)
     bucket.gather.wait()
+    bucket.move_to(Phase.GATHERED)
     lane.streams.wait(bucket.gathered_at)
     bucket.gathered_at = None
 
@@ -169,6 +232,8 @@ def _release(lane: Lane, bucket: Bucket) -> None:
     bucket.move_to(Phase.SHARDED)
     if bucket.in_place:
         return
+    if log.isEnabledFor(logging.INFO):
+        log.info("release %s: %d bytes", bucket.entries[0].spec.unit, bucket.full_nbytes)
     storage = bucket.full.untyped_storage()
     if lane.streams.gather is None:
         storage.resize_(0)
@@ -246,33 +311,52 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
 def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = None) -> Reduction:
     """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result."""
     assert bucket.grads is not None
+    if bucket in unit.reduce_events:
+        events, code, kept = unit.reduce_events[bucket]
+        all_reduces = unit.switches.all_reduce
+        events.note((code if all_reduces else kept, "reduces", unit.name, "backward"))
     bucket.packed = False
     mesh, streams = bucket.mesh, unit.lane.streams
     factor = unit.switches.divide_factor
     scale = 1.0 / (mesh.size if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, wanted)
     flat, parts = bucket.grads.flat, bucket.grads.parts
-    with streams.on(streams.reduce):
+    nbytes = flat.numel() * flat.element_size()
+    with streams.on(streams.reduce), noted("reduce", bucket, nbytes):
         if unit.switches.comm_hook is None:
             # Half precision overflows at 65504: divide before the sum, by half of the factor.
             if flat.dtype == torch.float16 and scale != 1.0:
                 before = 2.0 ** round(math.log2(scale) / 2)
                 flat *= before
                 reduction.scale = scale / before
-            reduction.scatter = comm.reduce_scatter_parts(flat, parts, mesh.shard)
+            reduction.scatter = comm.reduce_scatter_parts(
+                flat, parts, mesh.shard, f"reduce gradients of unit {unit.name!r}"
+            )
         if unit.switches.comm_hook is not None or streams.reduce is not None:
             reduction.result = _combine(reduction)
             reduction.done = streams.record(streams.reduce)
     return reduction
 
 
+def start_all_reduce(unit: Unit, bucket: Bucket) -> Reduction:
+    """Finish over the replicas what was reduced over the shard group only."""
+    assert bucket.partial is not None
+    streams = unit.lane.streams
+    reduction = Reduction(unit, bucket, None, 1.0, reads_buffer=False)
+    with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.partial.nbytes):
+        grad = comm.all_reduce(bucket.partial, bucket.mesh.replicate)
+        reduction.result = _typed(bucket, grad)
+        reduction.done = streams.record(streams.reduce)
+    bucket.partial = None
+    return reduction
+
+
 def _combine(reduction: Reduction) -> torch.Tensor:
     """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
     bucket, switches = reduction.bucket, reduction.unit.switches
-    real = _real_dtype(bucket.shard.dtype)
+    real = _real_dtype(bucket.grad_dtype)
     if switches.comm_hook is not None:
-        grad = _run_comm_hook(reduction).to(real)
-        return torch.view_as_complex(grad.view(-1, 2)) if bucket.shard.is_complex() else grad
+        return _typed(bucket, _run_comm_hook(reduction).to(real))
     assert reduction.scatter is not None
     grad = reduction.scatter.result(real, reduction.scale)
     if bucket.partial is not None:
@@ -283,6 +367,11 @@ def _combine(reduction: Reduction) -> torch.Tensor:
             bucket.partial = grad
         else:
             comm.all_reduce(grad, bucket.mesh.replicate)
+    return _typed(bucket, grad)
+
+
+def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+    """Gradients travel as real numbers; complex parameters get theirs back as complex ones."""
     return torch.view_as_complex(grad.view(-1, 2)) if bucket.shard.is_complex() else grad
 
 
@@ -317,6 +406,8 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
     if reduction.result is None:
         reduction.result = _combine(reduction)
     streams.wait(reduction.done)
+    if not reduction.reads_buffer:
+        return reduction.result
     assert bucket.grads is not None
     if bucket.mesh.shard.size == 1:
         bucket.grads = None  # the result is the buffer itself
@@ -466,9 +557,6 @@ def running_task(lane: Lane) -> Task:
     on_backward_end(callback)
     if outermost:
         drop_prefetched(lane)
-        lane.backward_order.expect(
-            list(reversed(lane.forward_order.current or lane.forward_order.recorded))
-        )
     return task
 
 
@@ -483,13 +571,23 @@ def end_task(lane: Lane, task_id: int) -> None:
     land(lane)
     for unit in task.units:
         if unit.task is task or unit.task is None:
-            close_backward(unit)
+            close_backward(unit, ended=True)
     for unit in task.consumed:
         drop(unit, Hold.RETAINED)
     if not lane.tasks:
         drop_prefetched(lane)
         lane.forward_order.close()
         lane.backward_order.close()
+        end_step(lane, trained=True)
+
+
+def end_step(lane: Lane, trained: bool) -> None:
+    """A backward, or a forward without one, is over: let the ranks compare what they ran (D2)."""
+    if len(lane.logs) == 1:
+        next(iter(lane.logs.values())).end_step(trained)
+    else:
+        for log in sorted(lane.logs.values(), key=lambda log: [g.ranks for g in log.groups]):
+            log.end_step(trained)
 
 
 def open_backward(unit: Unit, task: Task) -> None:
@@ -508,14 +606,19 @@ def open_backward(unit: Unit, task: Task) -> None:
     wait_gathered(unit)
     if unit.live is not None and not unit.calls:
         install(unit, unit.live.tensors)
-    lane = unit.lane
-    lane.backward_order.visit(unit)
+    order = unit.lane.backward_order
+    if order.is_open:
+        order.visit(unit)
+    else:
+        order.begin(unit)
+        if order.place is None:
+            order.assume(unit.lane.forward_order.visited()[::-1])
     if unit.prefetch.backward_moment == "pre":
-        prefetch(lane, lane.backward_order.ahead(unit.prefetch.backward))
+        prefetch_backward(unit)
 
 
-def close_backward(unit: Unit) -> None:
-    """The unit's gradients have arrived: put its leaves back and release it."""
+def close_backward(unit: Unit, ended: bool = False) -> None:
+    """The unit's gradients have arrived, or autograd's run ended: back to leaves, and release."""
     if unit.live is not None:
         unit.live.pass_id = 0
         if not unit.calls:
@@ -528,14 +631,61 @@ def close_backward(unit: Unit) -> None:
     elif Hold.BACKWARD in unit.holds:
         keep(unit, Hold.KEPT)
     drop(unit, Hold.BACKWARD)
+    if unit.prefetch.backward_moment == "post" and not ended:
+        prefetch_backward(unit)
 
 
-def prefetch(lane: Lane, units: Iterable[Unit]) -> None:
-    """Start gathering units that are expected next."""
+def prefetch_forward(unit: Unit, order: Order) -> None:
+    """Gather ahead what is expected behind ``unit`` in forward, or what the user listed."""
+    listed = unit.forward_list
+    depth = unit.prefetch.forward if listed is None else len(listed)
+    if depth:
+        prefetch(unit.lane, order.ahead(depth) if listed is None else existing(listed), depth)
+
+
+def prefetch_backward(unit: Unit) -> None:
+    """Gather ahead what is expected behind ``unit`` in backward, or what the user listed."""
+    listed, lane = unit.backward_list, unit.lane
+    depth = unit.prefetch.backward if listed is None else len(listed)
+    if depth:
+        units = lane.backward_order.ahead(depth) if listed is None else existing(listed)
+        prefetch(lane, units, depth)
+
+
+def existing(refs: Iterable[weakref.ref[Unit]]) -> list[Unit]:
+    return [unit for ref in refs if (unit := ref()) is not None]
+
+
+def prefetch(lane: Lane, units: Iterable[Unit], limit: int | None = None) -> None:
+    """Start gathering ``units``, while fewer than ``limit`` are gathered ahead and not used yet.
+
+    The limit bounds memory without blocking the host: where there are streams, a gather is queued
+    behind the free of an earlier unit on the gather stream.
+    """
+    lane.prefetched = [unit for unit in lane.prefetched if Hold.PREFETCH in unit.holds]
     for unit in units:
+        if limit is not None and len(lane.prefetched) >= limit:
+            break
         if not unit.holds:
             hold(unit, Hold.PREFETCH)
             lane.prefetched.append(unit)
+
+
+def carry_prefetched(lane: Lane) -> None:
+    """A forward ended: what is still gathered ahead is for the next, if it is not changed first."""
+    for unit in lane.prefetched:
+        if Hold.PREFETCH in unit.holds:
+            lane.carried.append(unit)
+            for bucket in unit.gathered:
+                bucket.stamp = stamp_of(bucket)
+
+
+def use_carried(unit: Unit) -> None:
+    """The unit was gathered ahead in an earlier forward: gather again if it changed since."""
+    unit.lane.carried.remove(unit)
+    if Hold.PREFETCH in unit.holds:
+        wait_gathered(unit)
+        refresh_stale(unit)
 
 
 def drop_prefetched(lane: Lane) -> None:
@@ -543,6 +693,7 @@ def drop_prefetched(lane: Lane) -> None:
     for unit in lane.prefetched:
         drop(unit, Hold.PREFETCH)
     lane.prefetched.clear()
+    lane.carried.clear()
 
 
 def recover(lane: Lane) -> None:
@@ -555,6 +706,11 @@ def recover(lane: Lane) -> None:
     lane.tasks.clear()
     lane.active.clear()
     lane.prefetched.clear()
+    lane.carried.clear()
+    for order in (lane.forward_order, lane.backward_order, lane.eval_order):
+        if order is not None:
+            order.forget()
+    lane.eval_order = None
     for unit in list(lane.units):
         unit.calls = 0
         unit.finished.clear()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_compose import comm, hooks
-from fsdp_compose.agree import agree
+from fsdp_compose import hooks
+from fsdp_compose.adopt import adopt, is_unwritten
+from fsdp_compose.agree import Value, agree, agree_on_values, checksum, values_of
 from fsdp_compose.bucket import (
     Bucket,
     Entry,
@@ -26,9 +27,10 @@ from fsdp_compose.bucket import (
     storage_order,
 )
 from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards
-from fsdp_compose.engine import drain, drop, install_leaves
+from fsdp_compose.engine import begin_forward_pass, check_slots, drain, drop, install_leaves
 from fsdp_compose.gather import gather_flat
-from fsdp_compose.mesh import MeshLike, subgroup_of
+from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
+from fsdp_compose.mesh import MeshLike, compute_device, subgroup_of
 from fsdp_compose.policy import (
     INITS,
     GranularityLike,
@@ -50,6 +52,7 @@ from fsdp_compose.state import (
     find_state,
     iter_units,
     lane_of,
+    owner_of,
 )
 from fsdp_compose.torch_private import buffer_slots, raw, register_leaf_hooks, take_leaf_hooks
 from fsdp_compose.wrap import Policy
@@ -72,6 +75,7 @@ def fully_shard(
     granularity: GranularityLike = 1,
     prefetch: Prefetch = _NEXT_UNIT,
     init: Init = "verify",
+    param_init_fn: InitFn | None = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -96,8 +100,14 @@ def fully_shard(
         granularity: how parameters may be cut: 1 (anywhere), a block size in elements, ``"row"``,
             ``"tensor"`` (never), or a function ``(fqn, parameter)`` that says so per parameter.
         prefetch: how many units are gathered ahead of use.
-        init: ``"verify"`` raises when ranks start with different parameters, ``"broadcast"`` takes
-            parameters and buffers from rank 0, ``"as_is"`` takes each rank's slice as it is.
+        init: ``"verify"`` raises when ranks start with different parameters or buffers,
+            ``"broadcast"`` takes them from rank 0, ``"as_is"`` takes each rank's slice as it is.
+        param_init_fn: for parameters and buffers on the meta device: called with each submodule
+            that has some, which have memory by then, on the mesh's device; see ``seeded_init``.
+            Where None, ``reset_parameters()`` of the submodule is called if it has one. One unit
+            is materialised, initialised and sharded before the next. What nothing has written is
+            left for loading: forward raises until it is loaded. The model may be on the meta
+            device on some ranks only, with ``init="broadcast"``.
 
     Returns:
         ``module``.
@@ -106,7 +116,9 @@ def fully_shard(
         TypeError: ``module`` is not a module, or an argument is of the wrong type.
         ValueError: the module is sharded already, options contradict each other, ``units`` matches
             nothing, parameters lie on several devices or differ between ranks. The same error is
-            raised on every rank, and nothing has been changed.
+            raised on every rank, and nothing has been changed; except where the initialisation of
+            meta parameters failed or differs between ranks, after which the model must be built
+            again.
     """
     options = Options(
         mesh=mesh,
@@ -116,27 +128,83 @@ def fully_shard(
         granularity=granularity,
         prefetch=prefetch,
         init=init,
+        device=torch.device("cpu"),
     )
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
     plans: list[UnitPlan] = []
     try:
-        options = replace(options, placement=place(strategy, reshard_after_forward))
+        options = replace(
+            options,
+            placement=place(strategy, reshard_after_forward),
+        )
+        if is_on_meta(modules):
+            options = replace(options, device=compute_device(mesh, options.device))
         if init not in INITS:
             raise ValueError(f"fully_shard: init is {init!r}; wanted one of {INITS}.")
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(
+                f"fully_shard: param_init_fn is {param_init_fn!r}; wanted a function of a module, "
+                "or None."
+            )
         plans = plan_shards(modules, options, units, Ignored.of(ignored))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
-    agree(plans, mesh, problem)
+    made = Made(agree(plans, mesh, problem), param_init_fn)
     for plan in plans:
-        _build(plan)
+        _build(plan, made)
     for outer in modules:
         _rename_nested(outer)
+    if made.keys:
+        _finish(made, mesh)
     return module
 
 
-def _build(plan: UnitPlan) -> None:
+@dataclass
+class Made:
+    """What becomes of the values that are on the meta device on some rank."""
+
+    keys: set[str]
+    init_fn: InitFn | None
+    problem: Exception | None = None
+    sums: dict[str, tuple[int, Value]] = field(default_factory=dict)
+    unwritten: set[str] = field(default_factory=set)
+    values: dict[str, tuple[Unit, Value]] = field(default_factory=dict)
+
+
+def _finish(made: Made, mesh: MeshLike | None) -> None:
+    """Agree on what was made, and have what no initialisation wrote wait for loading."""
+    for key in sorted(agree_on_values(mesh, made.sums, made.unwritten, made.problem)):
+        unit, value = made.values[key]
+        if isinstance(value.tensor, nn.Parameter):
+            entry = find_entry(value.tensor)
+            owner_of(entry).unready.append(entry)
+        else:
+            unit.unready_buffers.append((value.name, value.slot))
+
+
+def _make_values(plan: UnitPlan, made: Made) -> list[Value]:
+    """Materialise the unit and take rank 0's values where asked; what was on the meta device."""
+    try:
+        materialise(plan, made.init_fn)
+    except Exception as error:  # raised on every rank, once all units are built
+        made.problem = made.problem or error
+    values = list(values_of(plan))
+    if plan.options.init == "broadcast":
+        for mesh in dict.fromkeys(value.mesh for value in values if value.mesh is not None):
+            broadcast([value.tensor for value in values if value.mesh == mesh], mesh)
+    made_here = [value for value in values if value.key in made.keys]
+    for value in made_here:
+        if is_unwritten(value.tensor):
+            made.unwritten.add(value.key)
+        if plan.options.init == "verify":
+            made.sums[value.key] = (checksum(value.tensor), value)
+    return made_here
+
+
+def _build(plan: UnitPlan, made: Made) -> None:
     """Make the unit that was planned; nothing here depends on the user's input any more."""
+    made_here = _make_values(plan, made)
     buckets: list[Bucket] = []
     entries: dict[int, Entry] = {}
     for bucket_plan in plan.buckets:
@@ -165,6 +233,7 @@ def _build(plan: UnitPlan) -> None:
     for module in plan.modules:
         module.__dict__[STATE_KEY] = _FSDPState(unit, {})
         hooks.attach(module)
+    made.values.update((value.key, (unit, value)) for value in made_here)
     _cast_buffers(plan, unit.mp)
 
 
@@ -173,8 +242,6 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     params = [item.param for item in bucket_plan.found]
     strides = [storage_order(param) for param in params]
     flats = [flatten(p.detach(), s) for p, s in zip(params, strides, strict=True)]
-    if plan.options.init == "broadcast":
-        _broadcast(flats, mesh)
     offload = plan.options.offload
     shard = torch.zeros(
         layout.shard_numel,
@@ -201,16 +268,17 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         entries.append(entry)
     leaf_hooks = [take_leaf_hooks(param) for param in params]
     grads = [param.grad for param in params]
+    del flats, flat
     for param in params:
         param.grad = None
+        param.data = shard.new_empty(0)  # free the whole before the bucket's buffers are made
     spread = plan.options.placement.spread
     bucket = make_bucket(
         entries,
         layout,
         mesh,
         shard,
-        bucket_plan.compute_dtype,
-        bucket_plan.reduce_dtype,
+        bucket_plan.mp,
         plan.options.offload,
         None if spread is None else subgroup_of(mesh.shard, spread),
     )
@@ -220,45 +288,35 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     return bucket
 
 
-def _broadcast(flats: list[torch.Tensor], mesh: Any) -> None:
-    """Replace every rank's values by rank 0's, in one message."""
-    whole = torch.cat([flat.view(torch.uint8) for flat in flats])
-    for group in (mesh.shard, mesh.replicate):
-        comm.broadcast(whole, group)
-    sizes = [flat.numel() * flat.element_size() for flat in flats]
-    for flat, piece in zip(flats, whole.split(sizes), strict=True):
-        flat.view(torch.uint8).copy_(piece)
-
-
 def _join(plan: UnitPlan, name: str) -> str:
     return f"{plan.name}.{name}" if plan.is_named else name
 
 
 def _device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -> torch.device:
     for bucket in buckets:
-        return bucket.shard.device
+        return bucket.mesh.device
     for entry in borrowed:
         return entry.param.device
     for module in plan.modules:
         for buffer in module.buffers():
             return buffer.device
-    return torch.device("cpu")
+    return plan.options.device
 
 
 def _cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
-    """Cast the unit's floating-point buffers, and broadcast them where asked."""
+    """Cast the unit's floating-point buffers; one under two names stays one."""
+    cast: dict[int, torch.Tensor] = {}
     for module in plan.modules:
         state = module.__dict__[STATE_KEY]
         for name, submodule in plan.managed(module):
             for key, buffer in buffer_slots(submodule).items():
-                if buffer is None:
+                if buffer is None or id(buffer) in plan.ignored.buffers:
                     continue
-                if plan.options.init == "broadcast" and plan.buckets:
-                    flat = flatten(buffer.detach(), storage_order(buffer))
-                    _broadcast([flat], plan.buckets[0].mesh)
                 if mp.buffer_dtype is not None and buffer.is_floating_point():
                     state.buffer_dtypes[f"{name}.{key}" if name else key] = buffer.dtype
-                    buffer_slots(submodule)[key] = buffer.to(mp.buffer_dtype)
+                    if id(buffer) not in cast:
+                        cast[id(buffer)] = buffer.to(mp.buffer_dtype)
+                    buffer_slots(submodule)[key] = cast[id(buffer)]
 
 
 def _rename_nested(outer: nn.Module) -> None:
@@ -309,21 +367,27 @@ def undo(module: nn.Module) -> nn.Module:
                     f"undo: parameter {entry.spec.fqn!r} is tied between units inside and outside "
                     f"{type(module).__name__}; undo a module that contains both."
                 )
+    for lane in {id(unit.lane): unit.lane for unit in units}.values():
+        begin_forward_pass(lane)  # clears what a failed step left
+        drain(lane)
     for unit in units:
-        drain(unit.lane)
+        check_slots(unit)
+    for unit in units:
         for reason in tuple(unit.holds):
             drop(unit, reason)
         unit.opened = None
         install_leaves(unit)
     for unit in units:
         for bucket in unit.buckets:
+            if bucket.residence.moved:
+                adopt(bucket)
             _restore(bucket)
         for ref in unit.modules:
             member = ref()
             if member is not None:
                 state = member.__dict__.pop(STATE_KEY)
                 hooks.detach(member)
-                _restore_buffers(member, state)
+                _restore_buffers(member, state, unit.mp)
         unit.lane.units.discard(unit)
     return module
 
@@ -348,8 +412,12 @@ def _restore(bucket: Bucket) -> None:
         register_leaf_hooks(param, [*gradient.values()], [*accumulated.values()])
 
 
-def _restore_buffers(module: nn.Module, state: _FSDPState) -> None:
+def _restore_buffers(module: nn.Module, state: _FSDPState, mp: MixedPrecision) -> None:
+    """Cast back what was cast; a buffer that was converted since stays what it was made."""
+    restored: dict[int, torch.Tensor] = {}
     for name, dtype in state.buffer_dtypes.items():
         path, _, key = name.rpartition(".")
         buffers = buffer_slots(module.get_submodule(path))
-        buffers[key] = buffers[key].to(dtype)
+        buffer = buffers.get(key)
+        if buffer is not None and buffer.dtype == mp.buffer_dtype:
+            buffers[key] = restored.setdefault(id(buffer), buffer.to(dtype))

@@ -17,25 +17,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.adopt import moved_before_backward
 from fsdp_compose.engine import (
+    admit,
     begin_forward_pass,
+    carry_prefetched,
     check_slots,
     drop,
     drop_prefetched,
+    end_step,
     hold,
     install,
     install_leaves,
     keep,
     open_backward,
-    prefetch,
+    prefetch_forward,
     recover,
     refresh_stale,
     running_task,
     spread_inner,
+    use_carried,
     wait_gathered,
 )
 from fsdp_compose.gather import Boundary, trained_entries, view_parameters
-from fsdp_compose.order import Order
+from fsdp_compose.order import Change, Order
 from fsdp_compose.state import Hold, Lane, Opened, Unit, get_state
 from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks
 from fsdp_compose.tree import find_tensors, map_tensors
@@ -64,8 +69,10 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit = get_state(module).unit
     if unit.opened is not None and unit.opened.in_forward:
         return _enter_opened(unit, unit.opened, args, kwargs)
-    lane = unit.lane
     recomputing = graph_task_id() != -1
+    if unit.calls == 0 and not recomputing:
+        admit(unit)
+    lane = unit.lane
     if lane.active and lane.active[0] is unit and not _is_running(module):
         recover(lane)  # an interrupt ended a forward without running its hooks
     if not lane.active and not recomputing:
@@ -76,8 +83,12 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit.calls += 1
     trained = trained_entries(unit)
     if unit.calls == 1 and not unit.finished:
-        _open_forward(unit, lane, recomputing, trained)
-    dtype = unit.mp.param_dtype if unit.mp.cast_forward_inputs else None
+        try:
+            _open_forward(unit, lane, recomputing, trained)
+        except BaseException:
+            _abandon_forward(unit, lane)
+            raise
+    dtype = _input_dtype(unit, len(lane.active) == 1)
     is_frozen = not trained and torch.is_grad_enabled()
     if dtype is None and not is_frozen:
         return None
@@ -110,7 +121,7 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
         unit.finished.clear()
         _close_forward(unit, lane, hidden)
     if not lane.active:
-        _end_pass(lane)
+        _end_pass(unit, lane)
     return output
 
 
@@ -120,9 +131,8 @@ def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
     if opened.calls == 1:
         pairs = zip(opened.tensors, unit.aliases, strict=True)
         install(unit, [tensor.to(alias.dtype) for tensor, alias in pairs])
-    if unit.mp.param_dtype is None or not unit.mp.cast_forward_inputs:
-        return None
-    return map_tensors(partial(_cast, unit.mp.param_dtype), (args, kwargs))
+    dtype = _input_dtype(unit, not unit.lane.active)
+    return None if dtype is None else map_tensors(partial(_cast, dtype), (args, kwargs))
 
 
 def _leave_opened(unit: Unit, opened: Opened, output: Any) -> Any:
@@ -139,6 +149,8 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
         check_slots(unit)
     if not recomputing and unit.holds and unit.holds <= {Hold.KEPT, Hold.RETAINED, Hold.USER}:
         refresh_stale(unit)
+    if lane.carried and unit in lane.carried:
+        use_carried(unit)
     hold(unit, Hold.FORWARD)
     drop(unit, Hold.PREFETCH)
     wait_gathered(unit)
@@ -148,10 +160,25 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
     else:
         tensors = view_parameters(unit, trained)
     install(unit, tensors)
-    if not recomputing:
-        order = _order(lane)
-        order.visit(unit)
-        prefetch(lane, order.ahead(unit.prefetch.forward))
+    if recomputing:
+        return
+    order = _order(lane)
+    if len(lane.active) == 1:
+        order.begin(unit)
+    else:
+        _follow(lane, order.visit(unit))
+    prefetch_forward(unit, order)
+
+
+def _abandon_forward(unit: Unit, lane: Lane) -> None:
+    """The unit could not be opened: as if its forward had not been called."""
+    unit.calls -= 1
+    lane.active.pop()
+    if Hold.FORWARD in unit.holds:
+        install_leaves(unit)
+        drop(unit, Hold.FORWARD)
+    if not lane.active:
+        lane.eval_order = None
 
 
 def _close_forward(unit: Unit, lane: Lane, hidden: bool) -> None:
@@ -176,12 +203,42 @@ def _close_forward(unit: Unit, lane: Lane, hidden: bool) -> None:
     drop(unit, Hold.FORWARD)
 
 
-def _end_pass(lane: Lane) -> None:
-    if not torch.is_grad_enabled() and graph_task_id() == -1:
-        drop_prefetched(lane)
-        if lane.eval_order is not None:
-            lane.eval_order.close()
+def _end_pass(unit: Unit, lane: Lane) -> None:
+    if graph_task_id() == -1:
+        order = _order(lane)
+        failed = sys.exc_info()[0] is not None
+        change = order.end(complete=not failed)
+        if torch.is_grad_enabled():
+            _follow(lane, change, unit)
+            carry_prefetched(lane)
+        else:
+            drop_prefetched(lane)
+            order.close()
+            lane.eval_order = None
+            if not failed:
+                end_step(lane, trained=False)
     lane.eval_order = None
+
+
+def _follow(lane: Lane, change: Change | None, outermost: Unit | None = None) -> None:
+    """Keep nothing gathered for an order that changed, and say so once for each outermost unit."""
+    if change is None:
+        return
+    drop_prefetched(lane)
+    outermost = outermost or lane.active[0]
+    if lane.eval_order is not None or "order" in outermost.warned:
+        return
+    outermost.warned.add("order")
+    expected, found = change.expected.name, change.found and change.found.name
+    warnings.warn(
+        f"the forward of unit {outermost.name!r} {'ended' if found is None else 'ran unit'} "
+        f"{'' if found is None else repr(found) + ' '}where unit {expected!r} was expected from "
+        "the one before. Results are not affected, and the new order is what is expected next; "
+        "but what was gathered ahead for the old one was in vain. If the order never repeats, pass "
+        "prefetch=Prefetch(forward=0). If ranks should differ here, see what each runs with "
+        "fsdp_compose.set_debug(True).",
+        stacklevel=2,
+    )
 
 
 def _order(lane: Lane) -> Order:
@@ -194,11 +251,13 @@ def _order(lane: Lane) -> Order:
 def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
     """The tensor hook that gathers the unit when backward reaches one of its outputs."""
     if unit.trigger is None:
-        ref = weakref.ref(unit)
+        ref, epoch = weakref.ref(unit), unit.epoch
 
         def trigger(grad: torch.Tensor) -> None:
             reached = ref()
             if reached is not None:
+                if reached.epoch != epoch:
+                    raise RuntimeError(moved_before_backward(reached.gathered[0]))
                 open_backward(reached, running_task(reached.lane))
 
         unit.trigger = trigger
@@ -235,6 +294,12 @@ def _bound(unit: Unit, inputs: Any) -> Any:
     outputs = Boundary.apply(weakref.ref(unit), *needing.values())
     replaced = dict(zip(needing, outputs, strict=True))
     return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), inputs)
+
+
+def _input_dtype(unit: Unit, outermost: bool) -> torch.dtype | None:
+    """What floating-point inputs are cast to, None for not at all."""
+    casts = unit.mp.cast_forward_inputs
+    return unit.mp.param_dtype if casts is True or (casts == "root" and outermost) else None
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose.policy import Placement
 
-MeshLike: TypeAlias = "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
+MeshLike: TypeAlias = (
+    "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
         shard, replicate = _from_device_mesh(mesh, device)
     elif isinstance(mesh, dist.ProcessGroup):
         shard, replicate = group_of(mesh, device), SELF
+    elif isinstance(mesh, Mesh):  # resolved already, or imagined for a plan
+        shard, replicate = mesh.shard, mesh.replicate
     elif isinstance(mesh, tuple) and len(mesh) == 2:  # type: ignore[redundant-expr]
         shard, replicate = group_of(mesh[0], device), group_of(mesh[1], device)
     else:
@@ -90,6 +94,8 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
 
 
 def _has_two_axes(mesh: MeshLike | None) -> bool:
+    if isinstance(mesh, Mesh):
+        return mesh.replicate is not SELF
     return isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
 
 
@@ -148,6 +154,8 @@ def subgroup_of(group: Group, size: int) -> Group:
 def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.device:
     """Where parameters that are offloaded to the host compute: the device the mesh serves."""
     kind = param_device.type
+    if isinstance(mesh, Mesh):
+        return mesh.device
     if isinstance(mesh, DeviceMesh):
         kind = mesh.device_type
     elif mesh is not None or dist.is_initialized():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -105,6 +105,14 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
     return replace(placement, keep_after_forward=False, spread=reshard_after_forward)
 
 
+class Dtypes(NamedTuple):
+    """Of parameters in forward and backward, of gradients on their way, and of ``.grad``."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+
+
 @dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes of a unit's compute and communication; the shards keep the dtype they came with.
@@ -115,16 +123,40 @@ class MixedPrecision:
             in at least fp32 where the library sums (gloo) and end in the shard's dtype.
         output_dtype: dtype floating-point outputs of the unit are cast to.
         buffer_dtype: dtype the unit's floating-point buffers are cast to, once, when sharded.
-        cast_forward_inputs: cast floating-point inputs of the unit to ``param_dtype``.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``: of every unit, of none,
+            or (``"root"``) of the unit that is entered from outside only.
+        keep_low_precision_grads: leave ``.grad`` in the reduce dtype instead of the shard's, for
+            optimizers that expect it.
+        full_precision_in_eval: forwards in eval mode compute in the shards' own dtype.
+        full_precision_classes: modules of these classes become units of their own that compute and
+            reduce in their parameters' own dtype: what they are given is cast to it, and what they
+            return to ``param_dtype``. Their buffers are not cast.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    cast_forward_inputs: bool | Literal["root"] = True
+    keep_low_precision_grads: bool = False
+    full_precision_in_eval: bool = False
+    full_precision_classes: tuple[type[nn.Module], ...] = ()
+
+    @property
+    def in_full_precision(self) -> tuple[type[nn.Module], ...]:
+        """``full_precision_classes``, where there is any other precision."""
+        return self.full_precision_classes if self.param_dtype is not None else ()
 
     def __post_init__(self) -> None:
+        classes: Any = self.full_precision_classes
+        if isinstance(classes, type) or not all(
+            isinstance(c, type) and issubclass(c, nn.Module) for c in classes
+        ):
+            raise ValueError(
+                f"MixedPrecision: full_precision_classes is {classes!r}; wanted a tuple of classes "
+                "of modules, such as (nn.BatchNorm2d,)."
+            )
+        object.__setattr__(self, "full_precision_classes", tuple(classes))
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -134,15 +166,21 @@ class MixedPrecision:
                     f"MixedPrecision: {name} is {dtype!r}; wanted a floating-point torch.dtype "
                     "such as torch.bfloat16, or None."
                 )
+        if self.cast_forward_inputs not in (True, False, "root"):
+            raise ValueError(
+                f"MixedPrecision: cast_forward_inputs is {self.cast_forward_inputs!r}; wanted "
+                'True, False or "root".'
+            )
 
-    def dtypes_for(self, storage: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Dtypes that a parameter kept in ``storage`` computes in and its gradient travels in."""
+    def dtypes_for(self, storage: torch.dtype) -> Dtypes:
+        """What this decides for parameters kept in ``storage``."""
         if storage.is_complex:
-            return storage, storage.to_real()
+            return Dtypes(storage, storage.to_real(), storage)
         if not storage.is_floating_point:
-            return storage, storage
+            return Dtypes(storage, storage, storage)
         compute = self.param_dtype or storage
-        return compute, self.reduce_dtype or compute
+        reduce = self.reduce_dtype or compute
+        return Dtypes(compute, reduce, reduce if self.keep_low_precision_grads else storage)
 
 
 MixedPrecisionLike: TypeAlias = (

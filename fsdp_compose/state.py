@@ -19,11 +19,12 @@ from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry, Slot, make_bucket
 from fsdp_compose.comm import ReduceScatter
-from fsdp_compose.mesh import Group
+from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
 from fsdp_compose.sharded import Hooks, Residence
 from fsdp_compose.streams import Streams, make_streams
+from fsdp_compose.verify import Log, code_of, log_key
 
 STATE_KEY = "_fsdp_compose_state"
 
@@ -108,6 +109,7 @@ class Opened:
     tensors: list[torch.Tensor]  # by entry
     in_forward: bool  # forward reads these too, and nothing is gathered for it
     calls: int = 0  # such forwards that are running
+    outer: Opened | None = None  # what was open before
 
 
 @dataclass(eq=False)
@@ -132,9 +134,19 @@ class Unit:
     trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
     warned: set[str] = field(default_factory=set)
     eval_order: Order = field(default_factory=Order)
+    number: tuple[Any, ...] = ()  # the same on every rank; () where there is nothing to compare
+    copies: int = 0  # deep copies made of it
+    forward_list: list[weakref.ref[Unit]] | None = None  # to gather ahead; None: by the order
+    backward_list: list[weakref.ref[Unit]] | None = None
     post_reduce_hooks: dict[int, Any] = field(default_factory=dict)
+    unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
+    epoch: int = 0  # counts conversions to another dtype or device
 
     def __post_init__(self) -> None:
+        self.link()
+
+    def link(self) -> None:
+        """Work out what follows from the buckets; again after one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
         self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
         self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
@@ -142,9 +154,27 @@ class Unit:
         self.gathered = [*self.buckets, *lent.values()]
         self.recurrent = _recurrent_slots(self)
         self.routes: dict[tuple[int, ...], list[Route]] = {}
+        self._watch()
         self.lane.units.add(self)
 
+    def _watch(self) -> None:
+        """Number what the unit will communicate, alike on every rank."""
+        self.gather_events: list[tuple[Bucket, Log, int]] = []
+        self.reduce_events: dict[Bucket, tuple[Log, int, int]] = {}
+        for index, bucket in enumerate(self.gathered):
+            log = log_of(self.lane, bucket.mesh)
+            if log is None:
+                continue
+            if not self.number:
+                self.number = (*(g.ranks for g in log.groups), log.number_unit())
+            key = (self.number, index)
+            if bucket.mesh.shard.size > 1:
+                self.gather_events.append((bucket, log, code_of("gather", key)))
+            codes = code_of("reduce", key), code_of("reduce and keep", key)
+            self.reduce_events[bucket] = (log, *codes)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        self.copies += 1
         modules = [copy.deepcopy(ref(), memo) for ref in self.modules]
         buckets = [_copy_bucket(bucket, memo) for bucket in self.buckets]
         copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
@@ -160,7 +190,7 @@ class Unit:
             prefetch=self.prefetch,
             switches=replace(self.switches),
             slots=[
-                (Slot.of(copy.deepcopy(slot.module(), memo), slot.name), index)  # type: ignore[arg-type]
+                (_copy_slot(slot, memo), index)
                 for slot, index in self.slots
             ],
         )
@@ -181,11 +211,23 @@ def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
     return routes
 
 
+def units_with(bucket: Bucket) -> list[Unit]:
+    """Every unit that gathers ``bucket``."""
+    return [u for lane in _lanes.values() for u in list(lane.units) if bucket in u.gathered]
+
+
 def owner_of(entry: Entry) -> Bucket:
     """The bucket that holds ``entry``."""
     bucket = entry.owner() if entry.owner is not None else None
     assert bucket is not None, f"parameter {entry.spec.fqn!r}: its bucket is gone"
     return bucket
+
+
+def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
+    """The same place in the copied module, which may still be without its own dictionaries."""
+    module = copy.deepcopy(slot.module(), memo)
+    assert module is not None
+    return Slot(weakref.ref(module), slot.name, copy.deepcopy(slot.values, memo))
 
 
 def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
@@ -201,16 +243,12 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         bucket.layout,
         bucket.mesh,
         bucket.shard.detach().clone(),
-        bucket.full.dtype,
-        bucket.reduce_dtype,
+        bucket.mp,
         bucket.offload,
         None if bucket.inner is None else bucket.inner.group,
     )
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
-        entry.slots = [
-            Slot.of(copy.deepcopy(slot.module(), memo), slot.name)  # type: ignore[arg-type]
-            for slot in old.slots
-        ]
+        entry.slots = [_copy_slot(slot, memo) for slot in old.slots]
     return copied
 
 
@@ -238,6 +276,7 @@ class Reduction:
     wanted: frozenset[Entry] | None = None  # whose ``.grad`` to set; None: all
     done: Any = None  # mark behind it, of the stream it runs on
     result: torch.Tensor | None = None
+    reads_buffer: bool = True  # the bucket's packed gradients, which are freed behind it
 
 
 @dataclass(eq=False)
@@ -271,9 +310,13 @@ class Lane:
     reductions: list[Reduction] = field(default_factory=list)
     landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
     prefetched: list[Unit] = field(default_factory=list)
+    carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs
+    logs: weakref.WeakValueDictionary[tuple[Any, ...], Log] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
 
 @dataclass(eq=False)
@@ -304,6 +347,15 @@ def lane_of(device: torch.device) -> Lane:
     if device not in _lanes:
         _lanes[device] = Lane(make_streams(device))
     return _lanes[device]
+
+
+def log_of(lane: Lane, mesh: Mesh) -> Log | None:
+    """Where collectives over ``mesh`` are noted; None where there are no other ranks."""
+    key = log_key(mesh)
+    log = lane.logs.get(key) if key else None
+    if log is None and key:
+        log = lane.logs[key] = Log(mesh.groups, lane.streams)
+    return log
 
 
 def find_state(module: nn.Module) -> _FSDPState | None:

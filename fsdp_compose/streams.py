@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+_HERE = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +28,13 @@ class Streams:
     def current(self) -> Any:
         return None if self.gather is None else _module(self.device).current_stream(self.device)
 
-    @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream: Any) -> AbstractContextManager[object]:
         """Issue work on ``stream``, ordered behind what the current stream was given so far."""
         if stream is None:
-            yield
-            return
+            return _HERE
         stream.wait_stream(self.current)
-        with _module(self.device).stream(stream):
-            yield
+        scope: AbstractContextManager[object] = _module(self.device).stream(stream)
+        return scope
 
     def record(self, stream: Any) -> Any:
         """A mark in ``stream`` that another stream can wait for."""

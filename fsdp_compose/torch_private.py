@@ -5,7 +5,9 @@ A torch release that moves one of these breaks this file alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch.autograd import Variable
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
+
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler is recording: ranges cost microseconds even where nothing records them."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the autograd pass running on this thread, -1 outside any."""
@@ -158,3 +163,23 @@ def non_persistent(module: torch.nn.Module) -> set[str]:
 def child_slots(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """The dictionary of a module's children, the same one under two names included."""
     return module._modules
+
+
+swap_contents: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+"""Exchange what two tensor objects hold; attributes, hooks and references stay with the objects."""
+
+
+def strict_of_load() -> bool:
+    """``strict`` of the ``Module.load_state_dict`` under way, which its hooks are not told."""
+    code = torch.nn.Module.load_state_dict.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is code:
+            return bool(frame.f_locals.get("strict", False))
+        frame = frame.f_back
+    return False
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the default process group was started with."""
+    return dist.distributed_c10d._get_default_store()

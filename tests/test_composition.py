@@ -1166,3 +1166,17 @@ def test_training_in_a_thread() -> None:
         twin.train()
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])
+def test_a_frozen_model_is_released_after_a_forward_in_grad_mode(
+    strategy: ShardingStrategy | None,
+) -> None:
+    """A teacher called without no_grad: no backward will come that could release it."""
+
+    def ranks(rank: int) -> None:
+        teacher = by_block(Tower(2).double().requires_grad_(False), strategy=strategy)
+        teacher(data(0, rank))
+        assert_at_rest(teacher)
+
+    run_ranks(ranks)

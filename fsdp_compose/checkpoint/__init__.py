@@ -1,6 +1,11 @@
 """Save, load and reshard: model and optimizer state, whole or in shards, from and to anywhere."""
 
 from fsdp_compose.checkpoint.model import load_state_dict, state_dict
+from fsdp_compose.checkpoint.optim import (
+    load_optim_state_dict,
+    optim_state_dict,
+    rekey_optim_state_dict,
+)
 from fsdp_compose.checkpoint.plain import (
     get_state_dict_type,
     set_state_dict_type,
@@ -9,7 +14,10 @@ from fsdp_compose.checkpoint.plain import (
 
 __all__ = [
     "get_state_dict_type",
+    "load_optim_state_dict",
     "load_state_dict",
+    "optim_state_dict",
+    "rekey_optim_state_dict",
     "set_state_dict_type",
     "state_dict",
     "state_dict_type",

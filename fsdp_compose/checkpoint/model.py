@@ -16,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.checkpoint import local
-from fsdp_compose.checkpoint.consensus import groups_of, settle
+from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.names import (
     Names,
+    aliases_of,
     bare,
     clean,
     cleaned,
     listing,
     names_of,
 )
-from fsdp_compose.checkpoint.stream import full_parameters, own_copy
+from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_state
 from fsdp_compose.checkpoint.values import fit, needs_gather, whole
 from fsdp_compose.sharded import is_sharded
@@ -112,9 +113,12 @@ def state_dict(
 def _full(module: nn.Module, names: Names, wanted: StateDictType) -> OrderedDict[str, Any]:
     keep = not wanted.rank0_only or is_first(module)
     copies: dict[int, Tensor] = {}
-    for leaf, full in full_parameters(names.leaves().values()):
+
+    def take(leaf: nn.Parameter, full: Tensor) -> None:
         if keep:
             copies[id(leaf)] = own_copy(full, wanted.cpu_offload)
+
+    each_full(names.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
         return result
@@ -175,22 +179,45 @@ def load_state_dict(
     names = names_of(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
-        state_dict = broadcast_state(state_dict, groups, names.values)
+        state_dict = broadcast_state(state_dict, groups, names.values.get, device_of(module))
+    if aliases_of(module):
+        raise RuntimeError(
+            f"load_state_dict: {type(module).__name__} is gathered now; leave the scope or the "
+            "forward first."
+        )
     versions = getattr(state_dict, "_metadata", None)
     custom = custom_load(module)
     matched = match(module, names.values, state_dict, strict and not custom, versions)
     settle(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
-    ready = {n: prepare(v, names.values[n]) for n, v in matched.values.items()}
-    native: OrderedDict[str, Any] = OrderedDict((names.native[k], v) for k, v in ready.items())
-    if custom:  # a hook of the user's may know what to do with them
-        native.update((k, v) for k, v in cleaned(state_dict).items() if k in matched.unexpected)
+    extra = {k: v for k, v in cleaned(state_dict).items() if k in matched.unexpected}
+    write(module, names, matched.values, extra if custom else {}, versions, strict and custom)
+    return IncompatibleKeys(matched.missing, matched.unexpected)
+
+
+def write(
+    module: nn.Module,
+    names: Names,
+    values: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    versions: Any = None,
+    strict: bool = False,
+) -> None:
+    """Write checked values into the module, through its own ``load_state_dict``.
+
+    Args:
+        extra: entries the module has no place for, which a hook of the user's may know.
+        versions: the ``_metadata`` that came with the values, if any.
+    """
+    native: OrderedDict[str, Any] = OrderedDict()
+    for name, value in values.items():
+        native[names.native[name]] = prepare(value, names.values[name])
+    native.update(extra)
     if versions is not None:
         native._metadata = versions  # type: ignore[attr-defined]
     with bare():
-        module.load_state_dict(native, strict=strict and custom)
-    return IncompatibleKeys(matched.missing, matched.unexpected)
+        module.load_state_dict(native, strict=strict)
 
 
 @dataclass(frozen=True)
@@ -214,17 +241,16 @@ def match(
         versions: the ``_metadata`` that came with ``incoming``, if any.
     """
     if not isinstance(incoming, Mapping):
-        problem = TypeError(
-            f"load_state_dict: got a {type(incoming).__name__}; wanted a dictionary by FQN."
-        )
-        return Matched({}, [], [], problem)
+        kind = type(incoming).__name__
+        wrong = TypeError(f"load_state_dict: got a {kind}; wanted a dictionary by FQN.")
+        return Matched({}, [], [], wrong)
     try:
         given = cleaned(incoming)
         raw_shards = given if local.is_local(given) else None
         if raw_shards is not None:
             local.check_local(module, raw_shards)
             given = {k: v for k, v in given.items() if not _is_raw(k)}
-            given.update((n, v) for n, v in current.items() if is_sharded(v))
+            given.update((clean(n), v) for n, v in current.items() if is_sharded(v))
     except (RuntimeError, TypeError, ValueError) as error:
         return Matched({}, [], [], error)
     names = {clean(name): name for name in current}
@@ -319,7 +345,7 @@ def prepare(value: Any, current: Any) -> Any:
 
 
 def custom_load(module: nn.Module) -> bool:
-    """Whether a submodule changes keys while loading, so that only torch can tell what is missing."""
+    """Whether a submodule changes keys while loading, so that only torch can tell what lacks."""
     return any(
         foreign_load_hooks(m, *OWN_LOAD_HOOKS)
         for m in module.modules()

@@ -17,7 +17,8 @@ from fsdp_compose.bucket import Bucket, find_entry
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import iter_units, owner_of
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+CHECKPOINTED = "_checkpoint_wrapped_module."
+WRAPPERS = ("_orig_mod.", CHECKPOINTED, "_fsdp_wrapped_module.")
 """What torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap."""
 
 _bare: ContextVar[bool] = ContextVar("fsdp_compose_bare_state_dict", default=False)

@@ -26,12 +26,12 @@ from fsdp_compose.checkpoint.model import (
     match,
     prepare,
 )
-from fsdp_compose.checkpoint.names import bare, clean, is_bare
-from fsdp_compose.checkpoint.stream import full_parameters, own_copy
+from fsdp_compose.checkpoint.names import CHECKPOINTED, bare, clean, is_bare
+from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.values import install_protocol, is_ready
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import Unit, find_state, get_state
-from fsdp_compose.torch_private import remove_state_dict_hooks
+from fsdp_compose.torch_private import remove_state_dict_hooks, strict_of_load
 
 _SHARDED = StateDictType("sharded")
 
@@ -142,10 +142,13 @@ def _gather(
     for key, (index, _, _) in places.items():
         keys.setdefault(id(unit.entries[index].param), []).append(key)
     leaves = [entry.param for entry in unit.entries if id(entry.param) in keys]
-    for leaf, full in full_parameters(leaves):
+
+    def take(leaf: nn.Parameter, full: Tensor) -> None:
         if keep:
             copy = own_copy(full, wanted.cpu_offload)
             state_dict.update((key, copy.detach()) for key in keys[id(leaf)])
+
+    each_full(leaves, take)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not keep:
             del state_dict[key]
@@ -173,7 +176,7 @@ def before_load(
     state_dict: Any,
     prefix: str,
     local_metadata: Any,
-    strict: bool,
+    _strict: bool,  # always True
     missing_keys: Any,
     unexpected_keys: Any,
     error_msgs: Any,
@@ -189,17 +192,21 @@ def before_load(
         current = module.state_dict(keep_vars=True)
     if not any(is_sharded(value) for value in current.values()):
         return  # gathered by a scope: torch writes into the full parameters
-    if any(is_ready(v) or (is_sharded(v) and v is current.get(k)) for k, v in given.items()):
+    leaves = {id(value) for value in current.values() if is_sharded(value)}
+    if any(is_ready(value) or id(value) in leaves for value in given.values()):
         return  # an outer unit's hook was here
     versions = getattr(state_dict, "_metadata", None)
     groups = groups_of(module)
-    matched = match(module, current, given, strict and not custom_load(module), versions)
+    strict = strict_of_load() and not custom_load(module)
+    matched = match(module, current, given, strict, versions)
     settle(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
     for key in given:
-        if key not in matched.values and clean(key) not in matched.unexpected:
-            del state_dict[prefix + key]  # raw shards, and names that wrappers changed
+        if clean(key) not in matched.unexpected:
+            del state_dict[prefix + key]
+    if any(key.startswith(CHECKPOINTED) for key in given):
+        prefix += CHECKPOINTED  # the module is a wrapper, whose own hook ran before this one
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for key, value in {k: prepare(v, current[k]) for k, v in matched.values.items()}.items():
         leaf = current[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -13,12 +13,12 @@ from fsdp_compose.gather import gather_flat
 from fsdp_compose.state import owner_of
 
 
-def full_parameters(
-    leaves: Iterable[nn.Parameter],
-) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield each leaf with its full tensor, in the parameter's own shape and strides.
+def each_full(
+    leaves: Iterable[nn.Parameter], visit: Callable[[nn.Parameter, torch.Tensor], None]
+) -> None:
+    """Call ``visit`` with each leaf and its full tensor, in the parameter's shape and strides.
 
-    The tensor is valid until the next one is asked for. Every rank must run through all of it.
+    The tensor is valid during the call only. Every rank must pass the same leaves.
     """
     leaves = list(leaves)
     by_bucket: dict[int, list[nn.Parameter]] = {}
@@ -28,11 +28,16 @@ def full_parameters(
             seen.add(id(leaf))
             by_bucket.setdefault(id(owner_of(find_entry(leaf))), []).append(leaf)
     for bucket in buckets_of(leaves):
-        with torch.no_grad():
-            flat = gather_flat(bucket, bucket.shard, bucket.shard.dtype)
+        flat = gather_bucket(bucket, bucket.shard)
         for leaf in by_bucket[id(bucket)]:
-            yield leaf, full_view(bucket, flat, find_entry(leaf).index)
+            visit(leaf, full_view(bucket, flat, find_entry(leaf).index))
         del flat
+
+
+def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
+    """Every rank's ``shard``, cut as the bucket's own, on the device that communicates."""
+    with torch.no_grad():
+        return gather_flat(bucket, shard.detach().to(bucket.mesh.device), shard.dtype)
 
 
 def full_view(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,14 @@ def broadcast_tensor(tensor: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 def broadcast_state(
-    state: Any, groups: Sequence[Group], current: Mapping[str, Any]
+    state: Any, groups: Sequence[Group], target_of: Callable[[str], Any], device: torch.device
 ) -> dict[str, Any]:
-    """Rank 0's plain state by name; where ``current`` has a sharded tensor of the shape, a slice.
+    """Rank 0's plain state by name, one tensor at a time.
+
+    Args:
+        target_of: what a name's value will be written into; where that is a sharded tensor of the
+            same shape, only this rank's slice is kept.
+        device: where the groups communicate.
 
     Raises:
         TypeError: rank 0's state is not a dictionary of plain tensors and picklable values.
@@ -63,8 +68,7 @@ def broadcast_state(
         if not isinstance(value, Outline):
             result[name] = value
             continue
-        target = current.get(name)
-        device = target.device if isinstance(target, Tensor) else groups_device(current)
+        target = target_of(name)
         tensor = (
             state[name].detach().to(device).contiguous()
             if first
@@ -76,13 +80,6 @@ def broadcast_state(
             tensor = tag(own_slice(tensor, spec).clone(), spec)
         result[name] = tensor
     return result
-
-
-def groups_device(current: Mapping[str, Any]) -> torch.device:
-    """Where the first tensor of ``current`` lives."""
-    tensors = (value for value in current.values() if isinstance(value, Tensor))
-    first = next(tensors, None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:

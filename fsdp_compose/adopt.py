@@ -1,0 +1,213 @@
+"""What was done to a unit's parameters between passes is taken over, or refused by name.
+
+``module.to(dtype)``, ``p.data = x`` and the like give a parameter other storage than its slice of
+the bucket's shard. ``adopt`` makes that the bucket's: same objects, same layout, new buffers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import torch
+
+from fsdp_compose import comm
+from fsdp_compose.bucket import Bucket, make_bucket, make_grad_buffer, place_parameters
+from fsdp_compose.mesh import Group, group_of
+from fsdp_compose.sharded import tag, to_local
+from fsdp_compose.state import Unit, lane_of, units_with
+from fsdp_compose.torch_private import raw
+
+_TAKEN = (
+    "mesh reduce_dtype grad_dtype shard full own whole_bytes part_bytes shard_bytes aliases splits "
+    "pieces in_place inner"
+).split()
+"""What a rebuilt bucket takes from the bucket that was made around its new shard."""
+
+
+def adopt(bucket: Bucket) -> None:
+    """Make the storage that the bucket's parameters have now the bucket's own.
+
+    Raises:
+        RuntimeError: only some of its parameters have another dtype or device, or they have left
+            host memory that ``offload_policy`` keeps them in.
+    """
+    locals_ = [to_local(entry.param) for entry in bucket.entries]
+    kinds = {(local.dtype, local.device) for local in locals_}
+    if len(kinds) > 1:
+        raise RuntimeError(_mixed(bucket, locals_))
+    ((dtype, device),) = kinds
+    with torch.inference_mode(False), torch.no_grad():
+        if (dtype, device) == (bucket.shard.dtype, bucket.shard.device):
+            _copy_in(bucket.shard, bucket, locals_)
+            place_parameters(bucket)
+        else:
+            _rebuild(bucket, locals_, dtype, device)
+    bucket.residence.moved = False
+
+
+def _copy_in(shard: torch.Tensor, bucket: Bucket, locals_: list[torch.Tensor]) -> None:
+    pieces = shard.split(bucket.splits)
+    pairs = [(pieces[k], local) for k, local in zip(bucket.pieces, locals_, strict=True)]
+    moved = [(p, t) for p, t in pairs if p.data_ptr() != t.data_ptr() and p.numel()]
+    own = shard.untyped_storage().data_ptr()
+    # One parameter may have been given the slice of another, which is about to be overwritten.
+    moved = [(p, t.clone() if t.untyped_storage().data_ptr() == own else t) for p, t in moved]
+    for piece, local in moved:
+        piece.copy_(local)
+
+
+def _rebuild(
+    bucket: Bucket, locals_: list[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    first = bucket.entries[0].spec
+    if device != bucket.shard.device and bucket.offload.shards:
+        raise RuntimeError(
+            f"parameter {first.fqn!r} of unit {first.unit!r} was moved to {device}, but its "
+            "offload_policy keeps parameters in host memory; call fsdp_compose.undo(module), then "
+            "fully_shard without Offload(params=True) or Offload(optimizer=True)."
+        )
+    mesh, inner = bucket.mesh, None if bucket.inner is None else bucket.inner.group
+    if device != bucket.shard.device:
+        mesh = replace(
+            mesh,
+            shard=_regroup(mesh.shard, device),
+            replicate=_regroup(mesh.replicate, device),
+            device=device,
+        )
+        inner = None if inner is None else _regroup(inner, device)
+        for entry in bucket.entries:
+            entry.spec = replace(entry.spec, group=mesh.shard)
+    pinned = bucket.offload.shards and bucket.shard.is_pinned()
+    shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
+    _copy_in(shard, bucket, locals_)
+    fresh = make_bucket(
+        bucket.entries, bucket.layout, mesh, shard, bucket.mp, bucket.offload, inner
+    )
+    for name in _TAKEN:
+        setattr(bucket, name, getattr(fresh, name))
+    bucket.device_shard = bucket.device_stamp = bucket.stamp = None
+    _convert_gradients(bucket)
+    for entry in bucket.entries:
+        entry.owner, entry.accumulator = weakref.ref(bucket), None
+    for unit in units_with(bucket):
+        unit.lane.units.discard(unit)
+        unit.lane = lane_of(mesh.device)
+        unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None
+        unit.link()
+
+
+def _convert_gradients(bucket: Bucket) -> None:
+    """Bring gradients that wait for more to the bucket's new dtypes and device."""
+    old, bucket.grads = bucket.grads, None
+    if bucket.packed:
+        assert old is not None
+        bucket.grads = make_grad_buffer(bucket)
+        bucket.grads.flat.copy_(old.flat)
+    kind = bucket.grad_dtype
+    real = kind.to_real() if kind.is_complex else kind
+    if bucket.partial is not None:
+        bucket.partial = bucket.partial.to(device=bucket.mesh.device, dtype=real)
+    if bucket.waiting_grad is not None:
+        bucket.waiting_grad = bucket.waiting_grad.to(kind)
+    for entry in bucket.entries:
+        grad = entry.param.grad
+        if grad is not None and (grad.dtype, grad.device) != (kind, bucket.shard.device):
+            local = to_local(grad).to(bucket.shard.device, kind)
+            entry.param.grad = None
+            with raw():
+                entry.param.grad = tag(local, entry.spec)
+
+
+def moved_before_backward(bucket: Bucket) -> str:
+    """Message: what backward needs to gather is not what forward used."""
+    names = [entry.spec.fqn for entry in bucket.entries]
+    others = f" or others of its {len(names)}" if len(names) > 1 else ""
+    return (
+        f"parameters of unit {bucket.entries[0].spec.unit!r} ({names[0]!r}{others}) were given "
+        "other storage (module.to(...), p.data = ...) between forward and backward, which needs "
+        "the values that forward used; run backward first."
+    )
+
+
+def _regroup(group: Group, device: torch.device) -> Group:
+    return group if group.pg is None else group_of(group.pg, device)
+
+
+def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
+    kept = (bucket.shard.dtype, bucket.shard.device)
+    named = [(entry, (t.dtype, t.device)) for entry, t in zip(bucket.entries, locals_, strict=True)]
+    moved = [(entry, kind) for entry, kind in named if kind != kept]
+    same = [entry.spec.fqn for entry, kind in named if kind == kept]
+    names = ", ".join(f"{e.spec.fqn!r} is {kind[0]} on {kind[1]}" for e, kind in moved[:4])
+    others = f"{same[0]!r} and {len(same) - 1} more are" if len(same) > 1 else f"{same} is"
+    return (
+        f"parameters of unit {bucket.entries[0].spec.unit!r} that share a buffer were converted "
+        f"in part since they were sharded: {names}{', ...' if len(moved) > 4 else ''}, "
+        f"{others if same else 'none is'} {kept[0]} on {kept[1]}. Convert the whole unit, "
+        "module.to(dtype or device), or call fsdp_compose.undo(module) first, convert, and shard "
+        "again."
+    )
+
+
+# What was left for loading
+
+
+def mark_unwritten(tensor: torch.Tensor) -> None:
+    """Fill with NaN, or the largest integer, so that what is never written can be told."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+        else:
+            tensor.fill_(False)
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """Whether all of ``tensor`` is as ``mark_unwritten`` left it; a boolean one never is."""
+    if not tensor.numel() or tensor.dtype is torch.bool:
+        return False
+    plain = tensor.detach()
+    first = plain[(slice(1),) * plain.dim()]
+    return _is_marked(first) and _is_marked(plain)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return bool((tensor == torch.iinfo(tensor.dtype).max).all())
+    return bool((tensor.float() if tensor.element_size() == 1 else tensor).isnan().all())
+
+
+def require_written(unit: Unit) -> None:
+    """Raise on every rank when a value that was left for loading was not loaded on some.
+
+    Raises:
+        RuntimeError: naming what is missing.
+    """
+    missing = [
+        f"parameter {entry.spec.fqn!r}"
+        for bucket in unit.gathered
+        for entry in bucket.unready
+        if is_unwritten(to_local(entry.param))
+    ]
+    missing += [
+        f"buffer {name!r}"
+        for name, slot in unit.unready_buffers
+        if is_unwritten(slot.values[slot.name])
+    ]
+    for bucket in unit.gathered[:1]:
+        for group in bucket.mesh.groups:
+            reports = comm.gather_objects(missing, group)
+            missing = list(dict.fromkeys(name for report in reports for name in report))
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise RuntimeError(
+            f"unit {unit.name!r}: {', '.join(missing[:5])}{more} came from the meta device and "
+            "nothing has written it since. Load the model first (model.load_state_dict(...), "
+            "fsdp_compose.load_checkpoint), or pass fully_shard(param_init_fn=...), or give the "
+            "module that owns it a reset_parameters()."
+        )
+    for bucket in unit.gathered:
+        bucket.unready = []
+    unit.unready_buffers = []

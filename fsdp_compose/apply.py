@@ -1,0 +1,46 @@
+"""``apply``: ``nn.Module.apply`` on full parameters, one unit gathered at a time and written back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_compose.scopes import gathered
+from fsdp_compose.state import find_state
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@torch.no_grad()
+def apply(module: M, fn: Callable[[nn.Module], Any]) -> M:
+    """Call ``fn`` on every submodule and then on ``module``, in the order of ``nn.Module.apply``.
+
+    ``fn`` finds the parameters of the unit that its argument belongs to in full, and what it writes
+    is kept. Units around that one are gathered too; those inside its argument are not any more.
+    Every rank must call this, and write the same values: each keeps its own slice of what it wrote
+    (``seeded_init`` gives every rank the same random numbers).
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ShardedWeightError: ``fn`` reads the parameters of a unit inside its argument.
+    """
+
+    def visit(current: nn.Module) -> None:
+        state = find_state(current)
+        is_closed = state is not None and state.unit.opened is None
+        scope = gathered(current, writeback=True, recurse=False) if is_closed else nullcontext()
+        with scope:
+            for child in current.children():
+                visit(child)
+            fn(current)
+
+    state = find_state(module)
+    with gathered(module, writeback=True, recurse=False) if state is None else nullcontext():
+        visit(module)
+    return module

@@ -1,0 +1,158 @@
+"""What an optimizer's parameters are: module parameters by name, or raw pieces of a shard.
+
+An optimizer may hold the sharded parameters themselves, plain ones, or plain tensors that lie in a
+bucket's shard: one parameter's slice or several in a row. The last are recognised by their storage,
+so that whoever hands them out need not tell this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compose.bucket import Bucket, Entry, find_entry
+from fsdp_compose.checkpoint.names import closest, parameter_names
+from fsdp_compose.sharded import ShardSpec, is_sharded
+from fsdp_compose.state import iter_units
+
+OptimLike: TypeAlias = "Optimizer | Iterable[Optimizer]"
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One module parameter, and where an optimizer's parameter has its elements.
+
+    Attributes:
+        names: its clean FQNs, canonical one first.
+        entry: None for a parameter that is not sharded.
+        span: its elements in a raw piece of a shard; None when the optimizer holds the parameter.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    entry: Entry | None
+    span: slice | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def spec(self) -> ShardSpec | None:
+        return None if self.entry is None else self.entry.spec
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter of an optimizer, and what it consists of."""
+
+    param: Tensor
+    parts: tuple[Part, ...]
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is a plain tensor over a piece of a shard."""
+        return bool(self.parts) and self.parts[0].span is not None
+
+
+def optimizers_of(optim: OptimLike) -> list[Optimizer]:
+    """One optimizer or several, as a list.
+
+    Raises:
+        TypeError: something in it is not an optimizer.
+    """
+    found = [optim] if isinstance(optim, Optimizer) else list(optim)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"optimizer state: got a {type(one).__name__}; wanted a torch.optim.Optimizer or "
+                "several of them."
+            )
+    return found
+
+
+def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
+    """The optimizer's parameters, group by group, in its order.
+
+    Raises:
+        ValueError: it holds a tensor that is neither a parameter of ``module`` nor a piece of its
+            shards.
+    """
+    names = parameter_names(module)
+    found: list[list[Member]] = []
+    pieces: dict[int, Bucket] | None = None
+    for number, group in enumerate(optim.param_groups):
+        members: list[Member] = []
+        for position, param in enumerate(group["params"]):
+            if id(param) in names:
+                entry = find_entry(param) if is_sharded(param) else None
+                part = Part(tuple(names[id(param)]), param.shape, entry)
+                members.append(Member(param, (part,)))
+                continue
+            if pieces is None:
+                pieces = {
+                    bucket.shard.untyped_storage().data_ptr(): bucket
+                    for unit in iter_units(module)
+                    for bucket in unit.gathered
+                    if bucket.shard.numel()
+                }
+            members.append(_raw_member(param, names, pieces, f"parameter {position} of {number}"))
+        found.append(members)
+    return found
+
+
+def _raw_member(
+    param: Tensor, names: dict[int, list[str]], pieces: dict[int, Bucket], where: str
+) -> Member:
+    marked = None if is_sharded(param) else getattr(param, "_fsdp_compose_entry", None)
+    entry = marked() if callable(marked) else None
+    if entry is not None:
+        owned = entry.spec.stop - entry.spec.start
+        return Member(param, (_part(entry, names, slice(0, owned)),))
+    bucket = None if is_sharded(param) else pieces.get(param.untyped_storage().data_ptr())
+    if bucket is None or param.ndim != 1:
+        known = sorted(name for all_names in names.values() for name in all_names)
+        raise ValueError(
+            f"optimizer state: {where} (shape {tuple(param.shape)}) is not a parameter of the "
+            f"module, whose parameters are {known[:4]}{' and more' if len(known) > 4 else ''}. "
+            "Build the optimizer from this module's parameters, or pass the module it was built "
+            "from."
+        )
+    first = param.storage_offset() - bucket.shard.storage_offset()
+    rank, parts = bucket.mesh.shard.rank, []
+    for index, entry in enumerate(bucket.entries):
+        own = bucket.layout.slice_of(index, rank)
+        start = own.shard_offset - first
+        whole = param.numel() == bucket.shard.numel()
+        if (own.numel and start >= 0 and start + own.numel <= param.numel()) or (
+            whole and not own.numel
+        ):
+            span = slice(start, start + own.numel) if own.numel else slice(0, 0)
+            parts.append(_part(entry, names, span))
+    return Member(param, tuple(parts))
+
+
+def _part(entry: Entry, names: dict[int, list[str]], span: slice) -> Part:
+    own_names = tuple(names.get(id(entry.param), [entry.spec.fqn]))
+    return Part(own_names, entry.spec.shape, entry, span)
+
+
+def by_name(groups: Sequence[Sequence[Member]]) -> dict[str, Part]:
+    """Every part, under each of its names."""
+    return {
+        name: part
+        for group in groups
+        for member in group
+        for part in member.parts
+        for name in part.names
+    }
+
+
+def unknown_names(names: Iterable[str], known: dict[str, Any]) -> list[str]:
+    """Names that are not known, each with the closest that is."""
+    return [f"{name!r}{closest(name, known)}" for name in names if name not in known]

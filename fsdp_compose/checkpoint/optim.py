@@ -1,0 +1,535 @@
+"""Optimizer state by FQN: out of any optimizer over a sharded module, and into any other.
+
+The format is that of a plain optimizer with names for numbers::
+
+    {"state": {fqn: {"step": tensor, "exp_avg": tensor, ...}},
+     "param_groups": [{"lr": ..., "params": [fqn, ...]}, ...]}
+
+State that is cut as its parameter is a sharded value; everything else is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compose.bucket import Bucket
+from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
+from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
+from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
+from fsdp_compose.checkpoint.names import clean, listing, parameter_names
+from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
+from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
+from fsdp_compose.checkpoint.values import fit, needs_gather, whole
+from fsdp_compose.mesh import Group
+from fsdp_compose.sharded import is_sharded, tag, to_local
+from fsdp_compose.state import owner_of
+
+SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
+"""State of torch.optim that is one number per parameter, also for a parameter of one number."""
+
+ELEMENTWISE = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
+        *("acc_delta", "sum", "exp_inf", "prev", "step_size", "ax"),
+    )
+)
+"""State of torch.optim that has the parameter's shape."""
+
+WORLD = "_fsdp_compose_local"
+
+
+def optim_state_dict(
+    module: nn.Module,
+    optim: OptimLike,
+    kind: Kind = "full",
+    *,
+    cpu_offload: bool = False,
+    rank0_only: bool = False,
+) -> dict[str, Any]:
+    """The state of an optimizer over ``module``'s parameters, by FQN; nothing is changed.
+
+    Args:
+        optim: one optimizer, or several (one per layer, one per parameter) whose states are merged.
+            They may hold the parameters, or plain tensors over pieces of the shards.
+        kind: ``"full"``: plain tensors of the parameters' shapes, gathered bucket by bucket; every
+            rank must call it. ``"sharded"``: no communication; live slices that know their place.
+            ``"local"``: as sharded, and loads only into the same layout.
+        cpu_offload, rank0_only: with ``"full"``, as in ``state_dict``.
+
+    Raises:
+        ValueError: the optimizer holds tensors that are not ``module``'s, or options that do not
+            go together.
+        TypeError: ``optim`` is not an optimizer.
+    """
+    wanted = StateDictType(kind, cpu_offload, rank0_only)
+    state: dict[str, dict[str, Any]] = {}
+    parts: dict[str, Part] = {}
+    result: dict[str, Any] = {"state": state, "param_groups": []}
+    for one in optimizers_of(optim):
+        plain = one.state_dict()
+        groups = members_of(module, one)
+        numbers = [number for group in plain["param_groups"] for number in group["params"]]
+        flat = [member for group in groups for member in group]
+        for number, member in zip(numbers, flat, strict=True):
+            parts.update((part.name, part) for part in member.parts)
+            for part, values in _split(member, plain["state"].get(number, {})):
+                if values:
+                    state[part.name] = values
+        for group, members in zip(plain["param_groups"], groups, strict=True):
+            hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            names = [part.name for member in members for part in member.parts]
+            result["param_groups"].append({**hyper, "params": names})
+        result.update((k, v) for k, v in plain.items() if k not in ("state", "param_groups"))
+    if kind == "full":
+        return _full(module, result, parts, wanted)
+    if kind == "local":
+        result[WORLD] = _layout(parts)
+    return result
+
+
+def _split(member: Member, values: Mapping[str, Any]) -> Iterable[tuple[Part, dict[str, Any]]]:
+    """A member's state, for each of its parts."""
+    for part in member.parts:
+        yield part, {key: _piece(member, part, value) for key, value in values.items()}
+
+
+def _piece(member: Member, part: Part, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if is_sharded(value) or part.spec is None:
+        return value.detach()
+    local = (part.spec.stop - part.spec.start,)
+    if member.is_raw:
+        if value.shape == member.param.shape and value.ndim:
+            return tag(value.detach()[part.span], part.spec)
+    elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
+        return tag(value.detach(), part.spec)  # an optimizer that works on p.to_local()
+    return value.detach()
+
+
+def _layout(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """What must be alike where ``kind="local"`` is loaded; not the rank, which the slices know."""
+    return {
+        name: (part.spec.group.size, part.spec.offset, part.spec.shard_numel)
+        for name, part in parts.items()
+        if part.spec is not None
+    }
+
+
+def _full(
+    module: nn.Module, sharded: dict[str, Any], parts: Mapping[str, Part], wanted: StateDictType
+) -> dict[str, Any]:
+    """Gather one kind of state of one bucket at a time."""
+    keep = not wanted.rank0_only or is_first(module)
+    state: dict[str, dict[str, Any]] = {name: {} for name in sharded["state"]}
+    runs: dict[tuple[int, str, torch.dtype], tuple[Bucket, dict[str, Tensor]]] = {}
+    for name, values in sharded["state"].items():
+        entry = parts[name].entry
+        for key, value in values.items():
+            if is_sharded(value) and entry is not None and value._shard_spec.key == entry.spec.key:
+                bucket = owner_of(entry)
+                run = runs.setdefault((id(bucket), key, value.dtype), (bucket, {}))
+                run[1][name] = value
+                state[name][key] = None  # keeps the order of keys
+            elif isinstance(value, Tensor):
+                state[name][key] = own_copy(whole(value), wanted.cpu_offload)
+            else:
+                state[name][key] = value
+    for (_, key, dtype), (bucket, values) in runs.items():
+        shard = bucket.shard.new_zeros(bucket.layout.shard_numel, dtype=dtype)
+        slices = shard.split(bucket.splits)
+        for name, value in values.items():
+            entry = parts[name].entry
+            assert entry is not None
+            slices[bucket.pieces[entry.index]].copy_(to_local(value))
+        flat = gather_bucket(bucket, shard)
+        for name in values if keep else ():
+            entry = parts[name].entry
+            assert entry is not None
+            view = full_view(bucket, flat, entry.index)
+            state[name][key] = own_copy(view, wanted.cpu_offload)
+            del view
+        del flat
+    return {**sharded, "state": state} if keep else {}
+
+
+def load_optim_state_dict(
+    module: nn.Module,
+    optim: OptimLike,
+    state_dict: Mapping[str, Any],
+    *,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Write optimizer state into ``optim``; every rank must call it.
+
+    Nothing is written unless everything fits on every rank. What ``state_dict`` has for other
+    parameters of ``module`` is left alone, since it may belong to another optimizer.
+
+    Args:
+        optim: one optimizer over ``module``'s parameters, or several.
+        state_dict: of ``optim_state_dict`` in any kind, from any world size; or of a plain
+            optimizer, whose numbers are read in the order of ``optim``'s groups. Tensors may be
+            plain and full, sharded and cut in any way, or DTensors. An empty state is that of an
+            optimizer before its first step.
+        broadcast_from_rank0: only rank 0's ``state_dict`` is read, with full tensors; one at a time
+            is sent, and each rank keeps its slices.
+
+    Raises:
+        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank.
+        ValueError: the optimizer holds tensors that are not ``module``'s.
+        TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
+    """
+    groups = groups_of(module)
+    targets = _agreed_targets(module, optim, groups)
+    if broadcast_from_rank0:
+        state_dict = _broadcast(module, state_dict, targets)
+    problem: Exception | None = None
+    given: dict[str, Any] = {}
+    facts: object = None
+    try:
+        given = _named(module, targets, state_dict)
+        facts = _check(module, targets, given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    settle(problem, groups, facts)
+    commit(targets, given)
+
+
+Targets: TypeAlias = "list[tuple[Optimizer, list[list[Member]]]]"
+
+
+def _agreed_targets(module: nn.Module, optim: OptimLike, groups: list[Group]) -> Targets:
+    problem: Exception | None = None
+    targets: Targets = []
+    try:
+        targets = targets_of(module, optim)
+    except (TypeError, ValueError) as error:
+        problem = error
+    settle(problem, groups)
+    return targets
+
+
+def targets_of(module: nn.Module, optim: OptimLike) -> Targets:
+    """Each optimizer with what its parameters are."""
+    return [(one, members_of(module, one)) for one in optimizers_of(optim)]
+
+
+def checked(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
+    """``state_dict`` by canonical names, or an error; tensors may be on the meta device."""
+    given = _named(module, targets, state_dict)
+    _check(module, targets, given)
+    return given
+
+
+def commit(targets: Targets, given: Mapping[str, Any]) -> None:
+    """Write state that was checked."""
+    ready = [(one, _numbered(one, members, given)) for one, members in targets]
+    for one, plain in ready:
+        one.load_state_dict(plain)
+
+
+def _named(
+    module: nn.Module, targets: Targets, state_dict: Any
+) -> dict[str, Any]:
+    """``state_dict`` by canonical names."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise TypeError(
+            f"load_optim_state_dict: got a {type(state_dict).__name__}"
+            + (f" with {sorted(map(str, state_dict))[:5]}" if isinstance(state_dict, dict) else "")
+            + "; wanted a dictionary with 'state' and 'param_groups'."
+        )
+    if _has_numbers(state_dict):
+        order = [
+            [part.name for member in group for part in member.parts]
+            for _, groups in targets
+            for group in groups
+        ]
+        state_dict = _to_names(state_dict, order)
+    canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
+    state = {canonical.get(clean(n), clean(n)): v for n, v in state_dict["state"].items()}
+    groups = [
+        {**group, "params": [canonical.get(clean(n), clean(n)) for n in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    unknown = [name for name in state if name not in canonical]
+    unknown += [n for g in groups for n in g["params"] if n not in canonical and n not in state]
+    if unknown:
+        raise RuntimeError(
+            "load_optim_state_dict: the module has no parameters "
+            f"{listing(dict.fromkeys(unknown), canonical)}."
+        )
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _check(
+    module: nn.Module,
+    targets: Targets,
+    given: Mapping[str, Any],
+) -> str:
+    """Raise RuntimeError for what does not fit; return what all ranks must have alike."""
+    problems: list[str] = []
+    gathers = 0
+    if given.get(WORLD) is not None:
+        mine = _layout({p.name: p for _, gs in targets for g in gs for m in g for p in m.parts})
+        for name, place in mine.items():
+            theirs = given[WORLD].get(name)
+            if theirs is not None and tuple(theirs) != place:
+                what = f"saved over {theirs[0]} ranks" if theirs[0] != place[0] else "cut elsewhere"
+                problems.append(
+                    f"local state of {name!r} was {what}, here it is cut over {place[0]}; save "
+                    "kind='sharded' or 'full' to load anywhere"
+                )
+                break
+    saved = {name for group in given["param_groups"] for name in group["params"]}
+    for one, groups in targets:
+        for members in groups:
+            parts = [part for member in members for part in member.parts]
+            missing = [part.name for part in parts if part.name not in saved]
+            if missing:
+                problems.append(f"no group has {listing(missing, saved)}")
+            else:
+                _hyper(given, [part.name for part in parts], problems)
+            for part in parts:
+                values = given["state"].get(part.name, {})
+                problems += _misfits(part, values, given, one)
+                gathers += sum(
+                    needs_gather(v, part.spec) for v in values.values() if isinstance(v, Tensor)
+                )
+    if problems:
+        shown = "\n  ".join(problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise RuntimeError(
+            f"load_optim_state_dict: the state does not fit, the optimizer is unchanged:\n  "
+            f"{shown}{more}"
+        )
+    return f"{len(given['state'])} parameters' state ({gathers} tensors to gather)"
+
+
+def _hyper(given: Mapping[str, Any], names: list[str], problems: list[str]) -> dict[str, Any]:
+    """The hyper-parameters saved for ``names``, which must be the same for all of them."""
+    chosen: dict[str, Any] | None = None
+    wanted = set(names)
+    for group in given["param_groups"]:
+        if wanted.isdisjoint(group["params"]):
+            continue
+        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        if chosen is None:
+            chosen = hyper
+        elif repr(hyper) != repr(chosen):
+            different = sorted(k for k in hyper if repr(hyper[k]) != repr(chosen.get(k)))
+            problems.append(
+                f"the group of {names[0]!r} is several groups in the saved state, with different "
+                f"{different}; group the parameters as they were"
+            )
+            break
+    return chosen or {}
+
+
+def _misfits(
+    part: Part, values: Mapping[str, Any], given: Mapping[str, Any], optim: Optimizer
+) -> list[str]:
+    found: list[str] = []
+    for key, value in values.items():
+        if not isinstance(value, Tensor):
+            continue
+        shape, want = tuple(value.shape), tuple(part.shape)
+        cut = is_sharded(value)
+        if shape != want and (cut or key in ELEMENTWISE):
+            found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
+        elif is_sharded(value) and needs_gather(value, part.spec):
+            spec = value._shard_spec
+            if spec.group.pg is None and spec.group.size > 1:
+                found.append(
+                    f"{key!r} of {part.name!r} is the slice of rank {spec.group.rank} of "
+                    f"{spec.group.size} ({spec.held}), loaded without the other ranks; save "
+                    "kind='full' or use save_checkpoint to load it anywhere"
+                )
+    return found
+
+
+def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -> bool:
+    """Whether a state value is cut as its parameter is."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != tuple(part.shape):
+        return False
+    if is_sharded(value) or part.shape or key in ELEMENTWISE:
+        return True
+    if key in SCALARS:
+        return False
+    # A parameter of one number: the same state of a larger parameter tells which it is.
+    others = (v.get(key) for n, v in given["state"].items() if n != part.name)
+    return any(isinstance(other, Tensor) and other.ndim for other in others)
+
+
+def _numbered(
+    optim: Optimizer, groups: list[list[Member]], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the optimizer's own ``load_state_dict`` takes."""
+    state: dict[int, dict[str, Any]] = {}
+    param_groups: list[dict[str, Any]] = []
+    number = 0
+    for group, members in zip(optim.param_groups, groups, strict=True):
+        numbers = []
+        for member in members:
+            if values := _joined(optim, member, given):
+                state[number] = values
+            numbers.append(number)
+            number += 1
+        names = [part.name for member in members for part in member.parts]
+        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        saved = _hyper(given, names, [])
+        copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.items()}
+        param_groups.append({**hyper, **copied, "params": numbers})
+    extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", WORLD)}
+    return {**extra, "state": state, "param_groups": param_groups}
+
+
+def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A member's state, from that of its parts."""
+    before = optim.state.get(member.param, {})
+    result: dict[str, Any] = {}
+    for part in member.parts:
+        for key, value in given["state"].get(part.name, {}).items():
+            if part.spec is None or not is_elementwise(key, value, part, given):
+                if key not in result:
+                    result[key] = whole(value).clone() if isinstance(value, Tensor) else value
+                continue
+            piece = fit(value, part.spec).clone()
+            if not member.is_raw:
+                plain = key in before and not is_sharded(before[key])
+                result[key] = to_local(piece) if plain else piece
+                continue
+            if key not in result:
+                local = to_local(piece)
+                result[key] = local.new_zeros(member.param.shape, device=member.param.device)
+            result[key][part.span].copy_(to_local(piece))
+    return result
+
+
+def _broadcast(
+    module: nn.Module, state_dict: Any, targets: Targets
+) -> dict[str, Any]:
+    groups = groups_of(module)
+    if not groups:
+        return dict(state_dict)
+    first = all(group.rank == 0 for group in groups)
+    given: Any = None
+    problem: Exception | None = None
+    try:
+        given = _named(module, targets, state_dict) if first else None
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    settle(problem, groups)
+    frame = broadcast_object(
+        {k: v for k, v in given.items() if k != "state"} if first else None, groups
+    )
+    parts = {p.name: p for _, gs in targets for g in gs for m in g for p in m.parts}
+
+    def target_of(name: str) -> Any:
+        part = parts.get(name.split("\0")[0])
+        return None if part is None or part.entry is None or not part.shape else part.entry.param
+
+    flat = (
+        {f"{n}\0{k}": v for n, vs in given["state"].items() for k, v in vs.items()} if first else {}
+    )
+    state: dict[str, dict[str, Any]] = {}
+    for path, value in broadcast_state(flat, groups, target_of, device_of(module)).items():
+        name, key = path.split("\0")
+        state.setdefault(name, {})[key] = value
+    return {**frame, "state": state}
+
+
+def rekey_optim_state_dict(
+    state_dict: Mapping[str, Any],
+    key: Literal["name", "id"],
+    module: nn.Module,
+    optim: OptimLike | None = None,
+) -> dict[str, Any]:
+    """Optimizer state by parameter names or by the numbers a plain optimizer uses.
+
+    ``rekey_optim_state_dict(optim_state_dict(model, optim), "id", model)`` loads into a plain
+    optimizer with the same groups over the plain model, and ``"name"`` is the way back.
+
+    Args:
+        state_dict: values are not looked at; nothing communicates.
+        key: ``"name"`` or ``"id"``. State that has these keys already is copied.
+        module: gives the order of parameters for state by number with one group.
+        optim: gives it for several groups; not needed otherwise.
+
+    Raises:
+        ValueError: an unknown ``key``, or numbers that cannot be matched to parameters.
+    """
+    if key not in ("name", "id"):
+        raise ValueError(f"rekey_optim_state_dict: key is {key!r}; wanted 'name' or 'id'.")
+    if key == "id":
+        return _to_numbers(state_dict)
+    if not _has_numbers(state_dict):
+        return dict(state_dict)
+    if optim is not None:
+        order = [
+            [part.name for member in group for part in member.parts]
+            for one in optimizers_of(optim)
+            for group in members_of(module, one)
+        ]
+    else:
+        order = _default_order(state_dict, module)
+    return _to_names(state_dict, order)
+
+
+def _has_numbers(state_dict: Mapping[str, Any]) -> bool:
+    params = [p for group in state_dict["param_groups"] for p in group["params"]]
+    return any(not isinstance(p, str) for p in params)
+
+
+def _to_numbers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    if _has_numbers(state_dict):
+        return dict(state_dict)
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state_dict["param_groups"]:
+        ids = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        groups.append({**group, "params": ids})
+    state = {numbers[name]: dict(v) for name, v in state_dict["state"].items() if name in numbers}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _to_names(state_dict: Mapping[str, Any], order: list[list[str]]) -> dict[str, Any]:
+    groups = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    if sizes != [len(names) for names in order]:
+        raise ValueError(
+            f"optimizer state by number: saved groups of {sizes} parameters, here they are of "
+            f"{[len(names) for names in order]}; group the parameters as they were, or pass optim= "
+            "with the optimizer that has those groups."
+        )
+    names = {
+        number: name
+        for group, group_names in zip(groups, order, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
+    }
+    state = {names[int(number)]: dict(v) for number, v in state_dict["state"].items()}
+    renamed = [{**g, "params": list(n)} for g, n in zip(groups, order, strict=True)]
+    return {**state_dict, "state": state, "param_groups": renamed}
+
+
+def _default_order(state_dict: Mapping[str, Any], module: nn.Module) -> list[list[str]]:
+    groups = state_dict["param_groups"]
+    if all("param_names" in group for group in groups):
+        return [[clean(name) for name in group["param_names"]] for group in groups]
+    names = parameter_names(module)
+    if len(groups) == 1:
+        for chosen in (
+            [names[id(p)][0] for p in module.parameters() if id(p) in names],
+            [names[id(p)][0] for p in module.parameters() if id(p) in names and p.requires_grad],
+        ):
+            if len(chosen) == len(groups[0]["params"]):
+                return [chosen]
+    raise ValueError(
+        f"rekey_optim_state_dict: groups of {[len(g['params']) for g in groups]} parameters do not "
+        f"tell which of the module's {len(names)} they are; pass optim= with an optimizer that has "
+        "the same groups over this module's parameters."
+    )

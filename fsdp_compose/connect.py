@@ -1,0 +1,136 @@
+"""Full tensors that are at hand, connected to the sharded leaves: outside a unit's own forward.
+
+``Gather`` serves one forward of one unit and knows when its backward begins. Here the tensors may
+be used anywhere, so what they are stored in must stay until the graph that used them is gone; all
+uses meet in one node per bucket, whose backward is one gradient reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_compose.bucket import Bucket, Entry
+from fsdp_compose.engine import (
+    drain,
+    pack,
+    requires_grad,
+    run_gradient_hooks,
+    running_task,
+    start_reduce,
+)
+from fsdp_compose.gather import Reduce
+from fsdp_compose.state import Unit
+from fsdp_compose.torch_private import raw, wanted_leaves
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+def is_running(unit: Unit) -> bool:
+    """Whether the unit's modules hold what a pass under way put there."""
+    if unit.opened is not None and unit.opened.calls:
+        return True
+    return unit.calls > 0 or (unit.task is not None and unit.task.alive)
+
+
+@dataclass(eq=False)
+class Reach:
+    """Where the gradients of full tensors go; it lives as long as a graph that uses them."""
+
+    unit: weakref.ref[Unit]
+    bucket: weakref.ref[Bucket]
+    entries: list[Entry]
+
+
+class Connect(torch.autograd.Function):
+    """Full tensors that are at hand, as functions of the sharded leaves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reach: Reach, fulls: list[torch.Tensor], *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.reach = reach
+        ctx.set_materialize_grads(False)
+        return tuple([full.detach() for full in fulls])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return (None, None, *_receive(ctx.reach, grads))
+
+
+def _receive(reach: Reach, grads: Tensors) -> Tensors:
+    """Hand gradients of full tensors to the engine; what is returned is what the leaves receive."""
+    unit, bucket, entries = reach.unit(), reach.bucket(), reach.entries
+    if unit is None or bucket is None:
+        raise RuntimeError(
+            "backward reached a sharded module that was deleted after its parameters were used; "
+            "keep a reference to the model until backward has run."
+        )
+    lane = unit.lane
+    task = running_task(lane)
+    drain(lane)
+    wanted = wanted_leaves([_accumulator(entry) for entry in entries])
+    if wanted is None or not all(wanted) or torch.is_grad_enabled():
+        return _reduce_now(unit, bucket, entries, grads)
+    by_entry = dict(zip(entries, grads, strict=True))
+    pack(bucket, [by_entry.get(entry) for entry in bucket.entries])
+    if unit.switches.sync:
+        if unit.live is not None and unit.live.pass_id:
+            task.packed.append((unit, bucket))  # goes with what its forward's backward brings
+        else:
+            lane.reductions.append(start_reduce(unit, bucket))
+    return (None,) * len(grads)
+
+
+def _reduce_now(unit: Unit, bucket: Bucket, entries: list[Entry], grads: Tensors) -> Tensors:
+    """Reduce on the spot, differentiably, for ``autograd.grad`` and ``create_graph``."""
+    if bucket.packed:
+        raise RuntimeError(
+            f"unit {unit.name!r} has gradients that were accumulated without synchronisation, so "
+            "its gradients cannot be returned by autograd.grad now; call "
+            "fsdp_compose.reduce_grads(module) first."
+        )
+    full = [
+        grad
+        if grad is not None
+        else torch.zeros(entry.spec.shape, dtype=bucket.shard.dtype, device=bucket.mesh.device)
+        for entry, grad in zip(entries, grads, strict=True)
+    ]
+    reduced = Reduce.apply(unit, bucket, entries, *full)
+    return tuple(
+        [
+            run_gradient_hooks(entry, grad) if entry.spec.hooks.gradient else grad
+            for entry, grad in zip(entries, reduced, strict=True)
+        ]
+    )
+
+
+def _accumulator(entry: Entry) -> Any:
+    if entry.accumulator is None:
+        with raw(), torch.enable_grad():
+            entry.accumulator = torch.autograd.graph.get_gradient_edge(entry.param).node
+    return entry.accumulator
+
+
+def connect(
+    units: Sequence[Unit], fulls: dict[Entry, torch.Tensor], reaches: list[Reach]
+) -> dict[Entry, torch.Tensor]:
+    """``fulls`` with those of trained parameters connected to their leaves, a node per bucket."""
+    connected = dict(fulls)
+    for unit in units:
+        for bucket in unit.buckets:
+            with raw():
+                entries = [e for e in bucket.entries if e in fulls and requires_grad(e.param)]
+            if not entries:
+                continue
+            reach = Reach(weakref.ref(unit), weakref.ref(bucket), entries)
+            reaches.append(reach)
+            outputs = Connect.apply(reach, [fulls[e] for e in entries], *[e.param for e in entries])
+            for entry, output in zip(entries, outputs, strict=True):
+                output._is_param = True  # isinstance(p, nn.Parameter) holds, as in a plain module
+                connected[entry] = output
+    return connected

@@ -1,0 +1,244 @@
+"""Norms and clipping of sharded gradients, and the guard on optimizer steps (D12).
+
+A norm is taken over the gradients' own slices with one foreach call per dtype, then combined with
+one all-reduce of a few numbers per shard group. Nothing waits for a device, except where an error
+was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_compose import comm
+from fsdp_compose.bucket import find_entry
+from fsdp_compose.engine import drop_prefetched
+from fsdp_compose.mesh import SELF, Group
+from fsdp_compose.sharded import ShardedParameter, is_sharded, spec_of, to_local
+from fsdp_compose.state import _lanes, owner_of
+from fsdp_compose.unshard import is_open
+
+Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Grad:
+    """A gradient's elements on this rank, and the ranks that hold the rest."""
+
+    name: str
+    local: torch.Tensor
+    group: Group
+
+
+def grad_norm(module_or_params: Params, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients together, as if they were one vector: the same on every rank.
+
+    Args:
+        module_or_params: a module, a parameter or several. Sharded gradients count as the whole
+            that they are, gradients of plain parameters, equal on all ranks, once.
+        norm_type: any p, ``inf`` and ``-inf`` included. 0 counts, as
+            ``torch.nn.utils.clip_grad_norm_`` does, the parameters with a gradient that is not
+            all zero.
+
+    Returns:
+        0-dim, fp32 (fp64 where a gradient is), on the gradients' device; 0.0 without gradients.
+
+    Raises:
+        RuntimeError: gradients were accumulated without synchronisation and not reduced yet.
+    """
+    return _norm(_collect(module_or_params, "grad_norm"), float(norm_type))
+
+
+def clip_grad_norm_(
+    module_or_params: Params,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients in place so that their norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model. Every rank must call it.
+
+    Args:
+        module_or_params: as for ``grad_norm``.
+        max_norm: the largest norm left as it is.
+        norm_type: as for ``grad_norm``.
+        error_if_nonfinite: raise when the norm is infinite or NaN; waits for the device.
+
+    Returns:
+        The norm before clipping, as ``grad_norm`` gives it.
+
+    Raises:
+        RuntimeError: on every rank, naming the first parameter whose gradient is not finite; or
+            gradients were accumulated without synchronisation and not reduced yet.
+    """
+    grads = _collect(module_or_params, "clip_grad_norm_")
+    total = _norm(grads, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "
+            f"{_first_nonfinite(grads)}. To clip anyway, pass error_if_nonfinite=False."
+        )
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for key, members in _by_kind([grad.local for grad in grads]).items():
+            torch._foreach_mul_(members, scale.to(key[0]))
+    return total
+
+
+def _collect(params: Params, caller: str) -> list[_Grad]:
+    named: Iterable[tuple[str, torch.Tensor]]
+    if isinstance(params, nn.Module):
+        named = params.named_parameters()
+    else:
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        named = ((f"parameter {i}", param) for i, param in enumerate(listed))
+    grads = []
+    leaves = _leaves_of_open_units()
+    for name, shown in named:
+        param = leaves.get(id(shown), shown)
+        sharded = is_sharded(param)
+        if type(param) is ShardedParameter:
+            _check_reduced(param, caller)
+        grad = param.grad
+        if grad is None:
+            continue
+        if sharded:
+            spec = spec_of(param)
+            grads.append(_Grad(f"{spec.fqn!r} (unit {spec.unit!r})", to_local(grad), spec.group))
+        else:
+            grads.append(_Grad(repr(name), grad.detach(), SELF))
+    return grads
+
+
+def _leaves_of_open_units() -> dict[int, nn.Parameter]:
+    """Leaves by the full tensors that stand for them in ``unshard`` and ``gathered``."""
+    return {
+        id(tensor): entry.param
+        for lane in _lanes.values()
+        for unit in lane.units
+        if unit.opened is not None
+        for tensor, entry in zip(unit.opened.tensors, unit.entries, strict=True)
+    }
+
+
+def _check_reduced(param: nn.Parameter, caller: str) -> None:
+    bucket = owner_of(find_entry(param))
+    if is_open(bucket):
+        spec = spec_of(param)
+        raise RuntimeError(
+            f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated without "
+            "synchronisation and is not in .grad; run the last backward outside no_sync(), or "
+            "call fsdp_compose.reduce_grads(module) first."
+        )
+
+
+def _by_kind(
+    tensors: Sequence[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds
+
+
+def _norm(grads: list[_Grad], order: float) -> torch.Tensor:
+    """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
+    if not grads:
+        return torch.zeros(())
+    device = grads[0].local.device
+    wide = torch.float64 if device.type != "mps" else torch.float32
+    result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
+    groups = list(dict.fromkeys(grad.group for grad in grads))
+    with torch.no_grad():
+        totals = []
+        for group in groups:
+            local = _local_norms([g.local for g in grads if g.group == group], order, wide, device)
+            totals.append(_across(local, order, group))
+        total = torch.cat(totals)
+        if order == 0:
+            return (total != 0).sum().to(result)
+        if math.isinf(order):
+            return (total.amax() if order > 0 else total.amin()).to(result)
+        return total.sum().pow(1.0 / order).to(result)
+
+
+def _is_double(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float64, torch.complex128)
+
+
+def _local_norms(
+    locals_: list[torch.Tensor], order: float, wide: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """One number per tensor: its norm; of an empty slice, what changes nothing."""
+    norms = torch.full((len(locals_),), _nothing(order), dtype=wide, device=device)
+    for key in _by_kind(locals_):
+        positions = [i for i, t in enumerate(locals_) if t.numel() and (t.device, t.dtype) == key]
+        half = key[1] in (torch.float16, torch.bfloat16)
+        found = torch._foreach_norm(
+            [locals_[i] for i in positions], order, dtype=torch.float32 if half else None
+        )
+        values = torch.stack(found).to(device=device, dtype=wide)
+        norms[torch.tensor(positions, device=device)] = values
+    return norms
+
+
+def _nothing(order: float) -> float:
+    if math.isinf(order):
+        return 0.0 if order > 0 else math.inf
+    return 0.0 if order >= 0 else math.inf
+
+
+def _across(norms: torch.Tensor, order: float, group: Group) -> torch.Tensor:
+    """Combine a group's numbers over its ranks with one all-reduce."""
+    if order == 0:
+        return comm.all_reduce(norms, group)
+    if not math.isinf(order):
+        return comm.all_reduce(norms.pow(order).sum().reshape(1), group)
+    # A collective's own maximum may lose a NaN, so whether there is one travels beside it.
+    sign = 1.0 if order > 0 else -1.0
+    has_nan = norms.isnan().any()
+    extreme = torch.nan_to_num(sign * norms, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    pair = torch.stack([extreme.amax(), has_nan.to(norms.dtype)])
+    pair = comm.all_reduce(pair, group, "max")
+    return torch.where(pair[1] > 0, math.nan, sign * pair[0]).reshape(1)
+
+
+def _first_nonfinite(grads: list[_Grad]) -> str:
+    """Name the first parameter whose gradient is not finite, on whatever rank."""
+    flags = [not bool(torch.isfinite(grad.local).all()) for grad in grads]
+    for group in dict.fromkeys(grad.group for grad in grads):
+        members = [i for i, grad in enumerate(grads) if grad.group == group]
+        device = grads[members[0]].local.device
+        shared = torch.tensor([float(flags[i]) for i in members], device=device)
+        for i, flag in zip(members, comm.all_reduce(shared, group, "max").tolist(), strict=True):
+            flags[i] = bool(flag)
+    if not any(flags):
+        return "every gradient is finite, but their norm is not"
+    return f"the gradient of {grads[flags.index(True)].name} is not finite"
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse to step on gradients that wait to be reduced, and drop weights gathered ahead."""
+    for lane in _lanes.values():
+        waits = any(is_open(bucket) for unit in lane.units for bucket in unit.buckets)
+        if not waits and not lane.prefetched:
+            continue
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if type(param) is not ShardedParameter:
+                    continue
+                if waits:
+                    _check_reduced(param, f"{type(optimizer).__name__}.step()")
+                if lane.prefetched:
+                    drop_prefetched(lane)
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,382 @@
+"""``plan``: what sharding a module costs in memory and communication, in integers, before a step.
+
+    a, r     bytes of the compute and the reduce dtype
+    P        elements of a unit
+    W        ranks its parameters are cut over
+
+    backward peak = a (P + P of the neighbour gathered ahead) + a P gradients + r P flat buffer
+                  + what the reduction under way receives: r P / W, on gloo r P (W - 1) / W
+
+and beside these whatever stays gathered, the outermost unit for instance. Which units really are
+neighbours, and what is under way at once, is found by playing a step with integers; see
+``schedule.py``. Activations, and what kernels and the allocator use, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fsdp_compose.collect import Ignored, Options, plan_shards
+from fsdp_compose.inspect.notes import notes_on
+from fsdp_compose.inspect.render import render
+from fsdp_compose.inspect.schedule import Communication, Peak, Step, play
+from fsdp_compose.inspect.survey import (
+    Loan,
+    PlannedBucket,
+    Record,
+    Survey,
+    survey_plans,
+    survey_units,
+)
+from fsdp_compose.inspect.text import plain
+from fsdp_compose.mesh import SELF, Group, Mesh, MeshLike, compute_device
+from fsdp_compose.policy import (
+    GranularityLike,
+    MixedPrecision,
+    MixedPrecisionLike,
+    Offload,
+    Prefetch,
+    ShardingStrategy,
+    place,
+)
+from fsdp_compose.state import iter_units
+from fsdp_compose.wrap import Policy
+
+STATES: Mapping[str, int] = {
+    "sgd": 0,
+    "sgd_momentum": 1,
+    "adagrad": 1,
+    "lion": 1,
+    "muon": 1,
+    "rmsprop": 1,
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adamax": 2,
+    "adam_amsgrad": 3,
+    "adamw_amsgrad": 3,
+}
+"""Tensors of a parameter's size and dtype that optimizers keep."""
+
+_FULL_PRECISION = MixedPrecision()
+_NO_OFFLOAD = Offload()
+_NEXT_UNIT = Prefetch()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank: what is kept, and the most that is there besides in a step.
+
+    Attributes:
+        shards: parameter shards, with padding.
+        gradients: sharded gradients, from backward to ``zero_grad``.
+        optimizer: its state; 0 where no optimizer was named.
+        buffers: the module's buffers, whole on every rank.
+        outside: parameters of no unit, whole on every rank, with gradients and optimizer state.
+        device_copies: of shards in host memory, kept in the compute dtype by
+            ``Offload(optimizer=True)``.
+        host: how much of ``shards`` and ``optimizer`` is in host memory, as are the gradients then.
+        forward, backward: what is transient when it is most.
+    """
+
+    shards: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    outside: int
+    device_copies: int
+    host: int
+    forward: Peak
+    backward: Peak
+
+    DERIVED: ClassVar = ("persistent", "total")
+
+    @property
+    def persistent(self) -> int:
+        """What is always in device memory: all but gradients and what the passes need."""
+        kept = self.shards + self.optimizer + self.buffers + self.outside + self.device_copies
+        return kept - self.host
+
+    @property
+    def total(self) -> int:
+        """The most that is in device memory at once; activations not counted."""
+        return self.persistent + max(self.forward.total, self.backward.total)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit, what it communicates in a step, and what it borrows."""
+
+    name: str
+    classes: tuple[str, ...]
+    buckets: tuple[PlannedBucket, ...]
+    borrowed: tuple[Loan, ...]
+    keeps: bool  # stays gathered from forward to backward
+    forward: Communication
+    backward: Communication
+
+    DERIVED: ClassVar = ("numel", "trained_numel", "shard_bytes", "full_bytes", "padding_bytes")
+
+    @property
+    def numel(self) -> int:
+        """Elements of its own parameters."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(bucket.trained_numel for bucket in self.buckets)
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(bucket.shard_bytes for bucket in self.buckets)
+
+    @property
+    def full_bytes(self) -> int:
+        """While gathered; without what it borrows."""
+        return sum(bucket.full_bytes for bucket in self.buckets)
+
+    @property
+    def padding_bytes(self) -> int:
+        return sum(bucket.padding_bytes for bucket in self.buckets)
+
+    @property
+    def padding(self) -> float:
+        """Padding as a part of the parameters."""
+        return sum(bucket.padding for bucket in self.buckets) / max(1, self.numel)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``plan`` found; ``print`` it, or take it as data with ``to_dict``.
+
+    Attributes:
+        module: class of the module.
+        is_sharded: it was read from the sharded module, not from the arguments.
+        ranks, replicas: ranks that parameters are cut over, and groups of them with copies; the
+            most of any unit.
+        optimizer: as it was named.
+        units: outermost last, as they are built.
+        memory: of one rank; ranks differ by less than one unit's padding.
+        notes: what is worth knowing: ties, dtypes, frozen parameters, what was left out, sizes.
+    """
+
+    module: str
+    is_sharded: bool
+    ranks: int
+    replicas: int
+    optimizer: str | None
+    units: tuple[PlannedUnit, ...]
+    memory: Memory
+    notes: tuple[str, ...]
+
+    DERIVED: ClassVar = ("forward", "backward", "step", "numel", "trained_numel")
+
+    @property
+    def buckets(self) -> tuple[PlannedBucket, ...]:
+        return tuple(bucket for unit in self.units for bucket in unit.buckets)
+
+    @property
+    def forward(self) -> Communication:
+        """What one rank communicates in a forward."""
+        return sum((unit.forward for unit in self.units), Communication())
+
+    @property
+    def backward(self) -> Communication:
+        return sum((unit.backward for unit in self.units), Communication())
+
+    @property
+    def step(self) -> Communication:
+        return self.forward + self.backward
+
+    @property
+    def numel(self) -> int:
+        """Elements of all sharded parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(unit.trained_numel for unit in self.units)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dictionaries only."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def plan(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    world_size: int | tuple[int, int] | None = None,
+    mesh: MeshLike | None = None,
+    units: Policy | None = None,
+    strategy: ShardingStrategy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionLike = _FULL_PRECISION,
+    offload_policy: Offload = _NO_OFFLOAD,
+    ignored: Iterable[nn.Parameter | nn.Module] = (),
+    granularity: GranularityLike = 1,
+    prefetch: Prefetch = _NEXT_UNIT,
+    optimizer: str | int | torch.optim.Optimizer | None = None,
+    backend: str = "nccl",
+) -> Plan:
+    """Say what sharding ``module`` costs; nothing is changed, and nothing communicates.
+
+    The module may be on the meta device. One that is sharded already, or has units in it, is
+    described as it is. The step that is described is a steady one: a forward that runs each module
+    once in the order of registration, its backward with every gradient synchronised, an optimizer
+    step, and gradients set to None.
+
+    Args:
+        module: as for ``fully_shard``; of a sequence, the modules of one unit.
+        world_size: ranks to plan for, or (replicas, shards) for the hybrid strategies, without a
+            process group. None: those of ``mesh``, or of the default group.
+        mesh, units, strategy, reshard_after_forward, mp_policy, offload_policy, ignored,
+            granularity, prefetch: as for ``fully_shard``.
+        optimizer: a name out of ``STATES``, the number of tensors of a parameter's size that it
+            keeps, an optimizer of ``torch.optim``, or None for no state.
+        backend: which one ``world_size`` ranks use: on ``"gloo"`` a reduction receives every
+            rank's contribution.
+
+    Raises:
+        ValueError: an option is wrong, as in ``fully_shard``; options were passed for a module that
+            is sharded already; or the optimizer is not known.
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    states, named = _states_of(optimizer)
+    left_alone = list(ignored)
+    options = Options(
+        mesh=mesh,
+        placement=place(strategy, reshard_after_forward),
+        offload=offload_policy,
+        mp=mp_policy,
+        granularity=granularity,
+        prefetch=prefetch,
+        init="as_is",
+        device=torch.device("cpu"),
+    )
+    chosen = {
+        "world_size": world_size is not None,
+        "mesh": mesh is not None,
+        "units": units is not None,
+        "strategy": strategy is not None,
+        "reshard_after_forward": reshard_after_forward is not None,
+        "mp_policy": mp_policy is not _FULL_PRECISION,
+        "offload_policy": offload_policy is not _NO_OFFLOAD,
+        "ignored": bool(left_alone),
+        "granularity": granularity != 1,
+        "prefetch": prefetch is not _NEXT_UNIT,
+    }
+    known = list(iter_units(module)) if isinstance(module, nn.Module) else []
+    if known:
+        passed = [name for name, was_passed in chosen.items() if was_passed]
+        if passed:
+            raise ValueError(
+                f"plan: {type(module).__name__} is sharded already, so {', '.join(passed)} would "
+                "change nothing; call plan(module) alone, or plan a module that is not sharded."
+            )
+        survey = survey_units(modules[0], known)
+    else:
+        if world_size is not None:
+            if mesh is not None:
+                raise ValueError("plan: pass world_size or mesh, not both.")
+            options = replace(options, mesh=imagine(world_size, backend))
+        if any(param.is_meta for m in modules for param in m.parameters()):
+            options = replace(options, device=compute_device(options.mesh, options.device))
+        plans = plan_shards(modules, options, units, Ignored.of(left_alone))
+        survey = survey_plans(modules, plans)
+    step = play(survey)
+    return Plan(
+        module="+".join(type(m).__name__ for m in modules),
+        is_sharded=bool(known),
+        ranks=max((bucket.ranks for bucket in survey.buckets), default=1),
+        replicas=max((bucket.replicas for bucket in survey.buckets), default=1),
+        optimizer=named,
+        units=tuple(_unit(record, survey, step) for record in survey.records),
+        memory=_memory(survey, step, states),
+        notes=notes_on(survey),
+    )
+
+
+def imagine(world_size: int | tuple[int, int], backend: str) -> Mesh:
+    """A mesh of so many ranks, or (replicas, shards), seen from rank 0, that cannot communicate."""
+    replicas, shards = world_size if isinstance(world_size, tuple) else (None, world_size)
+    for number in (shards, 1 if replicas is None else replicas):
+        if type(number) is not int or number < 1:
+            raise ValueError(
+                f"plan: world_size is {world_size!r}; wanted a number of ranks, 1 or more, or "
+                "(replicas, shards)."
+            )
+    shard = Group(None, 0, shards, backend, tuple(range(shards)))
+    replicate = SELF
+    if replicas is not None:
+        replicate = Group(None, 0, replicas, backend, tuple(range(0, replicas * shards, shards)))
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    return Mesh(shard, replicate, device)
+
+
+def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int, str | None]:
+    """(tensors per parameter, name)."""
+    if optimizer is None:
+        return 0, None
+    if isinstance(optimizer, int):
+        return optimizer, f"{optimizer} tensors per parameter"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        settings: dict[str, Any] = optimizer.defaults
+        name = type(optimizer).__name__.lower()
+        if name in ("sgd", "rmsprop") and settings.get("momentum"):
+            return (1 if name == "sgd" else 2), f"{name} with momentum"
+        if settings.get("amsgrad"):
+            name = f"{name}_amsgrad"
+    else:
+        name = optimizer.lower()
+    if name not in STATES:
+        raise ValueError(
+            f"plan: optimizer {name!r} is not known; wanted one of {sorted(STATES)}, or the number "
+            "of tensors of a parameter's size that it keeps."
+        )
+    return STATES[name], name
+
+
+def _unit(record: Record, survey: Survey, step: Step) -> PlannedUnit:
+    outermost = any(event.leaves and event.outermost for event in survey.events_of(record))
+    own = [survey.buckets[i] for i in record.held]
+    return PlannedUnit(
+        name=record.name,
+        classes=record.classes,
+        buckets=tuple(own),
+        borrowed=record.loans,
+        keeps=outermost if record.keep is None else record.keep,
+        forward=sum((step.traffic_forward[i] for i in record.held), Communication()),
+        backward=sum((step.traffic_backward[i] for i in record.held), Communication()),
+    )
+
+
+def _memory(survey: Survey, step: Step, states: int) -> Memory:
+    buckets = survey.buckets
+    state = {
+        id(b): states * b.shard_numel * b.storage.itemsize * (b.trained_numel > 0) for b in buckets
+    }
+    outside = 0
+    for param in survey.outside.values():
+        tensors = 1 + (1 + states) * param.requires_grad
+        outside += tensors * param.numel() * param.dtype.itemsize
+    return Memory(
+        shards=sum(b.shard_bytes for b in buckets),
+        gradients=sum(b.grad_shard_bytes for b in buckets),
+        optimizer=sum(state.values()),
+        buffers=survey.buffer_bytes,
+        outside=outside,
+        device_copies=sum(b.device_copy_bytes for b in buckets),
+        host=sum(b.shard_bytes + state[id(b)] for b in buckets if b.on_host),
+        forward=step.forward,
+        backward=step.backward,
+    )

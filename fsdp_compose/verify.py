@@ -1,0 +1,215 @@
+"""Ranks compare what they communicate, so that running different units is an error, not a blend.
+
+Every gather and reduction of a unit is an event of the log of its groups. In the first step, and in
+debug mode in every step, the ranks compare the event before each collective; otherwise a running
+hash of the step's events at its end. Both comparisons send the same message by the same collective,
+so that a rank that is about to gather meets one that is about to reduce or to end its step.
+
+A comparison is a maximum over ranks of a few integers. On a CPU it is read at once: a step that
+mixed up its units raises before the optimizer sees its gradients. On an accelerator it runs beside
+the compute and is read at the end of the next step, when it has long been there: the host never
+waits for the step that it has just issued.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp_compose import comm
+from fsdp_compose.mesh import Group, Mesh
+from fsdp_compose.streams import Streams
+
+Event = tuple[int, str, str, str]
+"""(its number, what is done, name of the unit, for what); the number tells events apart."""
+
+TRIAL_PASSES = 32
+"""Inference passes whose collectives are compared one by one, if no training step comes first."""
+
+MAX_EVENTS = 1 << 16
+"""Without an end of a step, as in inference with gradients enabled, compare after so many."""
+
+_END = 1
+_FACTOR = 0x5851F42D4C957F2D
+_MASK = (1 << 62) - 1
+_OFF = ("", "0", "false", "no", "off")
+
+_debug = os.environ.get("FSDP_COMPOSE_DEBUG", "").lower() not in _OFF
+
+
+def set_debug(enabled: bool = True) -> None:
+    """Compare units over the ranks before each collective of every step, not of the first alone.
+
+    A rank that runs another unit than the others is then an error that names both, at the moment it
+    happens, where otherwise the step's end finds it, or where ranks wait for each other until the
+    process group's timeout, as they issue different numbers of collectives. It costs a small
+    blocking collective per gather and reduction. It takes effect at the end of the step that runs,
+    on every rank if one asks for it. The environment variable ``FSDP_COMPOSE_DEBUG=1`` does the
+    same from the start.
+    """
+    global _debug
+    _debug = enabled
+
+
+def code_of(*key: Any) -> int:
+    """A number that is the same on every rank and in every run."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _MASK | 2
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A comparison that the host has not read, and what it compares."""
+
+    result: torch.Tensor
+    mark: Any  # stream mark behind it
+    step: int
+    events: list[Event]
+
+    def read(self) -> list[int]:
+        if self.mark is not None:
+            self.mark.synchronize()
+        return self.result.tolist()
+
+
+@dataclass(eq=False)
+class Log:
+    """What this rank communicated over some groups since the ranks last compared it."""
+
+    groups: tuple[Group, ...]
+    streams: Streams
+    units: int = 0  # how many were made, which numbers them alike on every rank
+    step: int = 1
+    passes: int = 0  # of inference, while ``is_stepwise``
+    is_stepwise: bool = True  # compare before each collective
+    is_proven: bool = False  # a training step went well
+    is_debugging: bool = False  # some rank asked for it
+    hash: int = 0
+    events: list[Event] = field(default_factory=list)
+    pending: _Pending | None = None
+
+    def number_unit(self) -> int:
+        self.units += 1
+        return self.units
+
+    def note(self, event: Event) -> None:
+        """``event`` is about to communicate.
+
+        Raises:
+            RuntimeError: another rank is about to do something else.
+        """
+        if len(self.events) >= MAX_EVENTS:
+            self.end_step(trained=False)
+        self.events.append(event)
+        if self.is_stepwise:
+            self._check(self._compare(event[0]))
+        self.hash = (self.hash * _FACTOR + event[0]) & _MASK
+
+    def end_step(self, trained: bool) -> None:
+        """A backward, or a forward without one, is over: compare what was done since the last.
+
+        Raises:
+            RuntimeError: another rank did something else.
+        """
+        if not self.events:
+            return
+        previous, self.pending = self.pending, None
+        if previous is not None:
+            self._check(previous)
+        comparison = self._compare(_END)
+        if self.is_stepwise or comparison.mark is None:
+            self._check(comparison)
+        else:
+            self.pending = comparison
+        self.events, self.hash = [], 0
+        self.step += trained
+        self.passes += not trained
+        self.is_proven |= trained
+        if self.is_proven or self.passes >= TRIAL_PASSES:
+            self.is_stepwise = self.is_debugging
+
+    def _compare(self, code: int) -> _Pending:
+        values = (code, self.hash, int(_debug))
+        streams = self.streams
+        with streams.on(streams.reduce):
+            result = comm.span(values, self.groups, streams.device)
+            mark = None
+            if result.device.type != "cpu":
+                host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+                result = host.copy_(result, non_blocking=True)
+                mark = streams.record(streams.reduce)
+        return _Pending(result, mark, self.step, self.events)
+
+    def _check(self, comparison: _Pending) -> None:
+        code, hashed, debug, low_code, low_hashed, _ = comparison.read()
+        self.is_debugging = debug > 0
+        if code == -low_code and hashed == -low_hashed:
+            return
+        group = self.groups[0]
+        reports = [(group.ranks[group.rank], comparison.events)]
+        for group in self.groups:
+            reports = [r for part in comm.gather_objects(reports, group) for r in part]
+        late = not self.is_stepwise
+        self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
+        raise RuntimeError(explain(comparison.step, sorted(reports), late))
+
+
+def explain(step: int, reports: Sequence[tuple[int, list[Event]]], late: bool) -> str:
+    """What the ranks did differently first.
+
+    Args:
+        reports: (rank, its events since the ranks last agreed), by rank.
+        late: it was found after it happened.
+    """
+    lists = [events for _, events in reports]
+    length = max(map(len, lists))
+    same = (len({_number(events, i) for events in lists}) == 1 for i in range(length))
+    position = next((i for i, is_same in enumerate(same) if not is_same), length)
+    kinds: dict[int, tuple[str, list[int]]] = {}
+    for rank, events in reports:
+        text = _describe(events[position]) if position < len(events) else "ends its step"
+        kinds.setdefault(_number(events, position), (text, []))[1].append(rank)
+    texts = [text for text, _ in kinds.values()]
+    if len(set(texts)) < len(texts):
+        texts = [f"{text} of {'one model' if not i else 'another'}" for i, text in enumerate(texts)]
+    whos = [_name(ranks) for _, ranks in kinds.values()]
+    found = " where ".join(f"{who} {text}" for who, text in zip(whos, texts, strict=True))
+    text = (
+        f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
+        "Every gather and reduction needs all ranks that share the parameters, so they must run "
+        "the same units in the same order: choose the branch alike on every rank, or let ranks "
+        "that skip a unit call fsdp_compose.participate(module) on it."
+    )
+    if not late:
+        return text
+    return (
+        f"{text} This was found at the end of the step: its results and gradients are mixed up, so "
+        "discard them. With fsdp_compose.set_debug(True) it is found before it happens."
+    )
+
+
+def _number(events: Sequence[Event], position: int) -> int:
+    return events[position][0] if position < len(events) else 0
+
+
+def _describe(event: Event) -> str:
+    _, verb, unit, purpose = event
+    return f"{verb} unit {unit!r} ({purpose})"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def log_key(mesh: Mesh) -> tuple[Any, ...]:
+    """What meshes have in common whose collectives are compared together; () for none."""
+    if any(group.backend == "fake" for group in mesh.groups):
+        return ()
+    return tuple(group.pg for group in mesh.groups)

@@ -1,0 +1,152 @@
+"""Loss scaling: an overflow on one rank is one on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import Tower, Twin, adamw, by_block, data, seeded, square, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compose import ShardingStrategy, comm, fully_shard
+from fsdp_compose.mesh import Group
+from fsdp_compose.scaler import GradScaler
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+SCALERS = {"ours": GradScaler, "torch": torch.amp.GradScaler}
+
+
+def make(kind: Any, **options: Any) -> Any:
+    return kind("cpu", init_scale=2.0**8, growth_interval=2, **options)
+
+
+def spoil(model: nn.Module, value: float) -> bool:
+    """Put ``value`` into this rank's slice of the first gradient that has one here."""
+    for param in model.parameters():
+        if param.grad is not None and param.grad.to_local().numel():
+            param.grad.to_local()[0] = value
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", SCALERS.values(), ids=SCALERS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_scaled_training_equals_unscaled(kind: Any, world: int) -> None:
+    def check(rank: int) -> None:
+        twin = Twin(rank, world, Tower, optimizer=adamw)
+        scaler = make(kind)
+        for seed in range(4):
+            loss, plain = twin.losses(square, seed)
+            scaler.scale(loss).backward()
+            plain.backward()
+            scaler.unscale_(twin.optim)
+            twin.check_grads()
+            scaler.step(twin.optim)
+            scaler.update()
+            twin.plain_optim.step()
+            twin.zero_grad()
+        assert scaler.get_scale() == 2.0**10
+        twin.check()
+
+    run_ranks(check, world)
+
+
+@pytest.mark.parametrize("kind", SCALERS.values(), ids=SCALERS)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_an_infinity_in_one_ranks_slice_skips_the_step_on_all(
+    kind: Any, bad: float, culprit: int
+) -> None:
+    def check(rank: int) -> float:
+        model = by_block(seeded(Tower))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [whole(p) for p in model.parameters()]
+        scaler = make(kind)
+        scaler.scale(square(model, data(0, rank))).backward()
+        if rank == culprit:
+            assert spoil(model, bad)
+        scaler.step(optim)
+        scaler.update()
+        assert all(torch.equal(whole(p), b) for p, b in zip(model.parameters(), before))
+        return scaler.get_scale()
+
+    assert run_ranks(check, 3) == [2.0**7] * 3
+
+
+def test_ranks_agree_between_parameters_of_different_groups() -> None:
+    """Experts are sharded over pairs; only one pair overflows, and all four ranks skip."""
+
+    def check(rank: int) -> tuple[float, bool]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "expert"))
+        model = seeded(Tower)
+        fully_shard(model.head, mesh=mesh["expert"])
+        fully_shard(model.first)
+        optim = torch.optim.SGD([*model.head.parameters(), *model.first.parameters()], lr=0.1)
+        scaler = make(GradScaler)
+        scaler.scale(square(model, data(0, rank))).backward()
+        if rank == 3:
+            assert spoil(model.head, float("inf"))
+        before = whole(model.first.weight)
+        scaler.step(optim)
+        scaler.update()
+        return scaler.get_scale(), torch.equal(whole(model.first.weight), before)
+
+    assert run_ranks(check, 4) == [(2.0**7, True)] * 4
+
+
+def test_replicas_and_plain_parameters_agree() -> None:
+    def check(rank: int) -> float:
+        model = seeded(Tower)
+        by_block(model, strategy=ShardingStrategy.NO_SHARD, ignored=[model.head])
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = make(GradScaler)
+        scaler.scale(square(model, data(0, rank))).backward()
+        if rank == 1:
+            model.head.weight.grad[0, 0] = float("nan")
+        scaler.step(optim)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert run_ranks(check, 2) == [2.0**7] * 2
+
+
+def test_one_all_reduce_per_group() -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = make(GradScaler)
+        scaler.scale(square(model, data(0, rank))).backward()
+        comm.traffic.reset()
+        scaler.step(optim)
+        assert comm.traffic.all_reduces == 1
+        assert isinstance(model.first.weight._shard_spec.group, Group)
+
+    run_ranks(check, 2)
+
+
+def test_disabled_and_without_gradients() -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        off = make(GradScaler, enabled=False)
+        off.scale(square(model, data(0, rank))).backward()
+        off.step(optim)
+        off.update()
+        assert off.get_scale() == 1.0
+        model.zero_grad()
+        scaler = make(GradScaler)
+        scaler.scale(torch.ones(()))
+        scaler.step(optim)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**8
+
+    run_ranks(check, 2)
+
+
+def test_unscaling_outside_the_optimizer_sees_what_torch_sees() -> None:
+    with pytest.raises(AssertionError, match="scale"):
+        make(GradScaler).unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
