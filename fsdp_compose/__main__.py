@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
+from fsdp_compose.checkpoint.cli import add_commands as add_checkpoint_commands
 from fsdp_compose.launch import launch
 
 __all__ = ["main"]
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_run(commands)
+    add_checkpoint_commands(commands)
     return parser
 
 

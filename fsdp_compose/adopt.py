@@ -43,6 +43,8 @@ def adopt(bucket: Bucket) -> None:
             place_parameters(bucket)
         else:
             _rebuild(bucket, locals_, dtype, device)
+    for entry in bucket.entries:
+        entry.accumulator = None  # torch drops a leaf's when its dtype changes, there and back too
     bucket.residence.moved = False
 
 
@@ -89,7 +91,7 @@ def _rebuild(
     bucket.device_shard = bucket.device_stamp = bucket.stamp = None
     _convert_gradients(bucket)
     for entry in bucket.entries:
-        entry.owner, entry.accumulator = weakref.ref(bucket), None
+        entry.owner = weakref.ref(bucket)
     for unit in units_with(bucket):
         unit.lane.units.discard(unit)
         unit.lane = lane_of(mesh.device)

@@ -1,4 +1,4 @@
-"""``apply``: ``nn.Module.apply`` on full parameters, one unit gathered at a time and written back."""
+"""``apply``: ``nn.Module.apply`` on full parameters, unit by unit, and what it writes is kept."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def apply(module: M, fn: Callable[[nn.Module], Any]) -> M:
     Raises:
         ShardedWeightError: ``fn`` reads the parameters of a unit inside its argument.
     """
-
-    def visit(current: nn.Module) -> None:
-        state = find_state(current)
-        is_closed = state is not None and state.unit.opened is None
-        scope = gathered(current, writeback=True, recurse=False) if is_closed else nullcontext()
-        with scope:
-            for child in current.children():
-                visit(child)
-            fn(current)
-
     state = find_state(module)
     with gathered(module, writeback=True, recurse=False) if state is None else nullcontext():
-        visit(module)
+        _visit(module, fn)
     return module
+
+
+def _visit(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    state = find_state(module)
+    is_closed = state is not None and state.unit.opened is None
+    scope = gathered(module, writeback=True, recurse=False) if is_closed else nullcontext()
+    with scope:
+        for child in module.children():
+            _visit(child, fn)
+        fn(module)

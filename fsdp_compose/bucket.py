@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from fsdp_compose.torch_private import parameter_slots, raw
 
 class Phase(Enum):
     """Where a bucket's full parameters are."""
+
+    __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
 
     SHARDED = auto()  # nowhere: full's storage holds 0 bytes
     GATHERING = auto()  # being filled
@@ -67,6 +69,7 @@ class Entry:
     slots: list[Slot]
     accumulator: Any = None  # the leaf's node in the autograd graph, once it has one
     owner: weakref.ref[Bucket] | None = None
+    pin: weakref.ref[nn.Parameter] | None = None  # torch.utils.swap_tensors refuses what has one
     index: int = 0  # within the owner
 
 
@@ -92,6 +95,16 @@ class Inner:
     own: torch.Tensor  # this rank's part of ``full``
     store: torch.Tensor | None = None
     stamp: object = None  # of the shard when it was stored
+
+
+class Mirror(Protocol):
+    """Plain tensors over a bucket's memory that are given its gradients too; see flat.py."""
+
+    def reconcile(self) -> None:
+        """Clear what was cleared on either side since the last backward."""
+
+    def settle(self, flat: torch.Tensor | None) -> None:
+        """Gradients of the parameters were set, as slices of ``flat`` or, if None, one by one."""
 
 
 @dataclass(eq=False)
@@ -129,6 +142,7 @@ class Bucket:
     unready: list[Entry] = field(default_factory=list)  # left for loading, see adopt.py
     packed: bool = False  # ``grads`` holds gradients that were not reduced
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
+    mirror: Mirror | None = None
 
     def move_to(self, phase: Phase) -> None:
         """The one place where a bucket changes phase."""
@@ -223,6 +237,7 @@ def make_bucket(
             full.untyped_storage().resize_(0)
     for index, entry in enumerate(entries):
         entry.owner, entry.index = weakref.ref(bucket), index
+        entry.pin = weakref.ref(entry.param)
         entry.param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
     return bucket
 

@@ -336,16 +336,18 @@ def _override(options: Options, overrides: dict[str, Any], name: str) -> Options
 
 def walk(module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
     """Submodules in registration order, each once, without the subtrees that ``skip`` names."""
-    seen = {id(module)}
+    return _walk("", module, skip, {id(module)})
 
-    def visit(name: str, current: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        yield name, current
-        for child_name, child in current.named_children():
-            if id(child) not in seen and not skip(child):
-                seen.add(id(child))
-                yield from visit(f"{name}.{child_name}" if name else child_name, child)
 
-    return visit("", module)
+def _walk(
+    name: str, module: nn.Module, skip: Callable[[nn.Module], bool], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    # A nested function that calls itself is a cycle, which would keep the model alive.
+    yield name, module
+    for child_name, child in module.named_children():
+        if id(child) not in seen and not skip(child):
+            seen.add(id(child))
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip, seen)
 
 
 def _collect(plan: UnitPlan, taken: set[int]) -> None:

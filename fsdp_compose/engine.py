@@ -76,14 +76,14 @@ def hold(unit: Unit, reason: Hold) -> None:
     """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
     for bucket, events, code in unit.gather_events:
         if bucket.phase is Phase.SHARDED:  # raises before anything has changed
-            events.note((code, "gathers", unit.name, _PURPOSE[reason]))
+            events.note((code, "gather", unit.name, _PURPOSE[reason]))
     if reason not in unit.holds:
         unit.holds.add(reason)
         for bucket in unit.gathered:
             bucket.holders += 1
     for bucket in unit.gathered:
         if bucket.residence.moved:
-            _settle_moved(unit.lane, bucket)
+            settle(bucket)
         if bucket.phase is Phase.SHARDED:
             _start_gather(unit.lane, bucket)
 
@@ -93,19 +93,20 @@ def admit(unit: Unit) -> None:
     waiting = bool(unit.unready_buffers)
     for bucket in unit.gathered:
         if bucket.residence.moved:
-            _settle_moved(unit.lane, bucket)
+            settle(bucket)
         waiting = waiting or bool(bucket.unready)
     if waiting:
         require_written(unit)
 
 
-def _settle_moved(lane: Lane, bucket: Bucket) -> None:
+def settle(bucket: Bucket) -> None:
+    """Take over what was done to the parameters of a bucket whose ``residence.moved`` is set."""
     if graph_task_id() != -1:
         if bucket.phase is Phase.SHARDED:
             raise RuntimeError(moved_before_backward(bucket))
         return  # gathered before the change, as this backward needs it
     was_gathered = bucket.phase is not Phase.SHARDED
-    _release(lane, bucket)
+    _release(lane_of(bucket.mesh.device), bucket)
     adopt(bucket)
     if was_gathered:
         _start_gather(lane_of(bucket.mesh.device), bucket)
@@ -140,7 +141,7 @@ def refresh_stale(unit: Unit) -> None:
     stale = [b for b in unit.gathered if b.phase is Phase.GATHERED and b.stamp != stamp_of(b)]
     for bucket, events, code in unit.gather_events if stale else ():
         if bucket in stale:
-            events.note((code, "gathers", unit.name, "again, since it was changed"))
+            events.note((code, "gather", unit.name, "again, since it was changed"))
     for bucket in stale:
         _start_gather(unit.lane, bucket)
 
@@ -174,16 +175,15 @@ def _fill(bucket: Bucket) -> None:
         storage.resize_(bucket.full_nbytes)
     group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
     purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
-    with torch.no_grad():
-        if inner is not None and inner.store is not None and inner.stamp == stamp_of(bucket):
-            group, parts = inner.group, inner.parts
-            inner.own.copy_(inner.store)
-        elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
-            part = bucket.shard_bytes
-            bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, part, group, purpose)
-            return
-        else:
-            bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
+    if inner is not None and inner.store is not None and inner.stamp == stamp_of(bucket):
+        group, parts = inner.group, inner.parts
+        inner.own.copy_(inner.store)
+    elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
+        part = bucket.shard_bytes
+        bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, part, group, purpose)
+        return
+    else:
+        bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
     own = parts[group.rank] if parts else bucket.whole_bytes
     bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose)
 
@@ -294,18 +294,23 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
         buffer = bucket.grads = make_grad_buffer(bucket)
     elif not bucket.packed:
         buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
-    views = [v for v, g in zip(buffer.views, grads, strict=True) if g is not None]
-    given = [g for g in grads if g is not None]
-    with torch.no_grad():
-        if bucket.packed:
-            torch._foreach_add_(views, given)
-            return
-        bucket.packed = True
+    views: list[torch.Tensor] = buffer.views
+    given: Any = grads
+    zeros = buffer.gaps
+    if any(grad is None for grad in grads):
+        pairs = list(zip(buffer.views, grads, strict=True))
+        views = [view for view, grad in pairs if grad is not None]
+        given = [grad for _, grad in pairs if grad is not None]
+        zeros = [view for view, grad in pairs if grad is None] + buffer.gaps
+    if bucket.packed:
         if given:
-            torch._foreach_copy_(views, given)
-        zeros = [v for v, g in zip(buffer.views, grads, strict=True) if g is None] + buffer.gaps
-        if zeros:
-            torch._foreach_zero_(zeros)
+            torch._foreach_add_(views, given)
+        return
+    bucket.packed = True
+    if given:
+        torch._foreach_copy_(views, given)
+    if zeros:
+        torch._foreach_zero_(zeros)
 
 
 def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = None) -> Reduction:
@@ -314,7 +319,7 @@ def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = N
     if bucket in unit.reduce_events:
         events, code, kept = unit.reduce_events[bucket]
         all_reduces = unit.switches.all_reduce
-        events.note((code if all_reduces else kept, "reduces", unit.name, "backward"))
+        events.note((code if all_reduces else kept, "reduce", unit.name, "backward"))
     bucket.packed = False
     mesh, streams = bucket.mesh, unit.lane.streams
     factor = unit.switches.divide_factor
@@ -485,11 +490,13 @@ def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
 
 def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
-    bucket, wanted = reduction.bucket, reduction.wanted
+    bucket, wanted, mirror = reduction.bucket, reduction.wanted, reduction.bucket.mirror
+    if mirror is not None:
+        mirror.reconcile()
     ready: list[Entry] = []
     held: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
-    with raw(), torch.no_grad():
+    with raw():
         for entry, grad in zip(bucket.entries, cut(bucket, flat), strict=True):
             param, leaf_hooks = entry.param, entry.spec.hooks
             if not requires_grad(param) or (wanted is not None and entry not in wanted):
@@ -504,13 +511,18 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
                 added.append(grad)
             ready.append(entry)
         if held:
-            torch._foreach_add_(held, added)
+            with torch.no_grad():
+                torch._foreach_add_(held, added)
+    if mirror is not None:
+        mirror.settle(flat)
     for entry in ready:
         for hook in tuple(entry.spec.hooks.accumulated.values()):
-            hook(entry.param)
+            hook.deliver(entry.param)
     module = reduction.unit.modules[0]()
     for reduced in tuple(reduction.unit.post_reduce_hooks.values()):
         reduced(module, [entry.param for entry in ready])
+    if mirror is not None:
+        mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
 
 
 def run_gradient_hooks(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
@@ -563,12 +575,15 @@ def running_task(lane: Lane) -> Task:
 def end_task(lane: Lane, task_id: int) -> None:
     """An autograd run ended: reduce what is left, hand out gradients, release every unit."""
     task = lane.tasks.pop(task_id)
-    for unit, bucket in task.packed:
-        if bucket.packed and unit.switches.sync:
-            drain(lane)
-            lane.reductions.append(start_reduce(unit, bucket))
-    drain(lane)
-    land(lane)
+    with torch.no_grad():  # as in the pass itself, for the hooks of users
+        for unit, bucket in task.packed:
+            if bucket.packed and unit.switches.sync:
+                drain(lane)
+                lane.reductions.append(start_reduce(unit, bucket))
+        drain(lane)
+        land(lane)
+        for mirror in task.mirrors:
+            mirror.settle(None)
     for unit in task.units:
         if unit.task is task or unit.task is None:
             close_backward(unit, ended=True)
@@ -612,7 +627,7 @@ def open_backward(unit: Unit, task: Task) -> None:
     else:
         order.begin(unit)
         if order.place is None:
-            order.assume(unit.lane.forward_order.visited()[::-1])
+            order.assume(unit.lane.forward_order.visited())
     if unit.prefetch.backward_moment == "pre":
         prefetch_backward(unit)
 

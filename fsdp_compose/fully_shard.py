@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_compose import hooks
-from fsdp_compose.adopt import adopt, is_unwritten
+from fsdp_compose.adopt import is_unwritten
 from fsdp_compose.agree import Value, agree, agree_on_values, checksum, values_of
 from fsdp_compose.bucket import (
     Bucket,
@@ -27,7 +27,14 @@ from fsdp_compose.bucket import (
     storage_order,
 )
 from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards
-from fsdp_compose.engine import begin_forward_pass, check_slots, drain, drop, install_leaves
+from fsdp_compose.engine import (
+    begin_forward_pass,
+    check_slots,
+    drain,
+    drop,
+    install_leaves,
+    settle,
+)
 from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.mesh import MeshLike, compute_device, subgroup_of
@@ -43,7 +50,14 @@ from fsdp_compose.policy import (
     ShardingStrategy,
     place,
 )
-from fsdp_compose.sharded import Residence, ShardSpec, tag, untag
+from fsdp_compose.sharded import (
+    Residence,
+    ShardSpec,
+    give_back_hooks,
+    tag,
+    take_over_hooks,
+    untag,
+)
 from fsdp_compose.state import (
     STATE_KEY,
     Switches,
@@ -54,7 +68,7 @@ from fsdp_compose.state import (
     lane_of,
     owner_of,
 )
-from fsdp_compose.torch_private import buffer_slots, raw, register_leaf_hooks, take_leaf_hooks
+from fsdp_compose.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.wrap import Policy
 
 _FULL_PRECISION = MixedPrecision()
@@ -284,7 +298,7 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     )
     for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
         param.grad = grad  # takes this rank's slice
-        register_leaf_hooks(param, *taken)
+        take_over_hooks(find_entry(param).spec, *taken)
     return bucket
 
 
@@ -380,7 +394,7 @@ def undo(module: nn.Module) -> nn.Module:
     for unit in units:
         for bucket in unit.buckets:
             if bucket.residence.moved:
-                adopt(bucket)
+                settle(bucket)
             _restore(bucket)
         for ref in unit.modules:
             member = ref()
@@ -408,8 +422,8 @@ def _restore(bucket: Bucket) -> None:
             )
         param.grad = grad
         forget_entry(param)
-        gradient, accumulated = spec.hooks.gradient, spec.hooks.accumulated
-        register_leaf_hooks(param, [*gradient.values()], [*accumulated.values()])
+        tables = give_back_hooks(spec)
+        give_leaf_hooks(param, tables.gradient, tables.accumulated)
 
 
 def _restore_buffers(module: nn.Module, state: _FSDPState, mp: MixedPrecision) -> None:

@@ -148,6 +148,9 @@ def _reduce_now(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors
     entries = [unit.entries[i] for i in trained]
     results: dict[Entry, torch.Tensor] = {}
     for route in routes_of(unit, trained):
+        if route.bucket.mirror is not None:
+            route.bucket.mirror.reconcile()
+            task.mirrors.append(route.bucket.mirror)
         picked = zip(route.bucket.entries, route.pick(grads), strict=True)
         given = {entry: grad for entry, grad in picked if grad is not None}
         reduced = Reduce.apply(unit, route.bucket, list(given), *given.values())

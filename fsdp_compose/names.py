@@ -79,22 +79,18 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     seen: set[int] = set()
-
-    def visit(current: nn.Module) -> None:
+    pending = [module]
+    while pending:
+        current = pending.pop()
         if id(current) in seen:
-            return
+            continue
         seen.add(id(current))
         state = find_state(current)
-        if state is not None:
-            if id(state.unit) not in seen:
-                seen.add(id(state.unit))
-                found.append(current)
-            if root_only:
-                return
-        for child in current.children():
-            visit(child)
-
-    visit(module)
+        if state is not None and id(state.unit) not in seen:
+            seen.add(id(state.unit))
+            found.append(current)
+        if state is None or not root_only:
+            pending += reversed(list(current.children()))
     if root_only:
         inner = {id(m) for unit in found for m in unit.modules() if m is not unit}
         found = [unit for unit in found if id(unit) not in inner]

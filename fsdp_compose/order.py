@@ -119,10 +119,14 @@ class Order:
         self.recorded, self.latest = passes + older, len(passes)
 
     def assume(self, visitors: Sequence[Any]) -> None:
-        """Expect ``visitors`` of the pass that has just begun, of which nothing is recorded."""
+        """Expect of the pass that has just begun, and is not recorded, ``visitors`` in reverse.
+
+        Those behind its first visitor come before those in front of it: they ran inside it.
+        """
         begun = self.current[-1][0]()
-        position = next((i for i, v in enumerate(visitors) if v is begun), len(visitors))
-        self.recorded.append([weakref.ref(v) for v in (begun, *visitors[position + 1 :])])
+        at = next((i for i, v in enumerate(visitors) if v is begun), len(visitors))
+        expected = (begun, *visitors[:at:-1], *visitors[:at][::-1])
+        self.recorded.append([weakref.ref(visitor) for visitor in expected])
         self.place, self.cursor = len(self.recorded) - 1, 1
 
     def forget(self) -> None:

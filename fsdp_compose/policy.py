@@ -191,13 +191,18 @@ GranularityLike: TypeAlias = "Granularity | Callable[[str, nn.Parameter], Granul
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many units are gathered ahead of use.
+    """How many units are gathered ahead of use, in the order that was recorded.
+
+    The depth is also the limit: units that are gathered ahead and not used yet never exceed it, so
+    that with the unit that computes ``depth + 1`` are gathered at most. It needs no wait on the
+    host: on an accelerator each gather is queued behind the free of an earlier unit.
 
     Args:
         forward: units gathered ahead in forward.
         backward: units gathered ahead in backward.
-        backward_moment: ``"pre"`` issues them before a unit's own backward, ``"post"`` after it,
-            None never.
+        backward_moment: ``"pre"`` issues them before a unit's own backward, so that they overlap
+            it; ``"post"`` once it is released, so that one unit less is gathered at a time; None
+            never.
     """
 
     forward: int = 1

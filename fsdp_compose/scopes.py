@@ -23,6 +23,7 @@ from fsdp_compose.engine import (
     install_leaves,
     refresh_stale,
     requires_grad,
+    settle,
     wait_gathered,
 )
 from fsdp_compose.gather import gather_flat
@@ -234,13 +235,9 @@ def _is_here(unit: Unit, options: _Options) -> bool:
 
 def current_shard(bucket: Bucket) -> torch.Tensor:
     """The bucket's shard with what its parameters hold now, on the device that communicates."""
-    shard = bucket.shard
     if bucket.residence.moved:
-        shard = shard.detach().clone()
-        pieces = shard.split(bucket.splits)
-        for entry in bucket.entries:
-            pieces[bucket.pieces[entry.index]].copy_(to_local(entry.param))
-    return shard.to(bucket.mesh.device)
+        settle(bucket)
+    return bucket.shard.to(bucket.mesh.device)
 
 
 def _full_parameters(bucket: Bucket, here: bool, options: _Options) -> dict[Entry, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.bucket import Bucket, Entry, Slot, make_bucket
+from fsdp_compose.bucket import Bucket, Entry, Mirror, Slot, make_bucket
 from fsdp_compose.comm import ReduceScatter
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
-from fsdp_compose.sharded import Hooks, Residence
+from fsdp_compose.sharded import Hooks, Residence, set_local, to_local
 from fsdp_compose.streams import Streams, make_streams
 from fsdp_compose.verify import Log, code_of, log_key
 
@@ -138,7 +139,7 @@ class Unit:
     copies: int = 0  # deep copies made of it
     forward_list: list[weakref.ref[Unit]] | None = None  # to gather ahead; None: by the order
     backward_list: list[weakref.ref[Unit]] | None = None
-    post_reduce_hooks: dict[int, Any] = field(default_factory=dict)
+    post_reduce_hooks: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
     epoch: int = 0  # counts conversions to another dtype or device
 
@@ -166,7 +167,7 @@ class Unit:
             if log is None:
                 continue
             if not self.number:
-                self.number = (*(g.ranks for g in log.groups), log.number_unit())
+                self.number = (*(g.size for g in log.groups), log.number_unit())
             key = (self.number, index)
             if bucket.mesh.shard.size > 1:
                 self.gather_events.append((bucket, log, code_of("gather", key)))
@@ -189,10 +190,12 @@ class Unit:
             mp=self.mp,
             prefetch=self.prefetch,
             switches=replace(self.switches),
+            number=self.number and (*self.number, "copy", self.copies),
             slots=[
                 (_copy_slot(slot, memo), index)
                 for slot, index in self.slots
             ],
+            unready_buffers=[(name, _copy_slot(slot, memo)) for name, slot in self.unready_buffers],
         )
         return unit
 
@@ -247,6 +250,11 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         bucket.offload,
         None if bucket.inner is None else bucket.inner.group,
     )
+    copied.unready = [copied.entries[entry.index] for entry in bucket.unready]
+    if bucket.residence.moved:  # what was done to the parameters is not in the shard yet
+        for entry, old in zip(copied.entries, bucket.entries, strict=True):
+            set_local(entry.param, to_local(old.param).clone())
+        residence.moved = True
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [_copy_slot(slot, memo) for slot in old.slots]
     return copied
@@ -292,6 +300,7 @@ class Task:
     units: list[Unit] = field(default_factory=list)  # opened by it
     packed: list[tuple[Unit, Bucket]] = field(default_factory=list)  # to reduce at its end
     consumed: list[Unit] = field(default_factory=list)  # RETAINED until it ends
+    mirrors: list[Mirror] = field(default_factory=list)  # of gradients that autograd accumulates
 
     @property
     def alive(self) -> bool:

@@ -182,4 +182,4 @@ def _discard(unit: Unit) -> None:
     for bucket in unit.buckets:
         if bucket.packed:
             discard_packed(bucket)
-        bucket.partial = None
+        bucket.partial = bucket.waiting_grad = None

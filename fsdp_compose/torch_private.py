@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
@@ -68,23 +69,19 @@ def remove_forward_hooks(module: torch.nn.Module, *functions: Callable[..., Any]
             del table[key]
 
 
-def take_leaf_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """Remove and return a leaf's (gradient hooks, post-accumulate hooks)."""
-    gradient = list((parameter._backward_hooks or {}).values())
-    post = list((parameter._post_accumulate_grad_hooks or {}).values())
-    if gradient:
-        parameter._backward_hooks = None
-    if post:
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+def take_leaf_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:
+    """A leaf's tables of gradient and post-accumulate hooks; autograd keeps reading the latter."""
+    gradient, post = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = None
     return gradient, post
 
 
-def register_leaf_hooks(parameter: torch.Tensor, gradient: list[Any], post: list[Any]) -> None:
-    """Give a leaf, sharded or plain, what ``take_leaf_hooks`` took or a sharded one held."""
-    for hook in gradient:
-        parameter.register_hook(getattr(hook, "__wrapped__", hook))
-    for hook in post:
-        parameter.register_post_accumulate_grad_hook(getattr(hook, "__wrapped__", hook))
+def give_leaf_hooks(parameter: torch.Tensor, gradient: Any, post: Any) -> None:
+    """Let autograd read these tables for a plain leaf."""
+    if gradient:
+        parameter._backward_hooks = gradient
+    if post:
+        parameter._post_accumulate_grad_hooks = post
 
 
 _GATHER = (
@@ -180,6 +177,14 @@ def strict_of_load() -> bool:
     return False
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store that the default process group was started with."""
     return dist.distributed_c10d._get_default_store()
+
+
+# torch.distributed.checkpoint's save and load, without the warning that their public forms give
+# wherever there is no process group.
+save_checkpoint_plan: Callable[..., Any] = state_dict_saver._save_state_dict
+"""``(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)``"""
+load_checkpoint_plan: Callable[..., None] = state_dict_loader._load_state_dict
+"""``(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)``"""

@@ -17,6 +17,7 @@ from fsdp_compose.engine import (
     install_leaves,
     keep,
     land,
+    pack,
     prefetch,
     refresh_stale,
     start_all_reduce,
@@ -210,16 +211,20 @@ def reduce_grads(module: nn.Module) -> None:
     for unit in units:
         lanes[id(unit.lane)] = unit.lane
         drain(unit.lane)
-        deferred, unit.switches.all_reduce = not unit.switches.all_reduce, True
+        switches = unit.switches
+        found = switches.all_reduce, switches.last_backward
+        switches.all_reduce = switches.last_backward = True
         try:
             for bucket in unit.buckets:
+                if bucket.waiting_grad is not None and not is_pending(bucket):
+                    pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
                 if bucket.packed:
                     unit.lane.reductions.append(start_reduce(unit, bucket))
                 elif bucket.partial is not None:
                     unit.lane.reductions.append(start_all_reduce(unit, bucket))
                 drain(unit.lane)
         finally:
-            unit.switches.all_reduce = not deferred
+            switches.all_reduce, switches.last_backward = found
     for lane in lanes.values():
         land(lane)
 
@@ -237,4 +242,9 @@ def check_reduced(unit: Unit, caller: str) -> None:
 
 def is_open(bucket: Bucket) -> bool:
     """Whether the bucket holds gradients that are not in ``.grad``."""
-    return bucket.packed or bucket.partial is not None or bucket.waiting_grad is not None
+    return is_pending(bucket) or bucket.waiting_grad is not None
+
+
+def is_pending(bucket: Bucket) -> bool:
+    """Whether it holds gradients that were not reduced, or not over the replicas."""
+    return bucket.packed or bucket.partial is not None

@@ -26,7 +26,7 @@ from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.streams import Streams
 
 Event = tuple[int, str, str, str]
-"""(its number, what is done, name of the unit, for what); the number tells events apart."""
+"""(its number, a verb, name of the unit, for what); the number tells events apart."""
 
 TRIAL_PASSES = 32
 """Inference passes whose collectives are compared one by one, if no training step comes first."""
@@ -172,13 +172,15 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]], late: bool) -
     position = next((i for i, is_same in enumerate(same) if not is_same), length)
     kinds: dict[int, tuple[str, list[int]]] = {}
     for rank, events in reports:
-        text = _describe(events[position]) if position < len(events) else "ends its step"
+        text = _describe(events[position]) if position < len(events) else "end{} the step"
         kinds.setdefault(_number(events, position), (text, []))[1].append(rank)
     texts = [text for text, _ in kinds.values()]
     if len(set(texts)) < len(texts):
         texts = [f"{text} of {'one model' if not i else 'another'}" for i, text in enumerate(texts)]
-    whos = [_name(ranks) for _, ranks in kinds.values()]
-    found = " where ".join(f"{who} {text}" for who, text in zip(whos, texts, strict=True))
+    found = " where ".join(
+        _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
+        for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
+    )
     text = (
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "
@@ -199,7 +201,7 @@ def _number(events: Sequence[Event], position: int) -> int:
 
 def _describe(event: Event) -> str:
     _, verb, unit, purpose = event
-    return f"{verb} unit {unit!r} ({purpose})"
+    return f"{verb}{{}} unit {unit!r} ({purpose})"
 
 
 def _name(ranks: Sequence[int]) -> str:

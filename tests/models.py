@@ -225,6 +225,7 @@ class Twin:
             wanted = theirs[name].grad
             if param.grad is None:
                 assert wanted is None or not wanted.any(), f"{name} has no gradient"
+                theirs[name].grad = None
                 continue
             found = whole(param.grad)
             if wanted is None:

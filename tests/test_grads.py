@@ -29,7 +29,7 @@ from models import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import MixedPrecision, ShardingStrategy, comm, fully_shard
+from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, comm, fully_shard
 from fsdp_compose.grads import clip_grad_norm_, grad_norm
 from fsdp_compose.scopes import gathered
 from fsdp_compose.state import get_state
@@ -442,3 +442,21 @@ def test_switches_of_one_unit_and_of_a_module_without_units() -> None:
     for scope in (no_sync, accumulate):
         with pytest.raises(ValueError, match=f"{scope.__name__}: Linear is not a unit"):
             scope(nn.Linear(WIDTH, 1)).__enter__()
+
+
+def test_gradients_that_wait_on_the_host_are_reduced_on_request() -> None:
+    def check(rank: int) -> None:
+        offload = Offload(grads=True, pin_memory=False)
+        twin = Twin(rank, 2, Tower, lambda m: by_block(m, offload_policy=offload), adamw)
+        set_is_last_backward(twin.model, False)
+        for seed in range(2):
+            square(twin.model, data(seed, rank)).backward()
+        assert all(p.grad is None for p in twin.model.parameters())
+        with pytest.raises(RuntimeError, match=r"AdamW\.step\(\): the gradient of 'first\.weight'"):
+            twin.optim.step()
+        reduce_grads(twin.model)
+        whole_batch(twin, range(2))
+        twin.step()
+        twin.check()
+
+    run_ranks(check, 2)

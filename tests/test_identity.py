@@ -690,6 +690,7 @@ class Choosy(Tower):
         return self.head(x)
 
 
+@pytest.mark.filterwarnings("ignore:the forward of unit")
 @pytest.mark.parametrize("shard", SHARDS)
 def test_unused_in_a_step(shard: str) -> None:
     def ranks(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Full parameters outside forward: what is read, written and trained through, and what is refused."""
+"""Full parameters outside forward: what can be read, written and trained through, and what not."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from models import (
     whole,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, ShardingStrategy, comm, fully_shard
@@ -271,6 +272,23 @@ def test_rank0_only_writes_for_everyone() -> None:
             assert torch.equal(whole(p), q), name
 
     run_ranks(check, 3)
+
+
+def test_replicas_of_shards_read_write_and_train() -> None:
+    def hybrid(model: nn.Module) -> nn.Module:
+        return by_block(model, mesh=init_device_mesh("cpu", (2, 2)))
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 4, Tower, hybrid)
+        with gathered(twin.model, writeback=True, rank0_only=True):
+            assert is_sharded(twin.model.head.weight) == (rank != 0)
+            if rank == 0:
+                nn.init.ones_(twin.model.head.weight)
+        nn.init.ones_(twin.reference.head.weight)
+        twin.check()
+        twin.train(both)
+
+    run_ranks(check, 4)
 
 
 def test_an_exception_on_rank_0_reaches_the_others_and_nothing_is_written() -> None:

@@ -1,6 +1,6 @@
 """What the ranks must agree on before state is written: an error on one is raised on all.
 
-Also who is there: ``meet`` names the ranks that never call, instead of hanging in a collective.
+Also who is there: ``assemble`` names the ranks that never call, instead of hanging in a collective.
 """
 
 from __future__ import annotations
@@ -80,14 +80,20 @@ _control: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _meetings: dict[str, int] = {}
 
 
-def control_group(module: nn.Module, process_group: dist.ProcessGroup | None) -> Group:
-    """A gloo group of its own over the ranks that save ``module``, made once; SELF without ranks.
+def assemble(
+    what: str, module: nn.Module, process_group: dist.ProcessGroup | None, timeout: float
+) -> Group:
+    """Wait for all ranks that hold ``module``, and give a gloo group of its own over them.
 
     Args:
+        what: the function they were to call.
         process_group: those ranks; None: the group the module is cut over, or all ranks when it is
             cut over several or none.
+
+    Raises:
+        RuntimeError: some did not come in ``timeout`` seconds; names them. This rank may try again.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_backend() == "fake":
         return SELF
     groups = groups_of(module)
     if process_group is not None:
@@ -96,8 +102,9 @@ def control_group(module: nn.Module, process_group: dist.ProcessGroup | None) ->
         ranks = groups[0].ranks
     else:
         ranks = tuple(range(dist.get_world_size()))
-    if len(ranks) == 1 or dist.get_backend() == "fake":
+    if len(ranks) == 1:
         return SELF
+    _meet(what, ranks, timeout)
     if ranks not in _control:
         _control[ranks] = dist.new_group(
             list(ranks), backend="gloo", use_local_synchronization=True
@@ -105,25 +112,18 @@ def control_group(module: nn.Module, process_group: dist.ProcessGroup | None) ->
     return group_of(_control[ranks], _CPU)
 
 
-def meet(what: str, group: Group, timeout: float) -> None:
-    """Wait until every rank of ``group`` has come to ``what``.
-
-    Raises:
-        RuntimeError: some did not in ``timeout`` seconds; names them. This rank may try again.
-    """
-    if group.size == 1:
-        return
-    store, me = default_store(), group.ranks[group.rank]
-    place = f"fsdp_compose/{what}/{'.'.join(map(str, group.ranks))}"
+def _meet(what: str, ranks: tuple[int, ...], timeout: float) -> None:
+    store, me = default_store(), dist.get_rank()
+    place = f"fsdp_compose/{what}/{'.'.join(map(str, ranks))}"
     turn = _meetings.get(place, 0)
     here = f"{place}/{turn}"
     store.set(f"{here}/{me}", "here")
-    if store.add(f"{here}/count", 1) == group.size:
+    if store.add(f"{here}/count", 1) == len(ranks):
         store.set(f"{here}/go", "go")
     try:
         store.wait([f"{here}/go"], timedelta(seconds=timeout))
     except RuntimeError:
-        missing = [r for r in group.ranks if not store.check([f"{here}/{r}"])]
+        missing = [r for r in ranks if not store.check([f"{here}/{r}"])]
         store.add(f"{here}/count", -1)
         store.delete_key(f"{here}/{me}")
         raise RuntimeError(
@@ -133,3 +133,22 @@ def meet(what: str, group: Group, timeout: float) -> None:
     _meetings[place] = turn + 1
     if turn:
         store.delete_key(f"{place}/{turn - 1}/{me}")
+
+
+def several(group: Group) -> list[Group]:
+    """The group, as those functions take it that have nothing to do for one rank."""
+    return [group] if group.size > 1 else []
+
+
+class Shared:
+    """Scope whose error, on any rank, is raised on all; every rank must leave it."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, Exception):
+            settle(error, self.groups)

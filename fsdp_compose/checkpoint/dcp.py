@@ -11,20 +11,18 @@ import io
 import os
 import threading
 import uuid
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from fsdp_compose.checkpoint import optim as optimizers
-from fsdp_compose.checkpoint.consensus import TIMEOUT, control_group, meet, settle
+from fsdp_compose.checkpoint.consensus import TIMEOUT, Shared, assemble, settle, several
 from fsdp_compose.checkpoint.files import (
     CommittingWriter,
     describe_failures,
@@ -33,10 +31,12 @@ from fsdp_compose.checkpoint.files import (
 )
 from fsdp_compose.checkpoint.members import OptimLike
 from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
-from fsdp_compose.checkpoint.names import Names, names_of
+from fsdp_compose.checkpoint.names import Names, clean, names_of
+from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import ShardSpec, is_sharded, tag
+from fsdp_compose.sharded import is_sharded
+from fsdp_compose.torch_private import save_checkpoint_plan
 
 PathLike = str | os.PathLike[str]
 
@@ -100,8 +100,7 @@ def save_checkpoint(
         ValueError: the optimizer holds tensors that are not ``module``'s.
     """
     finish_pending()
-    group = control_group(module, process_group)
-    meet("save_checkpoint", group, timeout)
+    group = assemble("save_checkpoint", module, process_group, timeout)
     problem: Exception | None = None
     state: dict[str, Any] = {}
     try:
@@ -110,8 +109,8 @@ def save_checkpoint(
             state = _staged(state)
     except Exception as error:
         problem = error
-    settle(problem, _several(group), os.fspath(path))
-    token = broadcast_object(uuid.uuid4().hex[:12], _several(group))
+    settle(problem, several(group), os.fspath(path))
+    token = broadcast_object(uuid.uuid4().hex[:12], several(group))
     writer = CommittingWriter(Path(path), token, group.size, checksum)
     saving = Saving()
     if not asynchronous:
@@ -136,10 +135,6 @@ def finish_pending() -> None:
         saving = _pending.pop()
         if saving._thread is not None:
             saving._thread.join()
-
-
-def _several(group: Group) -> list[Group]:
-    return [group] if group.size > 1 else []
 
 
 def _state(
@@ -181,16 +176,8 @@ def _staged(tree: Any) -> Any:
 
 
 def _write(state: dict[str, Any], writer: CommittingWriter, group: Group) -> None:
-    alone = group.pg is None
     try:
-        with _quiet():
-            dcp.save(
-                state,
-                storage_writer=writer,
-                process_group=group.pg,
-                no_dist=alone,
-                planner=dcp.DefaultSavePlanner(),
-            )
+        save_checkpoint_plan(state, writer, group.pg, 0, group.pg is None, DefaultSavePlanner())
     except CheckpointException as error:
         failures = [(rank, wrapped[0]) for rank, wrapped in sorted(error.failures.items())]
         writer.discard()
@@ -198,14 +185,6 @@ def _write(state: dict[str, Any], writer: CommittingWriter, group: Group) -> Non
             f"save_checkpoint: {writer.root} was not saved; what it held before is untouched: "
             f"{describe_failures(failures)}"
         ) from error
-
-
-def _quiet() -> Any:
-    """torch warns of every save and load without a process group; here that is meant."""
-    scope = warnings.catch_warnings()
-    if threading.current_thread() is threading.main_thread():
-        scope = warnings.catch_warnings(action="ignore", category=UserWarning)
-    return scope
 
 
 def load_checkpoint(
@@ -240,39 +219,101 @@ def load_checkpoint(
             or shapes do not fit; a rank did not come, which is named.
     """
     finish_pending()
-    group = control_group(module, process_group)
-    meet("load_checkpoint", group, timeout)
-    several = _several(group)
+    group = assemble("load_checkpoint", module, process_group, timeout)
+    ranks = several(group)
     root = Path(path)
-    with _Shared(several):
+    with Shared(ranks):
         metadata = read_metadata(root)
-    with _Shared(several):
+    with Shared(ranks):
         verify(root, metadata, slice(group.rank, None, group.size), verify_files)
     names = names_of(module)
-    with _Shared(several):
+    with Shared(ranks):
         source = Source(root, metadata)
-        staged, extra_names = _stage_model(source, module, names, strict)
-        given, targets = None, None
-        if optim is not None:
-            targets = optimizers.targets_of(module, optim)
-            given = _stage_optim(source, module, targets)
-        extra = source.extra(group)
+        staged, unknown = _stage_model(source, module, names, strict)
+        targets = None if optim is None else optimizers.targets_of(module, optim)
+        given = {} if targets is None else _stage_optim(source, module, targets)
+        key = _extra_key(source, group)
         source.read()
-    write(module, names, {name: staged[name]() for name in staged}, extra_names)
-    if targets is not None and given is not None:
-        optimizers.commit(targets, given)
-    return extra() if extra is not None else None
+        extra = None if key is None else _unpickle(source.values[key])
+    values = {name: source.values[key] for name, key in staged.items()}
+    write(module, names, values, {name: source.values[key] for name, key in unknown.items()})
+    if targets is not None:
+        optimizers.commit(targets, {**given, "state": _fill(given["state"], source)})
+    return extra
 
 
-class _Shared:
-    """Scope whose error, on any rank, is raised on all."""
+def _stage_model(
+    source: Source, module: nn.Module, names: Names, strict: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Ask ``source`` for what fits the module: keys by name, and those of names it does not have.
 
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
+    Raises:
+        RuntimeError: names or shapes do not fit.
+    """
+    prefix = source.model_prefix(names.values)
+    keys = {clean(path[-1]): key for path, key in source.below(prefix).items()}
+    outlines = {name: source.outline(key) for name, key in keys.items()}
+    custom = custom_load(module)
+    matched = match(module, names.values, outlines, strict and not custom, None)
+    if matched.problem is not None:
+        raise type(matched.problem)(f"{source.path}: {matched.problem}")
+    asked: dict[int, str] = {}  # by parameter: one that is tied is read once
+    staged: dict[str, str] = {}
+    by_outline = {id(outline): keys[name] for name, outline in outlines.items()}
+    for name, outline in matched.values.items():
+        current = names.values[name]
+        key = asked.setdefault(id(current), by_outline[id(outline)])
+        staged[name] = key
+        source.want(key, current if isinstance(current, Tensor) else None)
+    unknown = {name: keys[name] for name in matched.unexpected} if custom else {}
+    for key in unknown.values():
+        source.want(key, None)
+    return staged, unknown
 
-    def __enter__(self) -> None:
+
+def _stage_optim(source: Source, module: nn.Module, targets: optimizers.Targets) -> dict[str, Any]:
+    """Ask ``source`` for optimizer state: what was saved, by name, with outlines for tensors.
+
+    Raises:
+        RuntimeError: there is none, or it does not fit.
+    """
+    saved = source.optimizer()
+    try:
+        given = optimizers.checked(module, targets, saved)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise type(error)(f"{source.path}: {error}") from error
+    for name, part in optimizers.parts_of(targets).items():
+        for state_name, value in given["state"].get(name, {}).items():
+            if isinstance(value, Tensor):
+                cut = optimizers.is_elementwise(state_name, value, part, given)
+                leaf = part.entry.param if cut and part.entry is not None else None
+                source.want(source.key_of(value), leaf, value.dtype)
+    return given
+
+
+def _fill(state: Mapping[str, Mapping[str, Any]], source: Source) -> dict[str, dict[str, Any]]:
+    """The state with what was read in the place of outlines; what nobody asked for is dropped."""
+    filled: dict[str, dict[str, Any]] = {}
+    for name, values in state.items():
+        filled[name] = {
+            key: source.values[source.key_of(value)] if isinstance(value, Tensor) else value
+            for key, value in values.items()
+            if not isinstance(value, Tensor) or source.key_of(value) in source.values
+        }
+    return filled
+
+
+def _extra_key(source: Source, group: Group) -> str | None:
+    """Ask for this rank's ``extra``, or rank 0's when the number of ranks has changed."""
+    saved = {path[-1]: key for path, key in source.below(("extra",)).items()}
+    if not saved:
         return None
+    mine = saved.get(str(group.rank)) if len(saved) == group.size else None
+    key = mine or saved.get("0") or next(iter(saved.values()))
+    source.want(key, None)
+    return key
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, Exception):
-            settle(error, self.groups)
+
+def _unpickle(data: Tensor) -> Any:
+    file = io.BytesIO(bytes(data.tolist()) if data.numel() < 64 else data.numpy().tobytes())
+    return torch.load(file, map_location="cpu", weights_only=False)

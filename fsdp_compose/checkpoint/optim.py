@@ -219,6 +219,17 @@ def targets_of(module: nn.Module, optim: OptimLike) -> Targets:
     return [(one, members_of(module, one)) for one in optimizers_of(optim)]
 
 
+def parts_of(targets: Targets) -> dict[str, Part]:
+    """Everything the optimizers hold, by canonical name."""
+    return {
+        part.name: part
+        for _, groups in targets
+        for members in groups
+        for member in members
+        for part in member.parts
+    }
+
+
 def checked(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
     """``state_dict`` by canonical names, or an error; tensors may be on the meta device."""
     given = _named(module, targets, state_dict)
@@ -233,9 +244,7 @@ def commit(targets: Targets, given: Mapping[str, Any]) -> None:
         one.load_state_dict(plain)
 
 
-def _named(
-    module: nn.Module, targets: Targets, state_dict: Any
-) -> dict[str, Any]:
+def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
     """``state_dict`` by canonical names."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
@@ -275,7 +284,7 @@ def _check(
     problems: list[str] = []
     gathers = 0
     if given.get(WORLD) is not None:
-        mine = _layout({p.name: p for _, gs in targets for g in gs for m in g for p in m.parts})
+        mine = _layout(parts_of(targets))
         for name, place in mine.items():
             theirs = given[WORLD].get(name)
             if theirs is not None and tuple(theirs) != place:
@@ -410,9 +419,7 @@ def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[
     return result
 
 
-def _broadcast(
-    module: nn.Module, state_dict: Any, targets: Targets
-) -> dict[str, Any]:
+def _broadcast(module: nn.Module, state_dict: Any, targets: Targets) -> dict[str, Any]:
     groups = groups_of(module)
     if not groups:
         return dict(state_dict)
@@ -427,7 +434,7 @@ def _broadcast(
     frame = broadcast_object(
         {k: v for k, v in given.items() if k != "state"} if first else None, groups
     )
-    parts = {p.name: p for _, gs in targets for g in gs for m in g for p in m.parts}
+    parts = parts_of(targets)
 
     def target_of(name: str) -> Any:
         part = parts.get(name.split("\0")[0])

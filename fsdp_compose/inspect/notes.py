@@ -40,7 +40,9 @@ def _left_out(survey: Survey) -> Iterator[str]:
         (frozen, "whole on every rank"),
     ):  # fmt: skip
         if names:
-            nbytes = sum(survey.outside[n].numel() * survey.outside[n].dtype.itemsize for n in names)
+            nbytes = sum(
+                survey.outside[n].numel() * survey.outside[n].dtype.itemsize for n in names
+            )
             kind = "trained" if names is trained else "frozen"
             yield (
                 f"in no unit, ignored or left out: {plural(len(names), f'{kind} parameter')} "

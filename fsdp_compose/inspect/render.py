@@ -35,7 +35,7 @@ def render(plan: Plan) -> str:
 
 
 def _units(units: Sequence[PlannedUnit]) -> str:
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for _, run in groupby(units, key=_row):
         alike = list(run)
         name = alike[0].name

@@ -217,9 +217,7 @@ class _Player:
                     order.begin(node)
                 else:
                     order.visit(node)
-                self._prefetch_ahead(
-                    node, order, node.record.prefetch.forward, "forward_list"
-                )
+                self._prefetch_ahead(node, order, node.record.prefetch.forward, "forward_list")
             elif event.leaves:
                 keep = node.record.keep
                 if event.outermost if keep is None else keep:

@@ -265,8 +265,8 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
         for item in plan.found:
             sharded.add(id(item.param))
             name = _join(plan, item.names[0])
-            bucket = survey.buckets[index[id(item.param)]]
-            bytes_ = item.param.numel() * bucket.compute.itemsize * item.param.requires_grad
+            itemsize = survey.buckets[index[id(item.param)]].compute.itemsize
+            bytes_ = item.param.numel() * itemsize * item.param.requires_grad
             use = Use(id(item.param), name, index[id(item.param)], bytes_)
             places.update({(id(slot.values), slot.name): use for slot in item.slots})
             lender, lent_as = lenders[id(item.param)]
@@ -303,44 +303,55 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
 def _walk(
     modules: Sequence[nn.Module], survey: Survey, is_sharded: Callable[[nn.Parameter], bool]
 ) -> None:
-    """Fill in the events and what no unit has, following how the engine opens and closes units."""
-    by_module = {id(m): record for record in survey.records for m in record.modules}
-    places = {place: (r, use) for r in survey.records for place, use in r.places.items()}
-    prefixes = {id(m): (f"{i}." if len(modules) > 1 else "") for i, m in enumerate(modules)}
-    active: list[Record] = []
-    finished: dict[int, set[int]] = {}
-    seen: set[int] = set()
+    """Fill in the events and what no unit has."""
+    walker = _Walker(survey, is_sharded)
+    for position, module in enumerate(modules):
+        if id(module) not in walker.seen:
+            walker.visit(f"{position}." if len(modules) > 1 else "", module)
 
-    def visit(name: str, module: nn.Module) -> None:
-        seen.add(id(module))
-        record = by_module.get(id(module))
+
+class _Walker:
+    """Goes through modules as a forward does, opening and closing units as the engine would."""
+
+    def __init__(self, survey: Survey, is_sharded: Callable[[nn.Parameter], bool]) -> None:
+        self.survey, self.is_sharded = survey, is_sharded
+        self.by_module = {id(m): record for record in survey.records for m in record.modules}
+        self.places = {place: (r, use) for r in survey.records for place, use in r.places.items()}
+        self.active: list[Record] = []
+        self.finished: dict[int, set[int]] = {id(record): set() for record in survey.records}
+        self.seen: set[int] = set()
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        self.seen.add(id(module))
+        record = self.by_module.get(id(module))
         if record is not None:
-            entered = finished.setdefault(id(record), set())
-            if record not in active and not entered:
-                survey.events.append(Event(record, enters=True, outermost=not active))
-            active.append(record)
+            self.enter(record)
         values = parameter_slots(module)
         for key, param in values.items():
-            place = places.get((id(values), key))
+            place = self.places.get((id(values), key))
             if place is not None:
-                survey.events.append(Event(place[0], use=place[1]))
-            elif isinstance(param, nn.Parameter) and not is_sharded(param):
-                survey.outside.setdefault(clean_name(f"{name}{key}"), param)
+                self.survey.events.append(Event(place[0], use=place[1]))
+            elif isinstance(param, nn.Parameter) and not self.is_sharded(param):
+                self.survey.outside.setdefault(clean_name(f"{name}{key}"), param)
         for child_name, child in module.named_children():
-            if id(child) not in seen:
-                visit(f"{name}{child_name}.", child)
+            if id(child) not in self.seen:
+                self.visit(f"{name}{child_name}.", child)
         if record is not None:
-            active.pop()
-            entered = finished[id(record)]
-            entered.add(id(module))
-            if record not in active and (len(entered) >= len(record.modules) or not active):
-                entered.clear()
-                survey.events.append(Event(record, leaves=True, outermost=not active))
+            self.leave(record, module)
 
-    for module in modules:
-        if id(module) not in seen:
-            visit(prefixes[id(module)], module)
-    del visit  # a function that refers to itself would keep the modules until a collection
+    def enter(self, record: Record) -> None:
+        if record not in self.active and not self.finished[id(record)]:
+            self.survey.events.append(Event(record, enters=True, outermost=not self.active))
+        self.active.append(record)
+
+    def leave(self, record: Record, module: nn.Module) -> None:
+        self.active.pop()
+        finished = self.finished[id(record)]
+        finished.add(id(module))
+        if record in self.active or (len(finished) < len(record.modules) and self.active):
+            return
+        finished.clear()
+        self.survey.events.append(Event(record, leaves=True, outermost=not self.active))
 
 
 class _NamesOf:
@@ -475,4 +486,3 @@ def _planned_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) ->
                         casts[id(buffer)] = dtype
     found = {id(b): b for module in modules for b in module.buffers()}
     return sum(b.numel() * casts.get(key, b.dtype).itemsize for key, b in found.items())
-

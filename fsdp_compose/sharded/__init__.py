@@ -17,6 +17,7 @@ from fsdp_compose.sharded.spec import Hooks, Residence, ShardedWeightError, Shar
 from fsdp_compose.sharded.tensor import (
     ShardedParameter,
     ShardedTensor,
+    give_back_hooks,
     is_sharded,
     own_slice,
     set_local,
@@ -24,6 +25,7 @@ from fsdp_compose.sharded.tensor import (
     spec_of,
     tag,
     tag_all,
+    take_over_hooks,
     to_local,
     untag,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
+    "give_back_hooks",
     "is_sharded",
     "own_slice",
     "refuse",
@@ -43,6 +46,7 @@ __all__ = [
     "spec_of",
     "tag",
     "tag_all",
+    "take_over_hooks",
     "to_local",
     "untag",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fsdp_compose.comm import all_reduce
 from fsdp_compose.sharded import ops
@@ -113,12 +114,20 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except AttributeError:
         return _foreach_mixed(func, args, kwargs)
     out = call_raw(func, (), args, kwargs)
+    if func in ops.FUSED:
+        _count_write(args[0] if args else kwargs["self"])
     if out is not None and specs is not None:
         result: Any
         for result, spec in zip(out, specs, strict=True):
             if type(result) is Tensor:
                 tag(result, spec)
     return out
+
+
+def _count_write(tensors: list[Tensor]) -> None:
+    """Fused kernels write without counting it, and what is kept gathered goes by the count."""
+    with raw():
+        increment_version(tensors)
 
 
 def _is_list(value: Any) -> bool:
@@ -155,6 +164,8 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             items[i] = _operand(func, items[i], spec)
     args = tuple(lists.get(i, value) for i, value in enumerate(args))
     out = call_raw(func, (), args, {k: lists.get(k, value) for k, value in kwargs.items()})
+    if func in ops.FUSED:
+        _count_write(lists[first])
     if out is not None:
         for tensor, spec in zip(out, specs, strict=True):
             if spec is not None and type(tensor) is Tensor:

@@ -45,8 +45,8 @@ class Residence:
 class Hooks:
     """Hooks of a parameter, run by the engine when its gradient has been reduced."""
 
-    gradient: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
-    accumulated: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+    gradient: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+    accumulated: OrderedDict[int, Any] = field(default_factory=OrderedDict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.comm import all_gather_uneven
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded.spec import (
+from fsdp_compose.sharded.spec import Hooks, (
     Residence,
     ShardedWeightError,
     ShardSpec,
@@ -235,13 +235,7 @@ class _Sharded(_Base):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """As on Tensor: called with the parameter when its reduced gradient is in ``.grad``."""
         if self._is_parameter and self.requires_grad:
-
-            def whole_hook(param: Any) -> None:
-                with enable_torch_function():  # a backward pass may run in a raw scope
-                    hook(param)
-
-            whole_hook.__wrapped__ = hook  # type: ignore[attr-defined]
-            return _add_hook(self._shard_spec.hooks.accumulated, whole_hook)
+            return _add_hook(self._shard_spec.hooks.accumulated, DeferredHook(hook))
         method = Tensor.register_post_accumulate_grad_hook
         return call_raw(method, (), (self, hook))
 
@@ -372,6 +366,46 @@ def sharded_hook(
 
     on_slice.__wrapped__ = hook  # type: ignore[attr-defined]
     return on_slice
+
+
+class DeferredHook:
+    """A post-accumulate hook that autograd, which would call it before the reduction, calls idly.
+
+    A hook that was registered before the parameter was sharded stays in the table autograd reads,
+    so that the handle its owner has still removes it.
+    """
+
+    def __init__(self, hook: Callable[[Any], None]) -> None:
+        self.hook = hook
+
+    def __call__(self, param: Any) -> None:
+        """Too early: the sharded gradient is not there yet."""
+
+    def deliver(self, param: Any) -> None:
+        with enable_torch_function():  # a backward pass may run in a raw scope
+            self.hook(param)
+
+
+def take_over_hooks(
+    spec: ShardSpec,
+    gradient: OrderedDict[int, Any] | None,
+    accumulated: OrderedDict[int, Any] | None,
+) -> None:
+    """Run the hooks in a plain leaf's tables as a sharded parameter's; the tables stay the same."""
+    if gradient is not None:
+        gradient.update({key: sharded_hook(hook, spec) for key, hook in gradient.items()})
+        spec.hooks.gradient = gradient
+    if accumulated is not None:
+        accumulated.update({key: DeferredHook(hook) for key, hook in accumulated.items()})
+        spec.hooks.accumulated = accumulated
+
+
+def give_back_hooks(spec: ShardSpec) -> Hooks:
+    """The same tables, with the hooks as their owners registered them."""
+    hooks = spec.hooks
+    hooks.gradient.update({key: hook.__wrapped__ for key, hook in hooks.gradient.items()})
+    hooks.accumulated.update({key: hook.hook for key, hook in hooks.accumulated.items()})
+    return hooks
 
 
 def _add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:

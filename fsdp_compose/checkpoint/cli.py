@@ -1,0 +1,208 @@
+"""``fsdp-compose checkpoint show|convert``: look into a checkpoint without a process group."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdp_compose.checkpoint.files import (
+    FOLDER,
+    MANIFEST,
+    METADATA,
+    CommittingWriter,
+    Sum,
+    json_of,
+    read_metadata,
+    verify,
+    write_durably,
+)
+from fsdp_compose.checkpoint.full import INDEX, MAX_FILE_BYTES, check_sum, find_items
+from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.tensorfile import Item, plan_files, sync
+from fsdp_compose.torch_private import save_checkpoint_plan
+
+Outlines = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``checkpoint show`` and ``checkpoint convert`` to an argparse subparsers object."""
+    checkpoint = commands.add_parser("checkpoint", help="look into a checkpoint, or convert it")
+    actions = checkpoint.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="list what a checkpoint holds")
+    show.add_argument("path", type=Path)
+    show.add_argument("--verify", action="store_true", help="read the files, compare checksums")
+    show.set_defaults(handler=_handler(_show))
+    convert = actions.add_parser(
+        "convert",
+        help="turn a sharded checkpoint into safetensors files, or the reverse",
+        description="A sharded checkpoint (a folder with .metadata) becomes safetensors files with "
+        "an index; safetensors files become a sharded checkpoint. One tensor is held at a time.",
+    )
+    convert.add_argument("source", type=Path)
+    convert.add_argument("target", type=Path)
+    convert.add_argument(
+        "--max-file-bytes", type=int, default=MAX_FILE_BYTES, metavar="N", help="per safetensors"
+    )
+    convert.add_argument(
+        "--prefix",
+        default="model",
+        metavar="NAME",
+        help="where the model is in the sharded checkpoint; '' for the top (default: model)",
+    )
+    convert.set_defaults(handler=_handler(_convert))
+
+
+def _handler(act: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        try:
+            act(args)
+        except (OSError, RuntimeError, ValueError) as error:
+            print(f"fsdp-compose checkpoint: {error}", file=sys.stderr)
+            return 1
+        return 0
+
+    return run
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is one of torch.distributed.checkpoint's, finished or not."""
+    if (path / METADATA).is_file():
+        return True
+    return path.is_dir() and not any(path.glob("*.safetensors"))
+
+
+def _show(args: argparse.Namespace) -> None:
+    if is_sharded_checkpoint(args.path):
+        _show_sharded(args.path, args.verify)
+    else:
+        _show_full(args.path, args.verify)
+
+
+def _show_sharded(path: Path, check: bool) -> None:
+    metadata = read_metadata(path)
+    verify(path, metadata, slice(None), check)
+    rows, numbers = [], [0, 0]
+    for key, entry in sorted(metadata.state_dict_metadata.items()):
+        if isinstance(entry, TensorStorageMetadata):
+            dtype, shape = entry.properties.dtype, tuple(entry.size)
+            rows.append((key, _name(dtype), str(shape), f"{len(entry.chunks)} pieces"))
+            numbers[0] += math.prod(shape)
+            numbers[1] += math.prod(shape) * dtype.itemsize
+        else:
+            rows.append((key, "object", "", ""))
+    _print(rows)
+    manifests = [json_of(found) for found in path.glob(f"{FOLDER}*/{MANIFEST}")]
+    ranks = f", saved by {manifests[0]['world_size']} ranks" if manifests else ""
+    checked = ", every file as it was saved" if check and manifests else ""
+    print(f"{len(rows)} entries, {numbers[0]:,} elements, {numbers[1]:,} bytes{ranks}{checked}")
+
+
+def _show_full(path: Path, check: bool) -> None:
+    items, sums = find_items(path)
+    for file in sorted(sums) if check else ():
+        check_sum(file, sums[file])
+    _print([(k, _name(i.dtype), str(i.shape), i.file.name) for k, i in items.items()])
+    total = sum(item.numel * item.dtype.itemsize for item in items.values())
+    numel = sum(item.numel for item in items.values())
+    checked = ", every file as it was saved" if check and sums else ""
+    print(f"{len(items)} entries, {numel:,} elements, {total:,} bytes{checked}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _print(rows: list[tuple[str, str, str, str]]) -> None:
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    for row in rows:
+        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+
+
+def _convert(args: argparse.Namespace) -> None:
+    if args.target.exists() and any(args.target.iterdir()):
+        raise ValueError(f"{args.target}: not empty; name a folder that is not there yet.")
+    if is_sharded_checkpoint(args.source):
+        to_full(args.source, args.target, args.prefix, args.max_file_bytes)
+    else:
+        to_sharded(args.source, args.target, args.prefix)
+    print(f"{args.source} -> {args.target}")
+
+
+def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write the model of a sharded checkpoint as safetensors files with an index.
+
+    Raises:
+        RuntimeError: the source is not whole, or has no model at ``prefix``.
+        ValueError: the model holds what safetensors cannot.
+    """
+    metadata = read_metadata(source)
+    verify(source, metadata, slice(None))
+    reader = Source(source, metadata)
+    place = tuple(prefix.split(".")) if prefix else ()
+    keys = {str(path[-1]): key for path, key in reader.below(place).items()}
+    if not keys:
+        tops = sorted({str(path[0]) for path in reader.paths})
+        raise RuntimeError(f"{source}: nothing below {prefix!r}; it has {tops[:8]}.")
+    outlines: Outlines = {}
+    for name, key in keys.items():
+        entry = metadata.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{source}: {name!r} is not a tensor; safetensors holds only those.")
+        outlines[name] = (entry.properties.dtype, tuple(entry.size))
+    plans = plan_files(outlines, max_file_bytes)
+    target.mkdir(parents=True, exist_ok=True)
+    sums: dict[str, Any] = {}
+    for plan in plans:
+        temporary = target / f".{plan.name}"
+        plan.create(temporary)
+        for name in plan.starts:
+            reader.want(keys[name], None)
+            reader.read()
+            plan.put(temporary, name, reader.values.pop(keys[name]))
+        sync(temporary)
+        sums[plan.name] = dataclasses.asdict(Sum.of(temporary))
+        os.replace(temporary, target / plan.name)
+    index = {
+        "metadata": {"total_size": sum(p.data_bytes for p in plans), "checksums": sums},
+        "weight_map": {key: plan.name for plan in plans for key in plan.starts},
+    }
+    write_durably(target / INDEX, json.dumps(index, indent=1).encode())
+
+
+def to_sharded(source: Path, target: Path, prefix: str) -> None:
+    """Write safetensors files as a sharded checkpoint of one rank, model only.
+
+    Raises:
+        RuntimeError: the source is not whole.
+    """
+    items, sums = find_items(source)
+    for file in sorted(sums):
+        check_sum(file, sums[file])
+    state: dict[str, Any] = {name: _mapped(item) for name, item in items.items()}
+    for part in reversed(prefix.split(".") if prefix else []):
+        state = {part: state}
+    writer = CommittingWriter(target, uuid.uuid4().hex[:12], 1, checksum=True)
+    save_checkpoint_plan(state, writer, None, 0, True, DefaultSavePlanner())
+
+
+def _mapped(item: Item) -> Tensor:
+    """The tensor over the file's own pages, which are read as they are written out."""
+    if item.start % item.dtype.itemsize:
+        return item.read().view(item.shape)
+    storage = torch.UntypedStorage.from_file(str(item.file), False, item.file.stat().st_size)
+    flat = torch.empty(0, dtype=torch.uint8)
+    flat.set_(storage, item.start, (item.numel * item.dtype.itemsize,))  # type: ignore[call-overload]
+    return flat.view(item.dtype).view(item.shape)

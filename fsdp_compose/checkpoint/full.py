@@ -1,0 +1,293 @@
+"""``save_full`` and ``load_full``: the plain model in safetensors files, as Hugging Face lays out.
+
+Saving streams: one bucket is gathered at a time, and each file is written by one rank. Loading
+reads only the bytes of this rank's slices. Neither holds the model, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compose import comm
+from fsdp_compose.checkpoint.consensus import TIMEOUT, Shared, assemble, settle, several
+from fsdp_compose.checkpoint.files import Sum, json_of, sync_folder, write_durably
+from fsdp_compose.checkpoint.model import (
+    IncompatibleKeys,
+    buffer_dtypes,
+    custom_load,
+    match,
+    write,
+)
+from fsdp_compose.checkpoint.names import clean, names_of
+from fsdp_compose.checkpoint.stream import each_full
+from fsdp_compose.checkpoint.tensorfile import FilePlan, Item, plan_files, read_header, sync
+from fsdp_compose.checkpoint.transfer import broadcast_object
+from fsdp_compose.checkpoint.values import storage_dims, whole
+from fsdp_compose.mesh import Group
+from fsdp_compose.sharded import is_sharded, own_slice, tag
+
+PathLike = str | os.PathLike[str]
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 << 30
+_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors")
+
+
+def save_full(
+    path: PathLike,
+    module: nn.Module,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+) -> None:
+    """Save the model's full parameters and buffers as safetensors; every rank must call it.
+
+    Files of up to ``max_file_bytes`` and an index with their checksums. They are complete before
+    they get their names, and the index comes last. Tied parameters are written under each name.
+
+    Args:
+        path: a folder on a file system that all ranks see.
+        dtype: of floating-point tensors in the files; None for that of the parameters.
+        process_group, timeout: as for ``save_checkpoint``.
+
+    Raises:
+        RuntimeError: on every rank: the disk is full, the folder cannot be written; or a rank did
+            not come, which is named.
+        ValueError: state that safetensors cannot hold.
+    """
+    group = assemble("save_full", module, process_group, timeout)
+    root = Path(path)
+    names = names_of(module)
+    with Shared(several(group)):
+        tensors = _outlines(names.values, buffer_dtypes(module), dtype)
+        plans = plan_files(tensors, max_file_bytes)
+        root.mkdir(parents=True, exist_ok=True)
+    token = broadcast_object(uuid.uuid4().hex[:8], several(group))
+    saving = _Saving(root, plans, token, group)
+    saving.create()
+    leaves: dict[int, list[str]] = {}
+    for name, value in names.values.items():
+        if is_sharded(value):
+            leaves.setdefault(id(value), []).append(name)
+
+    def put(leaf: nn.Parameter, full: Tensor) -> None:
+        for name in leaves[id(leaf)]:
+            saving.put(name, full)
+
+    each_full([v for v in names.values.values() if is_sharded(v)], put)
+    for name, value in names.values.items():
+        if not is_sharded(value):
+            saving.put(name, whole(value.detach()))
+    saving.commit()
+
+
+def _outlines(
+    values: Mapping[str, Any], before: Mapping[str, torch.dtype], dtype: torch.dtype | None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"save_full: {name!r} is a {type(value).__name__}; safetensors holds tensors only. "
+                "Use save_checkpoint, or move it out of the module's state."
+            )
+        kept = before.get(name, value.dtype)
+        tensors[name] = (dtype if dtype and kept.is_floating_point else kept, tuple(value.shape))
+    return tensors
+
+
+class _Saving:
+    """The files of one ``save_full``: this rank's are written here. An error waits for commit."""
+
+    def __init__(self, root: Path, plans: list[FilePlan], token: str, group: Group) -> None:
+        self.root, self.plans, self.token, self.group = root, plans, token, group
+        self.mine = {p.name: p for i, p in enumerate(plans) if i % group.size == group.rank}
+        self.place = {key: plan for plan in plans for key in plan.starts}
+        self.problem: Exception | None = None
+
+    def temporary(self, plan: FilePlan) -> Path:
+        return self.root / f".{plan.name}.{self.token}"
+
+    def create(self) -> None:
+        for plan in self.mine.values():
+            self._try(lambda plan=plan: plan.create(self.temporary(plan)))
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        plan = self.place[key]
+        if plan.name in self.mine:
+            self._try(lambda: plan.put(self.temporary(plan), key, tensor))
+
+    def _try(self, act: Any) -> None:
+        """Ranks must keep gathering together, so that an error here must not leave the loop."""
+        if self.problem is None:
+            try:
+                act()
+            except (OSError, ValueError) as error:
+                self.problem = RuntimeError(
+                    f"save_full: {self.root} was not saved: {type(error).__name__}: {error}"
+                )
+
+    def commit(self) -> None:
+        sums: dict[str, Sum] = {}
+
+        def finish() -> None:
+            for plan in self.mine.values():
+                sync(self.temporary(plan))
+                sums[plan.name] = Sum.of(self.temporary(plan))
+
+        self._try(finish)
+        try:
+            settle(self.problem, several(self.group))
+        except Exception:
+            for plan in self.mine.values():
+                self.temporary(plan).unlink(missing_ok=True)
+            raise
+        all_sums: dict[str, Sum] = {}
+        for found in comm.gather_objects(sums, self.group):
+            all_sums.update(found)
+        with Shared(several(self.group)):
+            if self.group.rank == 0:
+                self._rename(all_sums)
+
+    def _rename(self, sums: Mapping[str, Sum]) -> None:
+        index = {
+            "metadata": {
+                "total_size": sum(plan.data_bytes for plan in self.plans),
+                "checksums": {name: dataclasses.asdict(s) for name, s in sorted(sums.items())},
+            },
+            "weight_map": {key: plan.name for plan in self.plans for key in plan.starts},
+        }
+        (self.root / INDEX).unlink(missing_ok=True)
+        for plan in self.plans:
+            os.replace(self.temporary(plan), self.root / plan.name)
+        prepared = self.root / f".{INDEX}.{self.token}"
+        write_durably(prepared, json.dumps(index, indent=1).encode())
+        os.replace(prepared, self.root / INDEX)
+        kept = {plan.name for plan in self.plans}
+        for entry in self.root.iterdir():
+            if _PART.fullmatch(entry.name) and entry.name not in kept:
+                entry.unlink(missing_ok=True)
+        sync_folder(self.root)
+
+
+def load_full(
+    path: PathLike,
+    module: nn.Module,
+    *,
+    strict: bool = True,
+    verify_files: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+) -> IncompatibleKeys:
+    """Load safetensors files into a sharded, or plain, module; every rank must call it.
+
+    Each rank reads the bytes of its own slices, and nothing is written unless all was read and
+    fits, on every rank.
+
+    Args:
+        path: a ``.safetensors`` file, or a folder with one or with several and their index.
+        strict: raise for names that the files lack or the module does not have. A tied parameter
+            may be given under any of its names.
+        verify_files: compare checksums where the index has them, each rank a share of the files.
+        process_group, timeout: as for ``load_checkpoint``.
+
+    Raises:
+        RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
+            or shapes do not fit; a rank did not come, which is named.
+    """
+    group = assemble("load_full", module, process_group, timeout)
+    with Shared(several(group)):
+        items, sums = find_items(Path(path))
+    with Shared(several(group)):
+        for file in sorted(sums)[group.rank :: group.size] if verify_files else ():
+            check_sum(file, sums[file])
+    names = names_of(module)
+    staged: dict[str, Any] = {}
+    with Shared(several(group)):
+        items = {clean(name): item for name, item in items.items()}
+        outlines = {
+            name: torch.empty(item.shape, dtype=item.dtype, device="meta")
+            for name, item in items.items()
+        }
+        custom = custom_load(module)
+        matched = match(module, names.values, outlines, strict and not custom, None)
+        if matched.problem is not None:
+            raise type(matched.problem)(f"{path}: {matched.problem}")
+        by_outline = {id(outline): items[name] for name, outline in outlines.items()}
+        read: dict[tuple[int, int], Tensor] = {}
+        for name, outline in matched.values.items():
+            item, current = by_outline[id(outline)], names.values[name]
+            key = (id(current), id(item))
+            if key not in read:
+                read[key] = read_for(item, current)
+            staged[name] = read[key]
+        extra = {n: read_for(items[n], None) for n in (matched.unexpected if custom else ())}
+    write(module, names, staged, extra)
+    return IncompatibleKeys(matched.missing, matched.unexpected)
+
+
+def find_items(path: Path) -> tuple[dict[str, Item], dict[Path, Sum]]:
+    """Every tensor below ``path`` by name, and the checksums of files that have one.
+
+    Raises:
+        RuntimeError: there are no such files, or one is missing, truncated or damaged.
+    """
+    if path.is_file():
+        return read_header(path)[0], {}
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise RuntimeError(
+            f"{path}: several indices, {[i.name for i in indices]}; name a folder "
+            "with one, or a file."
+        )
+    if not indices:
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            what = "no .safetensors file" if not files else f"{len(files)} files and no index"
+            raise RuntimeError(f"{path}: {what}; wanted a file, or a folder with {INDEX}.")
+        return read_header(files[0])[0], {}
+    index = json_of(indices[0])
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise RuntimeError(f"{indices[0]}: damaged: it has no 'weight_map'.")
+    items: dict[str, Item] = {}
+    for name in sorted(set(weight_map.values())):
+        for key, item in read_header(path / name)[0].items():
+            if weight_map.get(key) == name:
+                items[key] = item
+    if lost := [key for key in weight_map if key not in items]:
+        raise RuntimeError(f"{path / weight_map[lost[0]]}: damaged: it lacks {lost[0]!r}.")
+    checksums = index.get("metadata", {}).get("checksums", {})
+    return items, {path / name: Sum(**entry) for name, entry in checksums.items()}
+
+
+def check_sum(file: Path, wanted: Sum) -> None:
+    """Raise RuntimeError when a file is not what was saved."""
+    found = Sum.of(file)
+    if found.bytes != wanted.bytes:
+        raise RuntimeError(f"{file}: truncated: {found.bytes} bytes, wanted {wanted.bytes}.")
+    if found != wanted:
+        raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
+
+
+def read_for(item: Item, current: Any) -> Tensor:
+    """What ``current`` needs of a tensor on disk: its slice when it is sharded, else all."""
+    if not is_sharded(current) or tuple(current.shape) != item.shape:
+        return item.read().view(item.shape)
+    spec = current._shard_spec
+    if storage_dims(spec) == list(range(len(spec.shape))):
+        return tag(item.read(spec.start, spec.stop), spec)
+    full = item.read().view(item.shape)
+    return tag(own_slice(full, spec).clone(), spec)

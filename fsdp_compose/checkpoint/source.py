@@ -1,0 +1,162 @@
+"""A checkpoint of torch.distributed.checkpoint to read from, whoever wrote it.
+
+Needs no process group: what each rank reads depends on its own slices alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fsdp_compose.checkpoint.files import describe_failures
+from fsdp_compose.checkpoint.names import clean
+from fsdp_compose.sharded import is_sharded, tag
+from fsdp_compose.torch_private import load_checkpoint_plan
+
+Path_: TypeAlias = "tuple[Any, ...]"
+
+
+class Source:
+    """What a checkpoint has, by the path of each value in the dictionary that was saved.
+
+    ``want`` says what to read and ``read`` reads all of it into ``values``, by flat key.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        self.path = path
+        self.entries: dict[str, Any] = metadata.state_dict_metadata
+        nested = metadata.planner_data or {}
+        self.paths: dict[Path_, str] = {tuple(nested.get(key, (key,))): key for key in self.entries}
+        self.values: dict[str, Any] = {}
+        self._wanted: dict[str, Any] = {}
+        self._outlines: dict[int, tuple[str, Any]] = {}
+
+    def below(self, prefix: Path_) -> dict[Path_, str]:
+        """Paths of one step below ``prefix``, and their flat keys."""
+        depth = len(prefix)
+        return {
+            path: key
+            for path, key in self.paths.items()
+            if len(path) == depth + 1 and path[:depth] == prefix
+        }
+
+    def outline(self, key: str) -> Any:
+        """A meta tensor for a tensor, a string for anything else; ``key_of`` knows it again."""
+        entry = self.entries[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            return f"<{key}>"
+        outline = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        self._outlines[id(outline)] = (key, outline)
+        return outline
+
+    def key_of(self, outline: Tensor) -> str:
+        """The flat key that an outline stands for."""
+        return self._outlines[id(outline)][0]
+
+    def model_prefix(self, names: Iterable[str]) -> Path_:
+        """Where in the saved dictionary the model lies: below which most of ``names`` are."""
+        known = set(names)
+        hits: dict[Path_, int] = {("model",): 0}
+        for path in self.paths:
+            if clean(str(path[-1])) in known:
+                hits[path[:-1]] = hits.get(path[:-1], 0) + 1
+        return max(hits, key=lambda prefix: hits[prefix])
+
+    def optimizer(self) -> dict[str, Any]:
+        """Optimizer state as it was saved, with outlines for the tensors in ``"state"``.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        prefixes = {path[: path.index("param_groups")] for path in self.paths if _in_groups(path)}
+        if not prefixes:
+            raise RuntimeError(
+                f"{self.path}: no optimizer state in this checkpoint; pass optim=None to load the "
+                "model alone."
+            )
+        prefix = ("optim",) if ("optim",) in prefixes else min(prefixes)
+        depth = len(prefix)
+        groups: dict[int, dict[str, Any]] = {}
+        state: dict[str, dict[str, Any]] = {}
+        extra: dict[str, Any] = {}
+        for path, key in self.paths.items():
+            if path[:depth] != prefix:
+                continue
+            match path[depth:]:
+                case ("param_groups", int(number), hyper):
+                    groups.setdefault(number, {})[hyper] = key
+                case ("state", name, what):
+                    tensor = isinstance(self.entries[key], TensorStorageMetadata)
+                    state.setdefault(name, {})[what] = self.outline(key) if tensor else key
+                    if not tensor:
+                        self.want(key, None)
+                case (other,):
+                    extra[other] = key
+        for key in (*(k for g in groups.values() for k in g.values()), *extra.values()):
+            self.want(key, None)
+        self.read()
+        return {
+            **{name: self.values[key] for name, key in extra.items()},
+            "state": {
+                name: {
+                    key: of[key] if isinstance(of[key], Tensor) else self.values[of[key]]
+                    for key in sorted(of, key=lambda key: (key != "step", key))
+                }
+                for name, of in state.items()
+            },
+            "param_groups": [
+                {hyper: self.values[key] for hyper, key in groups[number].items()}
+                for number in sorted(groups)
+            ],
+        }
+
+    def want(self, key: str, like: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """Ask for a value, in host memory.
+
+        Args:
+            like: what it will be written into; of a sharded tensor of the saved shape only the
+                slice is read. None: all of it.
+            dtype: None for that of ``like``, or the saved one.
+        """
+        entry = self.entries[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            self._wanted[key] = None
+            return
+        dtype = dtype or (entry.properties.dtype if like is None else like.dtype)
+        if is_sharded(like) and like.shape == entry.size:
+            spec = like._shard_spec
+            local = torch.empty(spec.stop - spec.start, dtype=dtype)
+            self._wanted[key] = tag(local, spec)
+        else:
+            self._wanted[key] = torch.empty(entry.size, dtype=dtype)
+
+    def read(self) -> None:
+        """Read what was asked for.
+
+        Raises:
+            RuntimeError: a file cannot be read.
+        """
+        if not self._wanted:
+            return
+        reader = FileSystemReader(self.path)
+        try:
+            load_checkpoint_plan(self._wanted, reader, None, 0, True, DefaultLoadPlanner())
+        except CheckpointException as error:
+            failures = [(rank, wrapped[0]) for rank, wrapped in error.failures.items()]
+            raise RuntimeError(
+                f"{self.path}: could not be read: {describe_failures(failures)}"
+            ) from error
+        self.values.update(self._wanted)
+        self._wanted = {}
+
+
+def _in_groups(path: Path_) -> bool:
+    return "param_groups" in path

@@ -1,0 +1,199 @@
+"""The safetensors format, read and written in pieces: no pickle, no whole file in memory.
+
+::
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [from, to]}}
+    data      tensors in row-major order, back to back
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 100_000_000  # what the format's own reader accepts
+
+
+@dataclass(frozen=True)
+class Item:
+    """Where a tensor lies in a file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # bytes from the start of the file
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Elements ``[first, last)`` of the flattened tensor, as a 1-D tensor on the CPU.
+
+        Raises:
+            RuntimeError: the file ends before.
+        """
+        last = self.numel if last is None else last
+        tensor = torch.empty(last - first, dtype=self.dtype)
+        with self.file.open("rb") as file:
+            file.seek(self.start + first * self.dtype.itemsize)
+            view = memory(tensor)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise RuntimeError(f"{self.file}: truncated while it was read.")
+                done += count
+        return tensor
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, without a copy."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(data).cast("B")
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for what safetensors cannot hold."""
+    if dtype not in _NAMES:
+        raise ValueError(f"{name!r} is {dtype}, which the safetensors format cannot hold.")
+
+
+def read_header(path: Path) -> tuple[dict[str, Item], dict[str, str]]:
+    """What a file holds, by name, and its ``__metadata__``.
+
+    Raises:
+        RuntimeError: it is missing, truncated or damaged.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or 8 + length > size or length > _MAX_HEADER:
+                raise RuntimeError(f"{path}: truncated or not a safetensors file ({size} bytes).")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise RuntimeError(f"{path}: missing.") from None
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"{path}: damaged or unreadable ({error}).") from error
+    try:
+        notes = header.pop("__metadata__", {})
+        items: dict[str, Item] = {}
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            item = Item(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+            if stop - start != item.numel * item.dtype.itemsize or start < 0:
+                raise RuntimeError(f"{path}: damaged: {name!r} does not have the bytes it says.")
+            if 8 + length + stop > size:
+                raise RuntimeError(f"{path}: truncated: {size} bytes, wanted {8 + length + stop}.")
+            items[name] = item
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"{path}: damaged header ({error!r}).") from error
+    return items, notes
+
+
+class FilePlan:
+    """One file to write: which tensors, and where in it each lies."""
+
+    def __init__(
+        self, name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
+        self.name = name
+        # Wide elements first, so that each tensor is aligned for its dtype.
+        order = sorted(tensors, key=lambda key: -tensors[key][0].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        starts: dict[str, int] = {}
+        end = 0
+        for key in order:
+            dtype, shape = tensors[key]
+            check_dtype(key, dtype)
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            starts[key] = start
+            header[key] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.head = len(text).to_bytes(8, "little") + text
+        self.starts = {key: len(self.head) + start for key, start in starts.items()}
+        self.dtypes = {key: dtype for key, (dtype, _) in tensors.items()}
+        self.data_bytes = end
+        self.bytes = len(self.head) + end
+
+    def create(self, path: Path) -> None:
+        """Make the file, with its header and room for its data."""
+        with path.open("wb") as file:
+            file.write(self.head)
+            file.truncate(self.bytes)
+
+    def put(self, path: Path, key: str, tensor: Tensor) -> None:
+        """Write one tensor into the file that ``create`` made."""
+        data = tensor.detach().to("cpu", self.dtypes[key]).contiguous()
+        with path.open("r+b") as file:
+            file.seek(self.starts[key])
+            file.write(memory(data))
+
+
+def plan_files(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int
+) -> list[FilePlan]:
+    """Cut ``tensors`` into files of at most ``max_bytes`` of data, or of one tensor, in order."""
+    parts: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    size = 0
+    for key, (dtype, shape) in tensors.items():
+        numbytes = math.prod(shape) * dtype.itemsize
+        if parts[-1] and size + numbytes > max_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][key] = (dtype, shape)
+        size += numbytes
+    return [FilePlan(name, part) for name, part in zip(file_names(len(parts)), parts, strict=True)]
+
+
+def file_names(count: int) -> Sequence[str]:
+    """Names as Hugging Face gives them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def sync(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,635 @@
+"""Plain parameters over shards train exactly as the plain model does, and are never silently stale."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import rank_errors, run_ranks
+from models import (
+    Block,
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    compare,
+    data,
+    one_unit,
+    seeded,
+    square,
+    units,
+    whole,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    MixedPrecision,
+    Offload,
+    ShardingStrategy,
+    accumulate,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    register_post_reduce_hook,
+    set_reshard_after_backward,
+    undo,
+)
+from fsdp_compose.flat import flat_parameters, local_parameters, source_of
+from fsdp_compose.sharded import is_sharded, to_local
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+Plain = Callable[[nn.Module], list[nn.Parameter]]
+
+
+def flat(model: nn.Module) -> list[nn.Parameter]:
+    return flat_parameters(model)
+
+
+def local(model: nn.Module) -> list[nn.Parameter]:
+    return list(local_parameters(model).values())
+
+
+WAYS: dict[str, Plain] = {"flat": flat, "local": local}
+ways = pytest.mark.parametrize("way", WAYS)
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "loop": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+
+
+def twin(
+    rank: int,
+    world: int,
+    way: str,
+    make: str = "foreach",
+    build: Callable[[], nn.Module] = Tower,
+    shard: Callable[[nn.Module], Any] = by_block,
+) -> Twin:
+    """A twin whose sharded side has its optimizer over plain parameters."""
+    made = Twin(rank, world, build, shard, OPTIMIZERS[make])
+    made.optim = OPTIMIZERS[make](WAYS[way](made.model))
+    return made
+
+
+# It trains
+
+
+@ways
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_training_equals_the_plain_model(world: int, make: str, way: str) -> None:
+    run_ranks(lambda rank: twin(rank, world, way, make).train(steps=4), world)
+
+
+@ways
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "ZERO1"])
+def test_training_under_each_strategy(strategy: str, way: str) -> None:
+    def ranks(rank: int) -> None:
+        shard = lambda m: by_block(m, strategy=ShardingStrategy[strategy])  # noqa: E731
+        twin(rank, 2, way, shard=shard).train(steps=3)
+
+    run_ranks(ranks)
+
+
+@ways
+def test_training_with_the_optimizer_on_the_host(way: str) -> None:
+    def ranks(rank: int) -> None:
+        offload = Offload(optimizer=True, pin_memory=False)
+        twin(rank, 2, way, shard=lambda m: by_block(m, offload_policy=offload)).train()
+
+    run_ranks(ranks)
+
+
+@ways
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+def test_training_under_checkpointing(reentrant: bool, way: str) -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().mean()
+
+    run_ranks(lambda rank: twin(rank, 2, way).train(forward))
+
+
+class Mixed(nn.Module):
+    """Frozen and trained, two dtypes, complex and empty parameters, and one tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Block()
+        self.b = Block()
+        self.b.up.weight = self.a.up.weight
+        self.b.norm.requires_grad_(False)
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * self.phase.abs().sum() + self.nothing.sum()
+
+
+@ways
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+def test_training_any_parameter(shard: Callable[[nn.Module], Any], way: str) -> None:
+    """The unused parameter decays: its gradient counts as zero, as for sharded parameters."""
+
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way, build=Mixed, shard=shard)
+        for seed in range(3):
+            made.backward(square, seed)
+            made.reference.unused.grad = torch.zeros_like(made.reference.unused)
+            made.step()
+        made.check()
+
+    run_ranks(ranks)
+
+
+@ways
+def test_parameters_of_no_unit_are_trained_too(way: str) -> None:
+    def ranks(rank: int) -> None:
+        shard = lambda m: fully_shard(m, ignored=[m.head])  # noqa: E731
+        made = twin(rank, 2, way, shard=shard)
+        assert sum(p is made.model.head.weight for p in WAYS[way](made.model)) == 1
+        made.model.head.requires_grad_(False)
+        assert not any(p is made.model.head.weight for p in WAYS[way](made.model))
+
+    run_ranks(ranks)
+
+
+# What they are
+
+
+def test_one_flat_parameter_for_each_trained_bucket() -> None:
+    def ranks(rank: int) -> None:
+        model = seeded(lambda: Tower(2))
+        model.blocks[1].requires_grad_(False)
+        model.blocks[0].norm.requires_grad_(False)
+        by_block(model)
+        leaves = flat_parameters(model)
+        trained = [b for u in units(model) for b in u.buckets if b.entries[0].param.requires_grad]
+        assert len(leaves) == len(trained) == 2
+        for leaf, bucket in zip(leaves, trained):
+            assert type(leaf) is nn.Parameter and leaf.is_leaf and leaf.requires_grad
+            assert leaf.shape == (bucket.layout.shard_numel,)
+            assert leaf.data_ptr() == bucket.shard.data_ptr()
+            assert leaf.dtype == torch.float64
+        assert all(a is b for a, b in zip(leaves, flat_parameters(model)))
+
+    run_ranks(ranks)
+
+
+def test_local_parameters_by_name_in_the_order_of_the_model() -> None:
+    def ranks(rank: int) -> int:
+        model = by_block(seeded(Tower))
+        model.blocks[2].requires_grad_(False)
+        found = local_parameters(model)
+        wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert list(found) == list(wanted)
+        for name, leaf in found.items():
+            assert type(leaf) is nn.Parameter and leaf.is_leaf and leaf.ndim == 1
+            assert leaf.data_ptr() == to_local(wanted[name]).data_ptr()
+            assert leaf.shape == to_local(wanted[name]).shape
+        again = local_parameters(model)
+        assert all(found[name] is again[name] for name in found)
+        model.blocks[2].requires_grad_(True)
+        assert len(local_parameters(model)) == len(list(model.parameters()))
+        return sum(leaf.numel() == 0 for leaf in found.values())
+
+    assert sum(run_ranks(ranks)) > 0  # empty slices are there too
+
+
+@ways
+def test_decay_for_matrices_only(way: str) -> None:
+    """As the documentation of local_parameters shows."""
+    if way == "flat":
+        pytest.skip("one flat tensor has one weight decay")
+
+    def groups(model: nn.Module, leaves: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        shapes = {name: p.dim() for name, p in model.named_parameters()}
+        decayed = [p for name, p in leaves.items() if shapes[name] >= 2]
+        others = [p for name, p in leaves.items() if shapes[name] < 2]
+        return torch.optim.AdamW(
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}], weight_decay=0.5
+        )
+
+    def ranks(rank: int) -> None:
+        made = Twin(rank, 2, Tower, by_block)
+        made.optim = groups(made.model, local_parameters(made.model))
+        made.plain_optim = groups(made.reference, dict(made.reference.named_parameters()))
+        made.train()
+
+    run_ranks(ranks)
+
+
+def test_source_tells_what_a_plain_parameter_stands_for() -> None:
+    model = by_block(seeded(Tower))
+    bucket = units(model)[0].buckets[0]
+    source = source_of(flat_parameters(model)[0])
+    assert source is not None and source.bucket() is bucket and source.entry is None
+    source = source_of(local_parameters(model)["first.bias"])
+    assert source is not None and source.entry is not None
+    assert source.entry().param is model.first.bias
+    assert source_of(model.first.bias) is None
+
+
+def test_plain_parameters_keep_nothing_alive() -> None:
+    model = by_block(seeded(Tower))
+    leaves = [*flat_parameters(model), *local_parameters(model).values()]
+    square(model, data(0, 0)).backward()
+    gone = weakref.ref(model), weakref.ref(leaves[0]), weakref.ref(leaves[-1])
+    del leaves
+    assert gone[1]() is None and gone[2]() is None
+    square(model, data(0, 0)).backward()
+    kept = flat_parameters(model)
+    gc.disable()
+    try:
+        del model
+        assert gone[0]() is None
+    finally:
+        gc.enable()
+    assert kept[0].numel()
+
+
+def test_a_deep_copy_has_plain_parameters_of_its_own() -> None:
+    model = by_block(seeded(Tower))
+    leaves = flat_parameters(model)
+    twin = copy.deepcopy(model)
+    square(twin, data(0, 0)).backward()
+    assert all(leaf.grad is None for leaf in leaves)
+    assert all(a is not b for a, b in zip(leaves, flat_parameters(twin)))
+    assert all(leaf.grad is not None for leaf in flat_parameters(twin))
+
+
+# Their gradients
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Every plain gradient is what the parameters have, in the same memory, and padding is zero."""
+    for unit in units(model):
+        for bucket in unit.buckets:
+            leaf = next(p for p in flat_parameters(model) if p.data_ptr() == bucket.shard.data_ptr())
+            assert type(leaf.grad) is Tensor
+            assert leaf.grad.is_contiguous() and leaf.grad.shape == leaf.shape
+            pieces = leaf.grad.split(bucket.splits)
+            for entry, k in zip(bucket.entries, bucket.pieces):
+                grad = entry.param.grad
+                if grad is None:
+                    assert not pieces[k].any()
+                    continue
+                assert is_sharded(grad)
+                if pieces[k].numel():
+                    assert to_local(grad).data_ptr() == pieces[k].data_ptr()
+            gaps = set(range(len(pieces))) - set(bucket.pieces)
+            assert not any(pieces[k].any() for k in gaps)
+    for name, leaf in local_parameters(model).items():
+        grad = dict(model.named_parameters())[name].grad
+        assert (leaf.grad is None) == (grad is None)
+        if grad is not None:
+            assert type(leaf.grad) is Tensor
+            assert leaf.grad.data_ptr() == to_local(grad).data_ptr()
+
+
+class Partly(Tower):
+    """Uses some parameters only, chosen by an attribute."""
+
+    skip_head = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.skip_head else self.head(x)
+
+
+def test_gradients_are_slices_of_one_buffer() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Partly))
+        kept = [*flat_parameters(model), *local_parameters(model).values()]
+        square(model, data(0, rank)).backward()
+        check_gradients(model)
+        model.skip_head = True
+        square(model, data(1, rank)).backward()
+        check_gradients(model)
+        model.zero_grad()
+        square(model, data(1, rank)).backward()
+        check_gradients(model)
+        assert len(kept)
+
+    run_ranks(ranks)
+
+
+def test_gradients_that_are_there_already_are_taken_over() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        before = [whole(p.grad) for p in model.parameters()]
+        kept = [*flat_parameters(model), *local_parameters(model).values()]
+        check_gradients(model)
+        for p, grad in zip(model.parameters(), before):
+            assert torch.equal(whole(p.grad), grad)
+        assert len(kept)
+
+    run_ranks(ranks)
+
+
+CLEARS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "optimizer, None": lambda model, optim: optim.zero_grad(set_to_none=True),
+    "optimizer, zero": lambda model, optim: optim.zero_grad(set_to_none=False),
+    "module, None": lambda model, optim: model.zero_grad(set_to_none=True),
+    "module, zero": lambda model, optim: model.zero_grad(set_to_none=False),
+}
+
+
+@ways
+@pytest.mark.parametrize("clear", CLEARS)
+def test_clearing_on_either_side_clears_both(clear: str, way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        for seed in range(3):
+            for part in range(2):  # two backwards add up
+                made.backward(square, 10 * seed + part)
+            made.check_grads()
+            made.optim.step()
+            made.plain_optim.step()
+            CLEARS[clear](made.model, made.optim)
+            made.plain_optim.zero_grad()
+        made.check()
+
+    run_ranks(ranks)
+
+
+@ways
+def test_clearing_one_parameter(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        made.backward(square, 0)
+        for model in (made.model, made.reference):
+            model.blocks[0].up.weight.grad = None
+        made.backward(square, 1)
+        made.step()
+        made.check()
+
+    run_ranks(ranks)
+
+
+@ways
+def test_accumulation(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        for seed in range(2):
+            with no_sync(made.model):
+                made.backward(square, 10 * seed)
+                assert all(p.grad is None for p in WAYS[way](made.model))
+            made.backward(square, 10 * seed + 1)
+            made.step()
+            with accumulate(made.model, keep="sharded"):
+                made.backward(square, 10 * seed + 2)
+            made.backward(square, 10 * seed + 3)
+            made.step()
+        made.check()
+
+    run_ranks(ranks)
+
+
+@ways
+def test_clipping_the_module_clips_them(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        for seed in range(3):
+            made.backward(square, seed)
+            norm = clip_grad_norm_(made.model, 0.01)
+            wanted = nn.utils.clip_grad_norm_(made.reference.parameters(), 0.01)
+            compare("norm", whole(norm), wanted, made.tolerance)
+            made.step()
+        made.check()
+
+    run_ranks(ranks)
+
+
+@ways
+def test_gradient_hooks_that_replace_a_gradient(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        for model in (made.model, made.reference):
+            model.blocks[1].down.weight.register_hook(lambda grad: grad * 3)
+        made.train()
+
+    run_ranks(ranks)
+
+
+@ways
+def test_backward_to_some_parameters(way: str) -> None:
+    """What was not asked for is not in the flat gradient either."""
+
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way, "sgd")
+        xs = made.inputs(0)
+        loss = square(made.model, xs[rank])
+        loss.backward(inputs=[made.model.blocks[0].up.weight, made.model.head.bias])
+        plain = torch.stack([square(m, x) for m, x in zip(made.plain, xs)]).mean()
+        plain.backward(inputs=[made.reference.blocks[0].up.weight, made.reference.head.bias])
+        if way == "flat":
+            kept = flat_parameters(made.model) + local(made.model)
+            check_flat = [p for p in flat_parameters(made.model) if p.grad is not None]
+            assert len(check_flat) == 2 and kept
+        for p in made.reference.parameters():  # a flat tensor decays as a whole
+            in_bucket = any(p is q for q in made.reference.blocks[0].parameters())
+            in_root = any(p is q for q in (*made.reference.first.parameters(),
+                                           *made.reference.head.parameters()))
+            if way == "flat" and p.grad is None and (in_bucket or in_root):
+                p.grad = torch.zeros_like(p)
+        made.optim.step()
+        made.plain_optim.step()
+        made.check()
+
+    run_ranks(ranks)
+
+
+@ways
+def test_a_graph_over_gradients_reaches_them(way: str) -> None:
+    """With create_graph autograd accumulates gradients itself."""
+
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        for seed in range(2):
+            loss, plain = made.losses(square, seed)
+            ours = torch.autograd.grad(loss, list(made.model.parameters()), create_graph=True)
+            theirs = torch.autograd.grad(
+                plain, list(made.reference.parameters()), create_graph=True
+            )
+            sum(g.square().sum() for g in ours).backward()
+            sum(g.square().sum() for g in theirs).backward()
+            made.step()
+        made.check()
+
+    run_ranks(ranks)
+
+
+def test_a_backward_that_keeps_its_graph_sets_them() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        kept = [*flat_parameters(model), *local_parameters(model).values()]
+        with pytest.warns(UserWarning, match="create_graph"):
+            square(model, data(0, rank)).backward(create_graph=True)
+        grads = [whole(p.grad) for p in model.parameters()]
+        other = by_block(seeded(Tower))
+        square(other, data(0, rank)).backward()
+        for p, q, name in zip(model.parameters(), other.parameters(), dict(model.named_parameters())):
+            torch.testing.assert_close(whole(p.grad), whole(q.grad))
+            torch.testing.assert_close(local_parameters(model)[name].grad, to_local(q.grad))
+        theirs = flat_parameters(other)
+        square(other, data(0, rank)).backward()
+        for ours, wanted in zip(flat_parameters(model), theirs):
+            torch.testing.assert_close(2 * ours.grad, wanted.grad)
+        model.zero_grad()
+        assert len(grads) and len(kept)
+
+    run_ranks(ranks)
+
+
+@ways
+def test_an_optimizer_inside_backward_frees_gradients(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way, "sgd")
+        leaves = WAYS[way](made.model)
+
+        def step(module: nn.Module, params: list[nn.Parameter]) -> None:
+            made.optim.step()
+            made.optim.zero_grad()
+
+        handle = register_post_reduce_hook(made.model, step)
+        for seed in range(3):
+            made.backward(square, seed)
+            assert all(p.grad is None for p in leaves)
+            assert all(p.grad is None for p in made.model.parameters())
+            made.plain_optim.step()
+            made.plain_optim.zero_grad()
+        made.check()
+        handle.remove()
+
+    run_ranks(ranks)
+
+
+# Writes are seen
+
+
+@ways
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_step_is_seen_by_a_unit_that_stays_gathered(make: str, way: str) -> None:
+    def ranks(rank: int) -> None:
+        shard = lambda m: by_block(m, strategy=ShardingStrategy.SHARD_GRAD_OP)  # noqa: E731
+        made = twin(rank, 2, way, make, shard=shard)
+        set_reshard_after_backward(made.model, False)
+        for seed in range(3):
+            made.backward(square, seed)
+            made.step()
+        with torch.no_grad():
+            made.losses(square, 9)
+
+    run_ranks(ranks)
+
+
+@ways
+def test_module_to_is_followed(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way, "sgd")
+        leaves = WAYS[way](made.model)
+        made.train(steps=1)
+        made.model.float()
+        made.optim.state.clear()
+        square(made.model, data(0, rank, dtype=torch.float32)).backward()
+        assert all(p.dtype == torch.float32 == p.grad.dtype for p in leaves)
+        before = [whole(p) for p in made.model.parameters()]
+        made.optim.step()
+        for p, old in zip(made.model.parameters(), before):
+            assert not torch.equal(whole(p), old)
+
+    run_ranks(ranks)
+
+
+# What is refused
+
+
+@ways
+def test_a_module_that_is_not_sharded(way: str) -> None:
+    with pytest.raises(ValueError, match="Tower is not sharded.*call fully_shard first"):
+        WAYS[way](Tower())
+
+
+def test_flat_refuses_a_part_of_a_unit() -> None:
+    model = one_unit(seeded(Tower))
+    by_hand = nn.Sequential(model.first, fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"'0.weight' of Sequential belongs to unit 'Tower'"):
+        flat_parameters(by_hand)
+
+
+def test_flat_refuses_what_was_frozen_afterwards() -> None:
+    model = one_unit(seeded(Tower))
+    model.head.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'head.weight' of unit 'Tower' is frozen"):
+        flat_parameters(model)
+
+
+def test_freezing_under_a_flat_parameter_raises_in_backward() -> None:
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        leaves = flat_parameters(model)
+        model.head.requires_grad_(False)
+        square(model, data(0, rank)).backward()
+        assert leaves
+
+    for error in rank_errors(ranks):
+        assert error is not None and "'head.weight' was frozen after flat_parameters" in error
+
+
+@ways
+def test_a_step_after_undo_raises(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        made.train(steps=1)
+        undo(made.model)
+        gc.collect()
+        made.optim.step()
+
+    for error in rank_errors(ranks):
+        assert error is not None and "AdamW holds plain parameters of a module that is no" in error
+
+
+@ways
+def test_converting_between_backward_and_step_raises(way: str) -> None:
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        made.backward(square, 0)
+        made.model.float()
+        made.optim.step()
+
+    for error in rank_errors(ranks):
+        assert error is not None and "was converted" in error and "convert after step" in error
+
+
+def test_low_precision_gradients() -> None:
+    def ranks(rank: int) -> None:
+        mp = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+        model = by_block(seeded(Tower).float(), mp_policy=mp)
+        leaves = flat_parameters(model)
+        square(model, data(0, rank, dtype=torch.float32)).backward()
+        assert {p.dtype for p in leaves} == {torch.float32}
+        assert {p.grad.dtype for p in leaves} == {torch.bfloat16}
+
+    run_ranks(ranks)
+
+
+def test_state_is_at_rest_after_all_that() -> None:
+    model = by_block(seeded(Tower))
+    optim = torch.optim.SGD(flat_parameters(model), lr=0.1)
+    square(model, data(0, 0)).backward()
+    optim.step()
+    assert_at_rest(model)

@@ -1,0 +1,253 @@
+"""The tests notice when the engine is broken: each mutation fails the check that is there for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import RankFailure, run_ranks
+from models import Tower, Twin, by_block, data, seeded, square
+from test_budget import STRATEGIES, check_prefetch, check_released, check_traffic
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, no_sync
+
+pytestmark = pytest.mark.slow
+
+
+def replace(name: str, make: Callable[[Any], Any], module: str = "engine") -> None:
+    """Put ``make(original)`` wherever the package has bound the function of this name."""
+    original = getattr(sys.modules[f"fsdp_compose.{module}"], name)
+    mutant = make(original)
+    for key, loaded in list(sys.modules.items()):
+        if key.startswith("fsdp_compose") and vars(loaded).get(name) is original:
+            setattr(loaded, name, mutant)
+
+
+# Checks
+
+
+def check_training(rank: int, **options: Any) -> None:
+    Twin(rank, 2, Tower, lambda m: by_block(m, **options)).train()
+
+
+def check_staleness(rank: int) -> None:
+    """A weight written between steps is read by the next forward, though it stayed gathered."""
+    twin = Twin(rank, 2, Tower, lambda m: by_block(m, strategy=ShardingStrategy.SHARD_GRAD_OP))
+    for seed in range(3):
+        square(twin.model, data(0, rank))  # stays gathered
+        with torch.no_grad():
+            for model in (twin.model, twin.reference):
+                for param in model.parameters():
+                    param.mul_(1.1)
+        twin.backward(square, seed)
+        twin.step()
+
+
+def check_hybrid(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    Twin(rank, 4, Tower, lambda m: by_block(m, mesh=mesh)).train()
+
+
+def check_no_sync(rank: int) -> None:
+    """Micro-batches without communication of gradients, then one with; the sum is right."""
+    twin = Twin(rank, 2, Tower)
+    for step in range(2):
+        comm.traffic.reset()
+        with no_sync(twin.model):
+            twin.backward(square, 10 * step)
+            twin.backward(square, 10 * step + 1)
+            assert comm.traffic.reduces == 0
+        twin.backward(square, 10 * step + 2)
+        assert comm.traffic.reduces == 4
+        twin.step()
+    twin.check()
+
+
+def check_reduce_dtype(rank: int) -> None:
+    """Gradients travel in reduce_dtype, which is wider than the compute's here."""
+
+    def moved(reduce: torch.dtype) -> int:
+        model = by_block(Tower(), mp_policy=MixedPrecision(torch.bfloat16, reduce))
+        comm.traffic.reset()
+        model(data(0, rank, dtype=torch.float32)).float().mean().backward()
+        return comm.traffic.reduce_bytes
+
+    assert moved(torch.float32) == 2 * moved(torch.bfloat16)
+
+
+def check_frozen(rank: int) -> None:
+    def build() -> nn.Module:
+        model = Tower()
+        model.blocks[1].requires_grad_(False)
+        model.head.bias.requires_grad_(False)
+        return model
+
+    twin = Twin(rank, 2, build)
+    comm.traffic.reset()
+    twin.backward(square, 0)
+    assert comm.traffic.reduces == 3
+    assert all(p.grad is None for p in twin.model.parameters() if not p.requires_grad)
+    twin.train()
+
+
+def check_replicas_verified(rank: int) -> None:
+    model = seeded(Tower)
+    if rank == 1:
+        model.head.bias.data += 1
+    with pytest.raises(ValueError, match="differs between rank 0 and rank 1"):
+        by_block(model)
+
+
+def check_budget(rank: int) -> None:
+    check_traffic(rank, *STRATEGIES["default"], 2)
+
+
+def check_ahead(rank: int) -> None:
+    check_prefetch(rank, Prefetch(), True)
+
+
+# Mutations
+
+
+def sum_for_mean() -> None:
+    original = comm.ReduceScatter.result
+    comm.ReduceScatter.result = lambda self, dtype, scale: original(self, dtype, 1.0)
+
+
+def drop_a_rank() -> None:
+    """One contribution of the sum is lost."""
+
+    def make(original: Any) -> Any:
+        def mutant(self: Any, dtype: Any, scale: float) -> Any:
+            self.exchange.wait()
+            self.contributions = [self.contributions[0].clone()]
+            return original(self, dtype, scale)
+
+        return mutant
+
+    comm.ReduceScatter.result = make(comm.ReduceScatter.result)
+
+
+def no_sync_flag() -> None:
+    from fsdp_compose.state import Switches
+
+    Switches.sync = property(lambda self: True, lambda self, value: None)
+
+
+def never_release() -> None:
+    replace("_release", lambda original: lambda lane, bucket: None)
+
+
+def gather_zeros() -> None:
+    original = comm.gather_parts
+
+    def mutant(whole: Any, parts: Any, group: Any, *rest: Any) -> Any:
+        exchange = original(whole, parts, group, *rest)
+        exchange.wait()
+        if group.size > 1 and whole.numel():
+            parts[1 - group.rank].zero_()
+        return exchange
+
+    comm.gather_parts = mutant
+
+
+def reduce_in_compute_dtype() -> None:
+    original = MixedPrecision.dtypes_for
+
+    def mutant(self: Any, storage: Any) -> Any:
+        dtypes = original(self, storage)
+        return dtypes._replace(reduce=dtypes.compute)
+
+    MixedPrecision.dtypes_for = mutant
+
+
+def thaw() -> None:
+    """Frozen parameters of a unit are trained with the rest."""
+
+    def make(original: Any) -> Any:
+        def mutant(bucket: Any) -> None:
+            original(bucket)
+            for entry in bucket.entries:
+                entry.param.requires_grad_(True)
+
+        return mutant
+
+    replace("place_parameters", make, "bucket")
+
+
+def reduce_twice() -> None:
+    """Every reduction is handed out two times."""
+    replace("assign", lambda original: lambda r, flat: (original(r, flat), original(r, flat)))
+
+
+def lose_accumulation() -> None:
+    """A second backward overwrites the first's gradient."""
+
+    def make(original: Any) -> Any:
+        def mutant(reduction: Any, flat: Any) -> None:
+            for entry in reduction.bucket.entries:
+                entry.param.grad = None
+            original(reduction, flat)
+
+        return mutant
+
+    replace("assign", make)
+
+
+def check_accumulation(rank: int) -> None:
+    twin = Twin(rank, 2, Tower)
+    for seed in range(3):
+        twin.backward(square, seed)
+    twin.step()
+    twin.check()
+
+
+MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
+    "sum for mean": (sum_for_mean, check_training, 2),
+    "a contribution lost": (drop_a_rank, check_training, 2),
+    "stale weights": (
+        lambda: replace("refresh_stale", lambda original: lambda unit: None), check_staleness, 2,
+    ),
+    "no stamp": (
+        lambda: replace("stamp_of", lambda original: lambda bucket: 0), check_staleness, 2,
+    ),
+    "no all-reduce over replicas": (
+        lambda: setattr(comm, "all_reduce", lambda tensor, group, op="sum": tensor),
+        check_hybrid, 4,
+    ),
+    "sync flag ignored": (no_sync_flag, check_no_sync, 2),
+    "never released": (never_release, check_released, 2),
+    "prefetch ignored": (
+        lambda: replace("prefetch", lambda original: lambda *args, **kwargs: None), check_ahead, 2,
+    ),
+    "always gathered again": (
+        lambda: replace("keep", lambda original: lambda unit, reason: None), check_budget, 2,
+    ),
+    "reduce dtype ignored": (reduce_in_compute_dtype, check_reduce_dtype, 2),
+    "frozen made trainable": (thaw, check_frozen, 2),
+    "other ranks' weights lost": (gather_zeros, check_training, 2),
+    "gradients handed out twice": (reduce_twice, check_training, 2),
+    "accumulation lost": (lose_accumulation, check_accumulation, 2),
+    "start not verified": (
+        lambda: replace("checksum", lambda original: lambda t: original(torch.zeros(1)), "agree"),
+        check_replicas_verified, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_noticed(name: str) -> None:
+    mutate, check, world = MUTATIONS[name]
+    run_ranks(check, world)
+
+    def broken(rank: int) -> None:
+        mutate()
+        check(rank)
+
+    with pytest.raises(RankFailure, match=r"AssertionError|DID NOT RAISE"):
+        run_ranks(broken, world, timeout=20)
