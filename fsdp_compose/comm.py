@@ -77,8 +77,8 @@ class Exchange:
                 who = f"rank {self.peers[index]}" if self.peers else "another rank"
                 raise RuntimeError(
                     f"rank {dist.get_rank()} waits to {self.purpose}, and {who} does not answer: "
-                    "it has died, is stuck, or runs other units. Look at what it printed; every rank "
-                    "must run the same units in the same order. The transport says: "
+                    "it has died, is stuck, or runs other units. Look at what it printed; every "
+                    "rank must run the same units in the same order. The transport says: "
                     f"{error}"
                 ) from error
 

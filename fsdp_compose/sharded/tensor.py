@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.comm import all_gather_uneven
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded.spec import Hooks, (
+from fsdp_compose.sharded.spec import (
+    Hooks,
     Residence,
     ShardedWeightError,
     ShardSpec,
