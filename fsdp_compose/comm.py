@@ -149,9 +149,9 @@ def reduce_scatter_parts(
     """
     if group.pg is None:
         return ReduceScatter(Exchange(), [whole])
-    own = parts[group.rank]
     if whole.numel() == 0:
-        return ReduceScatter(Exchange(), [own])
+        return ReduceScatter(Exchange(), [whole])
+    own = parts[group.rank]
     traffic.reduces += 1
     traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     if is_point_to_point(group):

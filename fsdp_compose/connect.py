@@ -15,15 +15,9 @@ from typing import Any
 import torch
 
 from fsdp_compose.bucket import Bucket, Entry
-from fsdp_compose.engine import (
-    drain,
-    pack,
-    requires_grad,
-    run_gradient_hooks,
-    running_task,
-    start_reduce,
-)
+from fsdp_compose.engine import running_task
 from fsdp_compose.gather import Reduce
+from fsdp_compose.reduction import drain, pack, requires_grad, run_gradient_hooks, start_reduce
 from fsdp_compose.state import Unit
 from fsdp_compose.torch_private import raw, wanted_leaves
 

@@ -24,8 +24,8 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_compose.bucket import Bucket, Entry, find_entry
-from fsdp_compose.engine import get_grad, requires_grad, set_grad
 from fsdp_compose.names import named_leaves
+from fsdp_compose.reduction import get_grad, requires_grad, set_grad
 from fsdp_compose.sharded import is_sharded, tag, to_local
 from fsdp_compose.state import Unit, iter_units, owner_of
 from fsdp_compose.torch_private import raw

@@ -27,14 +27,7 @@ from fsdp_compose.bucket import (
     storage_order,
 )
 from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards
-from fsdp_compose.engine import (
-    begin_forward_pass,
-    check_slots,
-    drain,
-    drop,
-    install_leaves,
-    settle,
-)
+from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.mesh import MeshLike, compute_device, subgroup_of
@@ -50,6 +43,8 @@ from fsdp_compose.policy import (
     ShardingStrategy,
     place,
 )
+from fsdp_compose.reduction import drain
+from fsdp_compose.residency import check_slots, drop, install_leaves, settle
 from fsdp_compose.sharded import (
     Residence,
     ShardSpec,

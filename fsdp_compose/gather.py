@@ -20,17 +20,16 @@ import torch
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry
-from fsdp_compose.engine import (
-    close_backward,
+from fsdp_compose.engine import close_backward, running_task
+from fsdp_compose.reduction import (
     drain,
     finish_reduce,
-    keep,
     pack,
     requires_grad,
     run_gradient_hooks,
-    running_task,
     start_reduce,
 )
+from fsdp_compose.residency import keep
 from fsdp_compose.state import Hold, Live, Task, Unit, routes_of
 from fsdp_compose.torch_private import raw, wanted_leaves
 

@@ -19,28 +19,30 @@ from torch import nn
 
 from fsdp_compose.adopt import moved_before_backward
 from fsdp_compose.engine import (
-    admit,
     begin_forward_pass,
     carry_prefetched,
-    check_slots,
-    drop,
     drop_prefetched,
     end_step,
+    open_backward,
+    prefetch_forward,
+    recover,
+    running_task,
+    use_carried,
+)
+from fsdp_compose.gather import Boundary, trained_entries, view_parameters
+from fsdp_compose.order import Change, Order
+from fsdp_compose.residency import (
+    admit,
+    check_slots,
+    drop,
     hold,
     install,
     install_leaves,
     keep,
-    open_backward,
-    prefetch_forward,
-    recover,
     refresh_stale,
-    running_task,
     spread_inner,
-    use_carried,
     wait_gathered,
 )
-from fsdp_compose.gather import Boundary, trained_entries, view_parameters
-from fsdp_compose.order import Change, Order
 from fsdp_compose.state import Hold, Lane, Opened, Unit, get_state
 from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks
 from fsdp_compose.tree import find_tensors, map_tensors

@@ -161,9 +161,10 @@ def _start(ranks: _Ranks, rank: int, command: list[str], env: dict[str, str]) ->
 
 
 def _forward(rank: int, source: IO[str], sink: IO[str]) -> None:
-    for line in source:
-        sink.write(f"[rank {rank}] {line.rstrip()}\n")
-        sink.flush()
+    with source:
+        for line in source:
+            sink.write(f"[rank {rank}] {line.rstrip()}\n")
+            sink.flush()
 
 
 def _supervise(ranks: _Ranks) -> int:

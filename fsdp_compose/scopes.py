@@ -18,15 +18,9 @@ from torch import nn
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, alias
 from fsdp_compose.connect import connect, is_running
-from fsdp_compose.engine import (
-    install,
-    install_leaves,
-    refresh_stale,
-    requires_grad,
-    settle,
-    wait_gathered,
-)
 from fsdp_compose.gather import gather_flat
+from fsdp_compose.reduction import requires_grad
+from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
 from fsdp_compose.sharded import own_slice, to_local
 from fsdp_compose.state import Hold, Opened, Unit, _lanes, find_state, owner_of
 from fsdp_compose.torch_private import parameter_slots, raw

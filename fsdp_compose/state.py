@@ -191,10 +191,7 @@ class Unit:
             prefetch=self.prefetch,
             switches=replace(self.switches),
             number=self.number and (*self.number, "copy", self.copies),
-            slots=[
-                (_copy_slot(slot, memo), index)
-                for slot, index in self.slots
-            ],
+            slots=[(_copy_slot(slot, memo), index) for slot, index in self.slots],
             unready_buffers=[(name, _copy_slot(slot, memo)) for name, slot in self.unready_buffers],
         )
         return unit

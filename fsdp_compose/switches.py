@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from fsdp_compose.engine import discard_packed
+from fsdp_compose.reduction import discard_packed
 from fsdp_compose.state import Switches, Unit, find_state, iter_units
 from fsdp_compose.unshard import reduce_grads
 

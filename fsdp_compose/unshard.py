@@ -11,19 +11,9 @@ from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.connect import Reach, connect, is_running
-from fsdp_compose.engine import (
-    drain,
-    drop,
-    install_leaves,
-    keep,
-    land,
-    pack,
-    prefetch,
-    refresh_stale,
-    start_all_reduce,
-    start_reduce,
-    wait_gathered,
-)
+from fsdp_compose.engine import prefetch
+from fsdp_compose.reduction import drain, land, pack, start_all_reduce, start_reduce
+from fsdp_compose.residency import drop, install_leaves, keep, refresh_stale, wait_gathered
 from fsdp_compose.state import Hold, Lane, Opened, Unit, find_state, iter_units, owner_of
 
 

@@ -347,6 +347,32 @@ def test_a_replaced_parameter_is_refused_and_not_lost() -> None:
     run_ranks(ranks, 2)
 
 
+class Fail(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("in backward")
+
+
+def test_a_parameter_replaced_after_a_failed_step_is_not_lost() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(Tower(1))
+        x = data(0, rank).float().requires_grad_()
+        with pytest.raises(ValueError, match="in backward"):
+            model(Fail.apply(x)).sum().backward()
+        new = model.head.weight = nn.Parameter(torch.ones(2, 6))
+        with pytest.raises(RuntimeError, match=r"'head.weight' .* was replaced"):
+            model(x)
+        assert model.head.weight is new
+
+    run_ranks(ranks, 2)
+
+
 def assert_at_rest_but_for(model: nn.Module) -> None:
     assert not any(unit.calls for unit in units(model))
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import rank_errors, run_ranks, single_process
 from models import WIDTH, Block, Tower, by_block, data, seeded, sgd, square, whole
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, undo, wrap
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import STATE_KEY
+
+from harness import rank_errors, run_ranks, single_process
 
 
 def assert_untouched(model: nn.Module, rank: int) -> None:
@@ -262,7 +263,7 @@ def test_parameters_on_several_devices(where: str) -> None:
         target = {"one": model.head, "block": model.blocks[1].up}[where]
         with FakeTensorMode():
             target.weight = nn.Parameter(torch.zeros(target.weight.shape, device="cuda"))
-        with pytest.raises(ValueError, match=f"{where == 'one' and 'head' or 'up'}.*on c(uda|pu)"):
+        with pytest.raises(ValueError, match=f"{(where == 'one' and 'head') or 'up'}.*on c(uda|pu)"):
             by_block(model, init="as_is")
         assert_untouched(model, rank)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from models import (
     WIDTH,
     Block,
@@ -30,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, wrap
 from fsdp_compose.state import Unit
+
+from harness import run_ranks
 
 DEPTH = 3
 

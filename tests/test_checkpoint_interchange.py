@@ -1,4 +1,4 @@
-"""What torch's FSDP1, FSDP2 and plain modules save loads here, and what is saved here loads there."""
+"""What torch's FSDP1, FSDP2 and plain modules save loads here, and what we save loads there."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def theirs1(seed: int = 0) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    # Not use_orig_params=True: where one rank holds none of a parameter, torch 2.13 then gathers
+    # that parameter's exp_avg_sq as its exp_avg.
     policy = ModuleWrapPolicy({nn.Linear})
-    return FSDP1(
-        Net(seed), device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
-    )
+    return FSDP1(Net(seed), device_id=torch.device("cpu"), auto_wrap_policy=policy)
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from models import Tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, comm
 from fsdp_compose.state import GradBucket
+
 from harness import rank_errors, run_ranks
-from models import Tower
 
 HOOKS = {
     "default": (None, fc.default_hook, 1e-6),

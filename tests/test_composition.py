@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import gc
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from harness import rank_errors, run_ranks
 from models import (
     WIDTH,
     Block,
@@ -24,7 +19,6 @@ from models import (
     by_block,
     compare,
     data,
-    mean_loss,
     nested,
     one_unit,
     square,
@@ -36,8 +30,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import ShardingStrategy, comm, fully_shard, wrap
-from fsdp_compose.engine import drop
 from fsdp_compose.state import Hold
+
+from harness import run_ranks
 
 SHARDS = {"blocks": by_block, "one": one_unit, "nested": nested}
 
@@ -1156,7 +1151,7 @@ def test_training_in_a_thread() -> None:
         def work() -> None:
             try:
                 twin.train()
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 errors.append(error)
 
         thread = threading.Thread(target=work)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ def alive(pid: int) -> bool:
         return False
     stat = Path(f"/proc/{pid}/stat")
     return not (stat.is_file() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+@contextmanager
+def background(*args: str | Path):
+    """The command line, started; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "fsdp_compose", *map(str, args)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_until(condition, seconds: float = 60.0) -> None:
@@ -262,17 +275,11 @@ def test_a_stopped_launcher_leaves_no_orphan(script, tmp_path, signum):
         f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(f'{{os.getpid()}}.')",
         "time.sleep(600)",
     )
-    command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", path]
-    launcher = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
-    try:
+    with background("run", "--nproc", "2", path) as launcher:
         wait_until(lambda: all(f.is_file() and f.read_text().endswith(".") for f in files))
         launcher.send_signal(signum)
         _, errors = launcher.communicate(timeout=60)
-    finally:
-        launcher.kill()
     assert launcher.returncode == 128 + signum
     assert f"{signum.name}: stopping ranks 0, 1" in errors
     assert not any(alive(int(f.read_text().rstrip("."))) for f in files)
@@ -334,21 +341,11 @@ def test_demo_fails_when_a_promise_is_broken(tmp_path):
 
 
 def test_interrupted_demo_ends_at_once_and_quietly(tmp_path):
-    command = [sys.executable, "-m", "fsdp_compose", "demo", "--", *SMALL, "--steps=100000"]
-    launcher = subprocess.Popen(
-        [*command, "--device=cpu", f"--out={tmp_path}"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert launcher.stdout is not None
-    try:
+    options = [*SMALL, "--steps=100000", "--device=cpu", f"--out={tmp_path}"]
+    with background("demo", "--", *options) as launcher:
         while not launcher.stdout.readline().startswith("step     0"):
             assert launcher.poll() is None
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=60)
-    finally:
-        launcher.kill()
     assert launcher.returncode == 130
     assert "Traceback" not in errors, errors

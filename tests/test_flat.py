@@ -1,4 +1,4 @@
-"""Plain parameters over shards train exactly as the plain model does, and are never silently stale."""
+"""Plain parameters over shards train exactly as the plain model does, and are never stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import rank_errors, run_ranks
 from models import (
     Block,
     Tower,
@@ -42,6 +41,8 @@ from fsdp_compose import (
 )
 from fsdp_compose.flat import flat_parameters, local_parameters, source_of
 from fsdp_compose.sharded import is_sharded, to_local
+
+from harness import rank_errors, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -275,7 +276,9 @@ def check_gradients(model: nn.Module) -> None:
     """Every plain gradient is what the parameters have, in the same memory, and padding is zero."""
     for unit in units(model):
         for bucket in unit.buckets:
-            leaf = next(p for p in flat_parameters(model) if p.data_ptr() == bucket.shard.data_ptr())
+            leaf = next(
+                p for p in flat_parameters(model) if p.data_ptr() == bucket.shard.data_ptr()
+            )
             assert type(leaf.grad) is Tensor
             assert leaf.grad.is_contiguous() and leaf.grad.shape == leaf.shape
             pieces = leaf.grad.split(bucket.splits)
@@ -442,8 +445,10 @@ def test_backward_to_some_parameters(way: str) -> None:
             assert len(check_flat) == 2 and kept
         for p in made.reference.parameters():  # a flat tensor decays as a whole
             in_bucket = any(p is q for q in made.reference.blocks[0].parameters())
-            in_root = any(p is q for q in (*made.reference.first.parameters(),
-                                           *made.reference.head.parameters()))
+            in_root = any(
+                p is q
+                for q in (*made.reference.first.parameters(), *made.reference.head.parameters())
+            )
             if way == "flat" and p.grad is None and (in_bucket or in_root):
                 p.grad = torch.zeros_like(p)
         made.optim.step()
@@ -482,7 +487,9 @@ def test_a_backward_that_keeps_its_graph_sets_them() -> None:
         grads = [whole(p.grad) for p in model.parameters()]
         other = by_block(seeded(Tower))
         square(other, data(0, rank)).backward()
-        for p, q, name in zip(model.parameters(), other.parameters(), dict(model.named_parameters())):
+        for p, q, name in zip(
+            model.parameters(), other.parameters(), dict(model.named_parameters())
+        ):
             torch.testing.assert_close(whole(p.grad), whole(q.grad))
             torch.testing.assert_close(local_parameters(model)[name].grad, to_local(q.grad))
         theirs = flat_parameters(other)
@@ -560,7 +567,7 @@ def test_module_to_is_followed(way: str) -> None:
 
 @ways
 def test_a_module_that_is_not_sharded(way: str) -> None:
-    with pytest.raises(ValueError, match="Tower is not sharded.*call fully_shard first"):
+    with pytest.raises(ValueError, match=r"Tower is not sharded.*call fully_shard first"):
         WAYS[way](Tower())
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import rank_errors, run_ranks
 from models import (
     WIDTH,
     Tower,
@@ -44,6 +43,8 @@ from fsdp_compose.switches import (
     set_reshard_after_forward,
 )
 from fsdp_compose.unshard import reduce_grads
+
+from harness import rank_errors, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
 

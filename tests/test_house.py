@@ -28,6 +28,8 @@ LAYERS = [
     "state.py",
     "names.py",
     "adopt.py",
+    "residency.py",
+    "reduction.py",
     "engine.py",
     "comm_hooks.py",
     "gather.py",

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from models import (
     WIDTH,
     Block,
@@ -36,6 +35,8 @@ from torch import Tensor, nn
 from fsdp_compose import ShardingStrategy, fully_shard, get_state, is_fully_sharded, undo, wrap
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 from fsdp_compose.state import STATE_KEY
+
+from harness import run_ranks
 
 SHARDS = {"blocks": by_block, "one": one_unit, "nested": nested}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -19,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard, state_dict
 from fsdp_compose.comm import traffic
 from fsdp_compose.switches import accumulate, no_sync
+
 from harness import run_ranks
-from models import Block
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full_shard": {"strategy": ShardingStrategy.FULL_SHARD},

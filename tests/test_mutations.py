@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankFailure, run_ranks
 from models import Tower, Twin, by_block, data, seeded, square
 from test_budget import STRATEGIES, check_prefetch, check_released, check_traffic
 from torch import nn
@@ -16,12 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, no_sync
 
+from harness import RankFailure, run_ranks
+
 pytestmark = pytest.mark.slow
 
 
-def replace(name: str, make: Callable[[Any], Any], module: str = "engine") -> None:
+def replace(name: str, make: Callable[[Any], Any], module: str | None = None) -> None:
     """Put ``make(original)`` wherever the package has bound the function of this name."""
-    original = getattr(sys.modules[f"fsdp_compose.{module}"], name)
+    homes = ("residency", "reduction", "engine") if module is None else (module,)
+    loaded = [vars(sys.modules[f"fsdp_compose.{home}"]) for home in homes]
+    original = next(names[name] for names in loaded if name in names)
     mutant = make(original)
     for key, loaded in list(sys.modules.items()):
         if key.startswith("fsdp_compose") and vars(loaded).get(name) is original:
@@ -146,10 +149,10 @@ def never_release() -> None:
 def gather_zeros() -> None:
     original = comm.gather_parts
 
-    def mutant(whole: Any, parts: Any, group: Any, *rest: Any) -> Any:
-        exchange = original(whole, parts, group, *rest)
+    def mutant(whole: Any, parts: Any, own: Any, group: Any, *rest: Any) -> Any:
+        exchange = original(whole, parts, own, group, *rest)
         exchange.wait()
-        if group.size > 1 and whole.numel():
+        if group.pg is not None and whole.numel():
             parts[1 - group.rank].zero_()
         return exchange
 
@@ -234,7 +237,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "gradients handed out twice": (reduce_twice, check_training, 2),
     "accumulation lost": (lose_accumulation, check_accumulation, 2),
     "start not verified": (
-        lambda: replace("checksum", lambda original: lambda t: original(torch.zeros(1)), "agree"),
+        lambda: replace("_checksum", lambda original: lambda t: original(torch.zeros(1)), "agree"),
         check_replicas_verified, 2,
     ),
 }  # fmt: skip

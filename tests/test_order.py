@@ -34,6 +34,7 @@ from fsdp_compose import (
     engine,
     fully_shard,
     hooks,
+    residency,
     seed_order,
     set_backward_prefetch,
     set_debug,
@@ -199,7 +200,7 @@ def test_a_sequence_without_end_is_cut() -> None:
 def events() -> Iterator[list[str]]:
     """Names of units as their gathers are issued, and of forwards (+) and backwards (-) begun."""
     log: list[str] = []
-    start, opened, closed = engine._start_gather, hooks.open_backward, engine.close_backward
+    start, opened, closed = residency._start_gather, hooks.open_backward, engine.close_backward
 
     def gather(lane: Lane, bucket: Any) -> None:
         log.append(bucket.entries[0].spec.unit)
@@ -216,7 +217,7 @@ def events() -> Iterator[list[str]]:
         closed(unit, ended)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_start_gather", gather)
+        patch.setattr(residency, "_start_gather", gather)
         patch.setattr(hooks, "open_backward", open_backward)
         patch.setattr(engine, "close_backward", close_backward)
         import fsdp_compose.gather
@@ -371,7 +372,7 @@ def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:
             lambda m: by_block(m, prefetch=Prefetch(depth, depth, moment)),
         )
         most = [0]
-        start = engine._start_gather
+        start = residency._start_gather
 
         def gather(lane: Lane, bucket: Any) -> None:
             ahead = [u for u in lane.units if Hold.PREFETCH in u.holds]
@@ -380,7 +381,7 @@ def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:
 
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch.setattr(engine, "_start_gather", gather)
+            patch.setattr(residency, "_start_gather", gather)
             for step in range(6):
                 twin.model.seed = twin.plain[0].seed = twin.plain[1].seed = step // 2
                 twin.train(steps=1)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from models import Tower, Twin, adamw, by_block, data, seeded, square, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import ShardingStrategy, comm, fully_shard
 from fsdp_compose.mesh import Group
 from fsdp_compose.scaler import GradScaler
+
+from harness import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
 

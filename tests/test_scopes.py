@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import rank_errors, run_ranks
 from models import (
     WIDTH,
     Block,
@@ -36,6 +35,8 @@ from fsdp_compose.scopes import gathered, iter_full, summon_full_params
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 from fsdp_compose.state import Hold
 from fsdp_compose.unshard import prefetch_units, reduce_grads, reshard, unshard
+
+from harness import rank_errors, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
 

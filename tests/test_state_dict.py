@@ -454,6 +454,7 @@ def test_peak_of_full_is_one_bucket() -> None:
             fc.fully_shard(layer)
         fc.fully_shard(model)
         live: dict[int, Any] = {}
+        shards = {p.untyped_storage()._cdata for p in model.parameters()}
         peak = 0
 
         class Ledger(TorchDispatchMode):
@@ -466,7 +467,7 @@ def test_peak_of_full_is_one_bucket() -> None:
                 out = func(*args, **(kwargs or {}))
                 for t in [out] if isinstance(out, torch.Tensor) else []:
                     storage = t.untyped_storage()
-                    if storage._cdata not in live:
+                    if storage._cdata not in live and storage._cdata not in shards:
                         live[storage._cdata] = (weakref.ref(t), storage.nbytes())
                 alive = {k: v for k, v in live.items() if v[0]() is not None}
                 live.clear()
@@ -479,5 +480,33 @@ def test_peak_of_full_is_one_bucket() -> None:
         bucket = 64 * 64 * 4
         assert peak <= (9 if rank == 0 else 1) * bucket + 4096, peak / bucket
         assert len(got) == (8 if rank == 0 else 0)
+
+    run_ranks(run, 2)
+
+
+def test_ignored_parameters_and_cast_buffers_are_where_a_plain_module_has_them() -> None:
+    def run(rank: int) -> None:
+        def build(seed: int) -> nn.Module:
+            model = Net(seed)
+            return fc.fully_shard(
+                model,
+                ignored=[model.turned, model.blocks[1]],
+                mp_policy=fc.MixedPrecision(buffer_dtype=torch.bfloat16),
+            )
+
+        model = build(1)
+        assert model.kept.dtype is torch.bfloat16
+        load_state_dict(model, Net(2).state_dict())
+        full = state_dict(model)
+        want = Net(2).state_dict()
+        assert list(full) == list(want)
+        for key, value in want.items():
+            assert full[key].dtype == value.dtype
+            half = key == "kept" or "running" in key
+            assert torch.equal(full[key], value.bfloat16().float() if half else value)
+        assert type(model.state_dict()["turned"]) is torch.Tensor
+        elsewhere = build(3)
+        elsewhere.load_state_dict(model.state_dict())
+        same(state_dict(elsewhere), full)
 
     run_ranks(run, 2)

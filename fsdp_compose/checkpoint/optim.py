@@ -11,7 +11,7 @@ State that is cut as its parameter is a sharded value; everything else is the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.names import clean, listing, parameter_names
+from fsdp_compose.checkpoint.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import fit, needs_gather, whole
@@ -252,13 +253,13 @@ def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, An
             + (f" with {sorted(map(str, state_dict))[:5]}" if isinstance(state_dict, dict) else "")
             + "; wanted a dictionary with 'state' and 'param_groups'."
         )
-    if _has_numbers(state_dict):
+    if has_numbers(state_dict):
         order = [
             [part.name for member in group for part in member.parts]
             for _, groups in targets
             for group in groups
         ]
-        state_dict = _to_names(state_dict, order)
+        state_dict = to_names(state_dict, order)
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
     state = {canonical.get(clean(n), clean(n)): v for n, v in state_dict["state"].items()}
     groups = [
@@ -448,95 +449,3 @@ def _broadcast(module: nn.Module, state_dict: Any, targets: Targets) -> dict[str
         name, key = path.split("\0")
         state.setdefault(name, {})[key] = value
     return {**frame, "state": state}
-
-
-def rekey_optim_state_dict(
-    state_dict: Mapping[str, Any],
-    key: Literal["name", "id"],
-    module: nn.Module,
-    optim: OptimLike | None = None,
-) -> dict[str, Any]:
-    """Optimizer state by parameter names or by the numbers a plain optimizer uses.
-
-    ``rekey_optim_state_dict(optim_state_dict(model, optim), "id", model)`` loads into a plain
-    optimizer with the same groups over the plain model, and ``"name"`` is the way back.
-
-    Args:
-        state_dict: values are not looked at; nothing communicates.
-        key: ``"name"`` or ``"id"``. State that has these keys already is copied.
-        module: gives the order of parameters for state by number with one group.
-        optim: gives it for several groups; not needed otherwise.
-
-    Raises:
-        ValueError: an unknown ``key``, or numbers that cannot be matched to parameters.
-    """
-    if key not in ("name", "id"):
-        raise ValueError(f"rekey_optim_state_dict: key is {key!r}; wanted 'name' or 'id'.")
-    if key == "id":
-        return _to_numbers(state_dict)
-    if not _has_numbers(state_dict):
-        return dict(state_dict)
-    if optim is not None:
-        order = [
-            [part.name for member in group for part in member.parts]
-            for one in optimizers_of(optim)
-            for group in members_of(module, one)
-        ]
-    else:
-        order = _default_order(state_dict, module)
-    return _to_names(state_dict, order)
-
-
-def _has_numbers(state_dict: Mapping[str, Any]) -> bool:
-    params = [p for group in state_dict["param_groups"] for p in group["params"]]
-    return any(not isinstance(p, str) for p in params)
-
-
-def _to_numbers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    if _has_numbers(state_dict):
-        return dict(state_dict)
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in state_dict["param_groups"]:
-        ids = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-        groups.append({**group, "params": ids})
-    state = {numbers[name]: dict(v) for name, v in state_dict["state"].items() if name in numbers}
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _to_names(state_dict: Mapping[str, Any], order: list[list[str]]) -> dict[str, Any]:
-    groups = state_dict["param_groups"]
-    sizes = [len(group["params"]) for group in groups]
-    if sizes != [len(names) for names in order]:
-        raise ValueError(
-            f"optimizer state by number: saved groups of {sizes} parameters, here they are of "
-            f"{[len(names) for names in order]}; group the parameters as they were, or pass optim= "
-            "with the optimizer that has those groups."
-        )
-    names = {
-        number: name
-        for group, group_names in zip(groups, order, strict=True)
-        for number, name in zip(group["params"], group_names, strict=True)
-    }
-    state = {names[int(number)]: dict(v) for number, v in state_dict["state"].items()}
-    renamed = [{**g, "params": list(n)} for g, n in zip(groups, order, strict=True)]
-    return {**state_dict, "state": state, "param_groups": renamed}
-
-
-def _default_order(state_dict: Mapping[str, Any], module: nn.Module) -> list[list[str]]:
-    groups = state_dict["param_groups"]
-    if all("param_names" in group for group in groups):
-        return [[clean(name) for name in group["param_names"]] for group in groups]
-    names = parameter_names(module)
-    if len(groups) == 1:
-        for chosen in (
-            [names[id(p)][0] for p in module.parameters() if id(p) in names],
-            [names[id(p)][0] for p in module.parameters() if id(p) in names and p.requires_grad],
-        ):
-            if len(chosen) == len(groups[0]["params"]):
-                return [chosen]
-    raise ValueError(
-        f"rekey_optim_state_dict: groups of {[len(g['params']) for g in groups]} parameters do not "
-        f"tell which of the module's {len(names)} they are; pass optim= with an optimizer that has "
-        "the same groups over this module's parameters."
-    )

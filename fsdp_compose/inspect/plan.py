@@ -289,7 +289,7 @@ def plan(
             if mesh is not None:
                 raise ValueError("plan: pass world_size or mesh, not both.")
             options = replace(options, mesh=imagine(world_size, backend))
-        if any(param.is_meta for m in modules for param in m.parameters()):
+        if _is_on_meta(modules):
             options = replace(options, device=compute_device(options.mesh, options.device))
         plans = plan_shards(modules, options, units, Ignored.of(left_alone))
         survey = survey_plans(modules, plans)
@@ -321,6 +321,12 @@ def imagine(world_size: int | tuple[int, int], backend: str) -> Mesh:
         replicate = Group(None, 0, replicas, backend, tuple(range(0, replicas * shards, shards)))
     device = torch.device("cpu" if backend == "gloo" else "cuda")
     return Mesh(shard, replicate, device)
+
+
+def _is_on_meta(modules: Any) -> bool:
+    """Before ``modules`` has been checked."""
+    given = modules if isinstance(modules, Sequence) else ()
+    return any(p.is_meta for m in given if isinstance(m, nn.Module) for p in m.parameters())
 
 
 def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int, str | None]:

@@ -60,4 +60,5 @@ def _bars(axes: Any, labels: list[str], parts: dict[str, list[int]]) -> None:
         axes.barh(labels, values, left=left, label=name)
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.invert_yaxis()
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if parts:
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))

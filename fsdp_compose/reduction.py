@@ -1,0 +1,291 @@
+"""Gradients: packed once into a flat buffer, reduced, cut, and handed to the parameters.
+
+The previous reduction is finished before the next pack, so that one flat buffer exists at a time,
+and its buffer is freed only behind the reduction that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_compose import comm
+from fsdp_compose.bucket import Bucket, Entry, make_grad_buffer
+from fsdp_compose.policy import Offload
+from fsdp_compose.residency import noted
+from fsdp_compose.sharded import tag_all
+from fsdp_compose.state import GradBucket, Lane, Reduction, Unit
+from fsdp_compose.torch_private import (
+    raw,
+)
+
+
+def _descriptor(name: str) -> Any:
+    return torch.Tensor.__dict__.get(name) or getattr(torch.Tensor, name)
+
+
+# Attribute access without the detour through a sharded tensor's own properties; use under raw().
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _descriptor("grad").__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("grad").__set__
+requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
+
+
+def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
+    """Copy or add the gradients of the bucket's entries into its flat buffer; None is zero."""
+    buffer = bucket.grads
+    if buffer is None:
+        buffer = bucket.grads = make_grad_buffer(bucket)
+    elif not bucket.packed:
+        buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
+    views: list[torch.Tensor] = buffer.views
+    given: Any = grads
+    zeros = buffer.gaps
+    if any(grad is None for grad in grads):
+        pairs = list(zip(buffer.views, grads, strict=True))
+        views = [view for view, grad in pairs if grad is not None]
+        given = [grad for _, grad in pairs if grad is not None]
+        zeros = [view for view, grad in pairs if grad is None] + buffer.gaps
+    if bucket.packed:
+        if given:
+            torch._foreach_add_(views, given)
+        return
+    bucket.packed = True
+    if given:
+        torch._foreach_copy_(views, given)
+    if zeros:
+        torch._foreach_zero_(zeros)
+
+
+def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = None) -> Reduction:
+    """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result."""
+    assert bucket.grads is not None
+    if bucket in unit.reduce_events:
+        events, code, kept = unit.reduce_events[bucket]
+        all_reduces = unit.switches.all_reduce
+        events.note((code if all_reduces else kept, "reduce", unit.name, "backward"))
+    bucket.packed = False
+    mesh, streams = bucket.mesh, unit.lane.streams
+    factor = unit.switches.divide_factor
+    scale = 1.0 / (mesh.size if factor is None else factor)
+    reduction = Reduction(unit, bucket, None, scale, wanted)
+    flat, parts = bucket.grads.flat, bucket.grads.parts
+    nbytes = flat.numel() * flat.element_size()
+    with streams.on(streams.reduce), noted("reduce", bucket, nbytes):
+        if unit.switches.comm_hook is None:
+            # Half precision overflows at 65504: divide before the sum, by half of the factor.
+            if flat.dtype == torch.float16 and scale != 1.0:
+                before = 2.0 ** round(math.log2(scale) / 2)
+                flat *= before
+                reduction.scale = scale / before
+            reduction.scatter = comm.reduce_scatter_parts(
+                flat, parts, mesh.shard, f"reduce gradients of unit {unit.name!r}"
+            )
+        if unit.switches.comm_hook is not None or streams.reduce is not None:
+            reduction.result = _combine(reduction)
+            reduction.done = streams.record(streams.reduce)
+    return reduction
+
+
+def start_all_reduce(unit: Unit, bucket: Bucket) -> Reduction:
+    """Finish over the replicas what was reduced over the shard group only."""
+    assert bucket.partial is not None
+    streams = unit.lane.streams
+    reduction = Reduction(unit, bucket, None, 1.0, reads_buffer=False)
+    with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.partial.nbytes):
+        grad = comm.all_reduce(bucket.partial, bucket.mesh.replicate)
+        reduction.result = _typed(bucket, grad)
+        reduction.done = streams.record(streams.reduce)
+    bucket.partial = None
+    return reduction
+
+
+def _combine(reduction: Reduction) -> torch.Tensor:
+    """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
+    bucket, switches = reduction.bucket, reduction.unit.switches
+    real = _real_dtype(bucket.grad_dtype)
+    if switches.comm_hook is not None:
+        return _typed(bucket, _run_comm_hook(reduction).to(real))
+    assert reduction.scatter is not None
+    grad = reduction.scatter.result(real, reduction.scale)
+    if bucket.partial is not None:
+        grad += bucket.partial
+        bucket.partial = None
+    if bucket.mesh.replicate.size > 1:
+        if not switches.all_reduce:
+            bucket.partial = grad
+        else:
+            comm.all_reduce(grad, bucket.mesh.replicate)
+    return _typed(bucket, grad)
+
+
+def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+    """Gradients travel as real numbers; complex parameters get theirs back as complex ones."""
+    return torch.view_as_complex(grad.view(-1, 2)) if bucket.shard.is_complex() else grad
+
+
+def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
+    unit, bucket, hook = reduction.unit, reduction.bucket, reduction.unit.switches.comm_hook
+    assert hook is not None and bucket.grads is not None
+    given = GradBucket(
+        unit=unit.name,
+        key=f"{unit.name}/{unit.buckets.index(bucket) if bucket in unit.buckets else 'tied'}",
+        flat=bucket.grads.flat,
+        parts=bucket.grads.parts or [bucket.grads.flat],
+        shard=bucket.mesh.shard,
+        replicate=bucket.mesh.replicate,
+        scale=reduction.scale,
+        dtype=bucket.shard.dtype,
+    )
+    with torch.no_grad():
+        grad = hook(unit.switches.comm_state, given)
+    wanted = given.parts[0].numel()
+    if getattr(grad, "numel", int)() != wanted:
+        raise ValueError(
+            f"communication hook of unit {unit.name!r} returned "
+            f"{type(grad).__name__} {tuple(getattr(grad, 'shape', ()))}; wanted this rank's part "
+            f"of the averaged gradient, {wanted} elements."
+        )
+    return grad.reshape(-1)
+
+
+def finish_reduce(reduction: Reduction) -> torch.Tensor:
+    """Wait for a reduction and free the buffer it read."""
+    bucket, streams = reduction.bucket, reduction.unit.lane.streams
+    if reduction.result is None:
+        reduction.result = _combine(reduction)
+    streams.wait(reduction.done)
+    if not reduction.reads_buffer:
+        return reduction.result
+    assert bucket.grads is not None
+    if bucket.mesh.shard.size == 1:
+        bucket.grads = None  # the result is the buffer itself
+    elif not bucket.packed:
+        # Not before the current stream has waited for the reduction that reads it.
+        bucket.grads.flat.untyped_storage().resize_(0)
+    return reduction.result
+
+
+def drain(lane: Lane) -> None:
+    """Finish every reduction under way and hand its gradients to the parameters."""
+    while lane.reductions:
+        reduction = lane.reductions.pop(0)
+        grad = finish_reduce(reduction)
+        if reduction.bucket.partial is None:
+            _deliver(lane, reduction, grad)
+
+
+def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
+    """Bring a reduced gradient to where the shards are, now or in the last backward of a step."""
+    bucket, last = reduction.bucket, reduction.unit.switches.last_backward
+    offload = bucket.offload
+    if not (offload.shards or offload.grads):
+        assign(reduction, grad)
+        return
+    if offload.grads and not (last and not offload.shards):
+        grad = _to_host(grad, offload)
+    if not last:
+        waiting = bucket.waiting_grad
+        _settle(lane)
+        bucket.waiting_grad = grad if waiting is None else waiting.add_(grad)
+        return
+    if bucket.waiting_grad is not None:
+        _settle(lane)
+        grad = bucket.waiting_grad.add_(grad.to(bucket.waiting_grad.device))
+        bucket.waiting_grad = None
+    if offload.shards:
+        grad = _to_host(grad, offload)
+    else:
+        grad = grad.to(bucket.shard.device, non_blocking=True)
+    lane.landing.append((reduction, grad, lane.streams.record(lane.streams.current)))
+
+
+def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=offload.pin_memory
+    )
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _settle(lane: Lane) -> None:
+    """Let the host see gradients that are being copied to it."""
+    if lane.streams.current is not None:
+        lane.streams.current.synchronize()
+
+
+def land(lane: Lane) -> None:
+    """Hand out gradients that were copied to the host, which has to wait for them here."""
+    while lane.landing:
+        reduction, grad, mark = lane.landing.pop(0)
+        if mark is not None:
+            mark.synchronize()
+        assign(reduction, grad)
+
+
+def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Slices of a sharded flat tensor by entry, each tagged as what it is."""
+    slices = flat.split_with_sizes(bucket.splits)
+    grads = [slices[piece] for piece in bucket.pieces]
+    tag_all(grads, [entry.spec for entry in bucket.entries])
+    return grads
+
+
+def assign(reduction: Reduction, flat: torch.Tensor) -> None:
+    """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
+    bucket, wanted, mirror = reduction.bucket, reduction.wanted, reduction.bucket.mirror
+    if mirror is not None:
+        mirror.reconcile()
+    ready: list[Entry] = []
+    held: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    with raw():
+        for entry, grad in zip(bucket.entries, cut(bucket, flat), strict=True):
+            param, leaf_hooks = entry.param, entry.spec.hooks
+            if not requires_grad(param) or (wanted is not None and entry not in wanted):
+                continue
+            if leaf_hooks.gradient:
+                grad = run_gradient_hooks(entry, grad)
+            previous = get_grad(param)
+            if previous is None:
+                set_grad(param, grad)
+            else:
+                held.append(previous)
+                added.append(grad)
+            ready.append(entry)
+        if held:
+            with torch.no_grad():
+                torch._foreach_add_(held, added)
+    if mirror is not None:
+        mirror.settle(flat)
+    for entry in ready:
+        for hook in tuple(entry.spec.hooks.accumulated.values()):
+            hook.deliver(entry.param)
+    module = reduction.unit.modules[0]()
+    for reduced in tuple(reduction.unit.post_reduce_hooks.values()):
+        reduced(module, [entry.param for entry in ready])
+    if mirror is not None:
+        mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
+
+
+def run_gradient_hooks(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
+    """Apply the hooks a user registered on the parameter to its sharded gradient."""
+    for hook in tuple(entry.spec.hooks.gradient.values()):
+        changed = hook(grad)
+        if changed is not None:
+            grad = changed
+    return grad
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def discard_packed(bucket: Bucket) -> None:
+    """Forget gradients that were packed and not reduced."""
+    bucket.packed = False
+    assert bucket.grads is not None
+    bucket.grads.flat.untyped_storage().resize_(0)

@@ -1,0 +1,256 @@
+"""Where a unit's parameters are: gathering, releasing, and what its modules read meanwhile.
+
+A unit is gathered while it has a reason to be (``Hold``), and a bucket while some unit holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from fsdp_compose import comm
+from fsdp_compose.adopt import adopt, moved_before_backward, require_written
+from fsdp_compose.bucket import Bucket, Phase
+from fsdp_compose.state import Hold, Lane, Unit, lane_of
+from fsdp_compose.torch_private import (
+    flat_weights,
+    graph_task_id,
+    profiler_enabled,
+    raw,
+)
+
+log = logging.getLogger("fsdp_compose")
+_QUIET = nullcontext()
+
+
+def noted(phase: str, bucket: Bucket, nbytes: int) -> AbstractContextManager[object]:
+    """Name what happens to a bucket in the log, at INFO, and in a profile."""
+    if log.isEnabledFor(logging.INFO):
+        spec = bucket.entries[0].spec
+        what = f"{bucket.shard.dtype}, {len(bucket.entries)} parameters"
+        log.info("%s %s: %d bytes (%s)", phase, spec.unit, nbytes, what)
+    if profiler_enabled():
+        return torch.profiler.record_function(f"fsdp_compose.{phase} {bucket.entries[0].spec.unit}")
+    return _QUIET
+
+
+_PURPOSE = {
+    Hold.FORWARD: "forward",
+    Hold.BACKWARD: "backward",
+    Hold.KEPT: "to keep it",
+    Hold.PREFETCH: "ahead of its use",
+    Hold.RETAINED: "for a second backward",
+    Hold.USER: "asked for by the caller",
+}
+
+
+def hold(unit: Unit, reason: Hold) -> None:
+    """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
+    for bucket, events, code in unit.gather_events:
+        if bucket.phase is Phase.SHARDED:  # raises before anything has changed
+            events.note((code, "gather", unit.name, _PURPOSE[reason]))
+    if reason not in unit.holds:
+        unit.holds.add(reason)
+        for bucket in unit.gathered:
+            bucket.holders += 1
+    for bucket in unit.gathered:
+        if bucket.residence.moved:
+            settle(bucket)
+        if bucket.phase is Phase.SHARDED:
+            _start_gather(unit.lane, bucket)
+
+
+def admit(unit: Unit) -> None:
+    """Before a forward outside backward: take over what was done to the parameters since."""
+    waiting = bool(unit.unready_buffers)
+    for bucket in unit.gathered:
+        if bucket.residence.moved:
+            settle(bucket)
+        waiting = waiting or bool(bucket.unready)
+    if waiting:
+        require_written(unit)
+
+
+def settle(bucket: Bucket) -> None:
+    """Take over what was done to the parameters of a bucket whose ``residence.moved`` is set."""
+    if graph_task_id() != -1:
+        if bucket.phase is Phase.SHARDED:
+            raise RuntimeError(moved_before_backward(bucket))
+        return  # gathered before the change, as this backward needs it
+    was_gathered = bucket.phase is not Phase.SHARDED
+    _release(lane_of(bucket.mesh.device), bucket)
+    adopt(bucket)
+    if was_gathered:
+        _start_gather(lane_of(bucket.mesh.device), bucket)
+
+
+def drop(unit: Unit, reason: Hold) -> None:
+    """Withdraw a reason; what nobody holds any more is released."""
+    if reason in unit.holds:
+        unit.holds.remove(reason)
+        for bucket in unit.gathered:
+            bucket.holders -= 1
+            if bucket.holders == 0:
+                _release(unit.lane, bucket)
+
+
+def wait_gathered(unit: Unit) -> None:
+    """Make the unit's full parameters readable on the current stream."""
+    for bucket in unit.gathered:
+        if bucket.phase is Phase.GATHERING:
+            _finish_gather(unit.lane, bucket)
+
+
+def keep(unit: Unit, reason: Hold) -> None:
+    """Keep a gathered unit for a later pass, which must not read it once its shard has changed."""
+    hold(unit, reason)
+    for bucket in unit.gathered:
+        bucket.stamp = stamp_of(bucket)
+
+
+def refresh_stale(unit: Unit) -> None:
+    """Gather again what was kept gathered while its shard changed."""
+    stale = [b for b in unit.gathered if b.phase is Phase.GATHERED and b.stamp != stamp_of(b)]
+    for bucket, events, code in unit.gather_events if stale else ():
+        if bucket in stale:
+            events.note((code, "gather", unit.name, "again, since it was changed"))
+    for bucket in stale:
+        _start_gather(unit.lane, bucket)
+
+
+def stamp_of(bucket: Bucket) -> object:
+    """Changes whenever a parameter of the bucket is written, in whatever way autograd can see.
+
+    A parameter whose ``.data`` was handed out can be written unseen, so its stamp never repeats.
+    """
+    if bucket.in_place:
+        return None
+    if bucket.residence.written:
+        return object()
+    with raw():
+        return (bucket.shard._version, *[entry.param._version for entry in bucket.entries])
+
+
+def _start_gather(lane: Lane, bucket: Bucket) -> None:
+    bucket.move_to(Phase.GATHERING)
+    if bucket.in_place:
+        return
+    streams = lane.streams
+    with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
+        _fill(bucket)
+        bucket.gathered_at = streams.record(streams.gather)
+
+
+def _fill(bucket: Bucket) -> None:
+    storage = bucket.full.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(bucket.full_nbytes)
+    group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
+    purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
+    if inner is not None and inner.store is not None and inner.stamp == stamp_of(bucket):
+        group, parts = inner.group, inner.parts
+        inner.own.copy_(inner.store)
+    elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
+        part = bucket.shard_bytes
+        bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, part, group, purpose)
+        return
+    else:
+        bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
+    own = parts[group.rank] if parts else bucket.whole_bytes
+    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose)
+
+
+def _resident_shard(bucket: Bucket) -> torch.Tensor:
+    """What a gather reads: the shard, or of an offloaded one the copy kept on the device."""
+    if not bucket.offload.optimizer or bucket.offload.params:
+        return bucket.shard
+    stamp = stamp_of(bucket)
+    if bucket.device_shard is None:
+        bucket.device_shard = torch.empty_like(bucket.own)
+        bucket.device_stamp = None
+    if bucket.device_stamp != stamp:
+        bucket.device_shard.copy_(bucket.shard, non_blocking=True)
+        bucket.device_stamp = stamp
+    return bucket.device_shard
+
+
+def spread_inner(unit: Unit) -> None:
+    """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
+    for bucket in unit.buckets:
+        if bucket.inner is not None and bucket.phase is Phase.GATHERED:
+            bucket.inner.store = bucket.inner.own.clone()
+            bucket.inner.stamp = stamp_of(bucket)
+
+
+def forget_inner(unit: Unit) -> None:
+    """Backward is done: free what was kept for it."""
+    for bucket in unit.buckets:
+        if bucket.inner is not None:
+            bucket.inner.store = None
+
+
+def _finish_gather(lane: Lane, bucket: Bucket) -> None:
+    bucket.gather.wait()
+    bucket.move_to(Phase.GATHERED)
+    lane.streams.wait(bucket.gathered_at)
+    bucket.gathered_at = None
+
+
+def _release(lane: Lane, bucket: Bucket) -> None:
+    if bucket.phase is Phase.SHARDED:
+        return
+    if bucket.phase is Phase.GATHERING:
+        _finish_gather(lane, bucket)
+    bucket.move_to(Phase.SHARDED)
+    if bucket.in_place:
+        return
+    if log.isEnabledFor(logging.INFO):
+        log.info("release %s: %d bytes", bucket.entries[0].spec.unit, bucket.full_nbytes)
+    storage = bucket.full.untyped_storage()
+    if lane.streams.gather is None:
+        storage.resize_(0)
+    else:
+        # Freed on the stream it was allocated on, behind the compute that read it: the allocator
+        # then gives the memory only to later gathers, and nothing has to be kept alive for compute.
+        with lane.streams.on(lane.streams.gather):
+            storage.resize_(0)
+
+
+def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    """Let the unit's modules read ``tensors``, by entry, as their parameters."""
+    for values, name, index in unit.places:
+        values[name] = tensors[index]
+    for ref, positions in unit.recurrent:
+        module = ref()
+        assert isinstance(module, torch.nn.RNNBase)
+        weights = flat_weights(module)
+        for position, index in positions:
+            weights[position] = tensors[index]
+
+
+def install_leaves(unit: Unit) -> None:
+    """Let the unit's modules hold their sharded parameters again, or what a scope put there."""
+    install(unit, resting(unit))
+
+
+def resting(unit: Unit) -> Sequence[torch.Tensor]:
+    """What the unit's modules hold between passes, by entry."""
+    return [e.param for e in unit.entries] if unit.opened is None else unit.opened.tensors
+
+
+def check_slots(unit: Unit) -> None:
+    """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
+    entries, held = unit.entries, resting(unit)
+    for values, name, index in unit.places:
+        if values.get(name) is not held[index]:
+            found = values.get(name)
+            raise RuntimeError(
+                f"parameter {entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
+                f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
+                "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
+                "with fsdp_compose.gathered(module, writeback=True)), or call "
+                "fsdp_compose.undo(module) before replacing it."
+            )

@@ -1,0 +1,602 @@
+"""A plan is what a real step then does: collectives, bytes and peak memory, in every cell."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block, Ledger, Tower, by_block, data, nested, one_unit, seeded, square, units
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    MixedPrecision,
+    Offload,
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    wrap,
+)
+from fsdp_compose.inspect import Communication, Plan, count_traffic, plan, plot_plan, traffic_report
+
+from harness import fake_world, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+WIDTH = 128
+BLOCKS = wrap.by_class({Block})
+COUNTED = [f.name for f in fields(Communication)]
+
+
+class Model(nn.Module):
+    """Blocks between two layers; activations of one row are small beside the parameters."""
+
+    def __init__(self, frozen: str = "", again: bool = False, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, 2 * width) for _ in range(4))
+        self.head = nn.Linear(width, width)
+        self.again = again
+        for name, param in self.named_parameters():
+            param.requires_grad_(not any(name.startswith(start) for start in frozen.split()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.head(x)
+
+
+class Tied(Model):
+    """Blocks share a weight with each other, and the head one with the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.first.weight
+        self.blocks[3].up.weight = self.blocks[1].up.weight
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+BF16_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NORMS_FP32 = lambda fqn, p: None if "norm" in fqn else BF16_FP32  # noqa: E731
+S = ShardingStrategy
+
+CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
+    "default": (2, {}, Model),
+    "3 ranks": (3, {}, Model),
+    "1 rank": (1, {}, Model),
+    "1 rank, bf16": (1, {"mp_policy": BF16}, Model),
+    "full": (4, {"strategy": S.FULL_SHARD}, Model),
+    "grad op": (2, {"strategy": S.SHARD_GRAD_OP}, Model),
+    "zero1": (3, {"strategy": S.ZERO1}, Model),
+    "no shard": (2, {"strategy": S.NO_SHARD}, Model),
+    "no shard, bf16": (2, {"strategy": S.NO_SHARD, "mp_policy": BF16}, Model),
+    "hybrid": (4, {"strategy": S.HYBRID_SHARD, "mesh": (2, 2)}, Model),
+    "hybrid zero2": (4, {"strategy": S.HYBRID_SHARD_ZERO2, "mesh": (2, 2)}, Model),
+    "reshard": (2, {"reshard_after_forward": True}, Model),
+    "no reshard": (2, {"reshard_after_forward": False}, Model),
+    "spread over 2 of 4": (4, {"reshard_after_forward": 2}, Model),
+    "bf16": (2, {"mp_policy": BF16}, Model),
+    "bf16, reduced in fp32": (3, {"mp_policy": BF16_FP32}, Model),
+    "low precision gradients": (
+        2,
+        {"mp_policy": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
+        Model,
+    ),
+    "norms in fp32": (2, {"mp_policy": NORMS_FP32}, Model),
+    "rows": (3, {"granularity": "row"}, Model),
+    "tensors": (3, {"granularity": "tensor"}, Model),
+    "frozen start": (2, {}, lambda: Model("first blocks.0 blocks.1")),
+    "frozen middle": (2, {}, lambda: Model("blocks.1 blocks.2")),
+    "frozen base": (3, {}, lambda: Model("first blocks.0 blocks.1 blocks.2 blocks.3")),
+    "frozen head": (2, {}, lambda: Model("first head")),
+    "frozen parts": (2, {}, lambda: Model("blocks.0.up blocks.1.norm blocks.2.down blocks.3.up")),
+    "all frozen but one": (2, {"strategy": S.SHARD_GRAD_OP}, lambda: Model("first blocks head.w")),
+    "checkpointed": (2, {}, lambda: Model(again=True)),
+    "checkpointed, spread": (4, {"reshard_after_forward": 2}, lambda: Model(again=True)),
+    "checkpointed, kept": (2, {"reshard_after_forward": False}, lambda: Model(again=True)),
+    "checkpointed, frozen": (2, {}, lambda: Model("blocks.1 blocks.2", again=True)),
+    "no prefetch": (2, {"prefetch": Prefetch(0, 0, None)}, Model),
+    "prefetch 2": (2, {"prefetch": Prefetch(2, 2)}, Model),
+    "prefetch late": (2, {"prefetch": Prefetch(1, 1, "post")}, Model),
+    "ignored": (2, {"ignored": "head"}, Model),
+    "offload optimizer": (2, {"offload_policy": Offload(optimizer=True, pin_memory=False)}, Model),
+    "tied": (2, {}, Tied),
+    "tied, grad op": (2, {"strategy": S.SHARD_GRAD_OP}, Tied),
+}
+
+
+def resolved(options: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    options = dict(options)
+    if "mesh" in options:
+        names = ("replicate", "shard")
+        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=names)
+    if "ignored" in options:
+        options["ignored"] = [model.get_submodule(options["ignored"])]
+    return options
+
+
+def trained_step(rank: int, model: nn.Module) -> tuple[dict[str, int], int, int, int]:
+    """(traffic, peak of forward, peak of backward, activations of forward) of a steady step."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    optim = torch.optim.SGD(params, lr=0.1) if params else None
+    found: tuple[dict[str, int], int, int, int] = ({}, 0, 0, 0)
+    for seed in range(3):
+        x = data(seed, rank, 1, WIDTH, dtype=torch.float32)
+        kept = [b for u in units(model) for b in u.buckets]
+        known = [b.shard for b in kept] + [
+            b.device_shard for b in kept if b.device_shard is not None
+        ]
+        outside = [p for p in params if not hasattr(p, "to_local")]
+        with Ledger(x, *known, *outside) as ledger, count_traffic() as traffic:
+            loss = square(model, x)
+            forward, ledger.peak = ledger.peak, ledger.live()
+            loss.backward()
+        found = ({name: getattr(traffic, name) for name in COUNTED}, forward, ledger.peak, 0)
+        if optim is not None:
+            optim.step()
+            optim.zero_grad()
+        del loss
+    return found
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_traffic_and_memory_are_those_of_a_real_step(cell: str) -> None:
+    """Bytes and collectives exactly, peak memory within 2 % and the activations of one row."""
+    world, options, build = CELLS[cell]
+
+    def ranks(rank: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        model = seeded(build).float()
+        opened = resolved(options, model)
+        before = plan(model, units=BLOCKS, **opened).to_dict()
+        by_block(model, **opened)
+        return trained_step(rank, model), before, plan(model).to_dict()
+
+    activations = 20 * WIDTH * 4 * 5 + 2000  # a few rows of each layer
+    for (traffic, forward, backward, _), before, after in run_ranks(ranks, world):
+        assert {name: after["step"][name] for name in COUNTED} == traffic
+        assert before["step"] == after["step"]
+        assert before["memory"] == after["memory"]
+        for measured, planned in (
+            (forward, after["memory"]["forward"]["total"]),
+            (backward, after["memory"]["backward"]["total"]),
+        ):
+            assert planned <= 1.02 * measured, (cell, measured, planned)
+            assert measured <= 1.02 * planned + activations, (cell, measured, planned)
+
+
+@pytest.mark.parametrize("shard", [one_unit, nested])
+def test_other_choices_of_units(shard: Callable[..., Any]) -> None:
+    def ranks(rank: int) -> None:
+        model = seeded(Model).float()
+        shard(model)
+        traffic, *_ = trained_step(rank, model)
+        step = plan(model).to_dict()["step"]
+        assert {name: step[name] for name in COUNTED} == traffic
+
+    run_ranks(ranks)
+
+
+class Parts(nn.Module):
+    """Units next to each other with nothing around them, one of them of two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+def test_units_without_an_outer_one_and_of_several_modules() -> None:
+    def ranks(rank: int) -> None:
+        model = Parts()
+        torch.manual_seed(0)
+        fully_shard(model.parts[0], init="as_is")
+        fully_shard([model.parts[1], model.parts[2]], init="as_is")
+        fully_shard(model.parts[3], init="as_is")
+        fully_shard(model.parts[4], init="as_is", reshard_after_forward=True)
+        traffic, *_ = trained_step(rank, model)
+        found = plan(model)
+        assert len(found.units) == 4
+        assert {name: getattr(found.step, name) for name in COUNTED} == traffic
+
+    run_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {}),
+        (3, {"mp_policy": BF16_FP32}),
+        (4, {"reshard_after_forward": 2}),
+        ((2, 2), {"strategy": S.HYBRID_SHARD}),
+        (4, {"strategy": S.NO_SHARD}),
+    ],
+)
+def test_a_plan_without_a_process_group_is_the_same(world: Any, options: dict[str, Any]) -> None:
+    """Meta device, one process, imagined ranks: the plan that real ranks make."""
+
+    def ranks(rank: int) -> dict[str, Any]:
+        model = seeded(Model).float()
+        opened = resolved({**options, **({"mesh": world} if type(world) is tuple else {})}, model)
+        return plan(model, units=BLOCKS, optimizer="adamw", **opened).to_dict()
+
+    with torch.device("meta"):
+        model = Model()
+    found = plan(
+        model, world_size=world, units=BLOCKS, optimizer="adamw", backend="gloo", **options
+    )
+    size = math.prod(world) if type(world) is tuple else world
+    for wanted in run_ranks(ranks, size):
+        assert found.to_dict() == wanted
+    assert not dist.is_initialized()
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_fake_world_of_any_rank() -> None:
+    with fake_world(64, rank=13):
+        model = by_block(Model())
+        found = plan(model)
+    assert found.ranks == 64 and found.is_sharded
+    with torch.device("meta"):
+        model = Model()
+    imagined = plan(model, world_size=64, units=BLOCKS)
+    assert found.step == imagined.step
+    assert found.memory == imagined.memory
+
+
+@pytest.mark.parametrize("world", [1, 7, 1000, 16384])
+def test_padding_is_small_at_any_world_size(world: int) -> None:
+    with torch.device("meta"):
+        model = Model(width=512)
+    found = plan(model, world_size=world, units=BLOCKS)
+    assert found.ranks == world
+    for bucket in found.buckets:
+        assert bucket.padding_bytes < 16 * world
+        assert bucket.shard_numel * world == bucket.numel + bucket.padding
+    assert found.numel == sum(p.numel() for p in model.parameters())
+
+
+def test_the_design_formula() -> None:
+    """Two gathered units, gradients of one, one flat buffer, what is received, and the root."""
+    P = sum(p.numel() for p in Block(WIDTH, 2 * WIDTH).parameters())
+    with torch.device("meta"):
+        model = Model("first head")  # the root trains nothing
+    for backend, received in (("gloo", 7 / 8), ("nccl", 1 / 8)):
+        found = plan(model, world_size=8, units=BLOCKS, mp_policy=BF16_FP32, backend=backend)
+        root = found.units[-1].full_bytes
+        shards = found.units[0].buckets[0].grad_shard_bytes
+        a, r = 2, 4
+        peak = found.memory.backward
+        wanted = root + 2 * a * P + a * P + r * P + received * r * P + peak.reduced
+        assert peak.total == pytest.approx(wanted, rel=0.02)
+        assert peak.gathered == pytest.approx(root + 2 * a * P, rel=0.02)
+        assert peak.reduced <= 4 * shards
+
+
+# Memory that stays
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tensors"),
+    [
+        ("sgd", 0),
+        ("sgd_momentum", 1),
+        ("adamw", 2),
+        ("AdamW", 2),
+        ("adam_amsgrad", 3),
+        (5, 5),
+        (None, 0),
+    ],
+)
+def test_optimizer_state(optimizer: Any, tensors: int) -> None:
+    model = Model("first blocks.0")
+    found = plan(model, world_size=4, units=BLOCKS, optimizer=optimizer)
+    trained = sum(b.shard_bytes for b in found.buckets if b.trained_numel)
+    assert found.memory.optimizer == tensors * trained
+    assert found.memory.gradients == trained
+    assert found.memory.shards == sum(b.shard_bytes for b in found.buckets)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.RMSprop(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.9),
+        lambda p: torch.optim.Adam(p),
+        lambda p: torch.optim.NAdam(p),
+        lambda p: torch.optim.RAdam(p),
+        lambda p: torch.optim.Adamax(p),
+    ],
+)
+def test_optimizer_state_is_what_the_optimizer_makes(make: Callable[[Any], Any]) -> None:
+    model = by_block(seeded(Model))
+    optim = make(model.parameters())
+    square(model, data(0, 0, 1, WIDTH)).backward()
+    optim.step()
+    made = sum(
+        value.numel() * value.element_size()
+        for state in optim.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.numel() > 1
+    )
+    assert plan(model, optimizer=optim).memory.optimizer == pytest.approx(made, rel=0.01)
+
+
+def test_an_unknown_optimizer() -> None:
+    with pytest.raises(ValueError, match="optimizer 'magic' is not known; wanted one of"):
+        plan(Model(), world_size=2, optimizer="magic")
+
+
+def test_buffers_and_what_is_in_no_unit() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    found = plan(model, world_size=2, ignored=[model[2]], optimizer="adamw")
+    assert found.memory.buffers == 8 * 4 + 8 * 4 + 8
+    assert found.memory.outside == 4 * (64 + 8) * 4  # parameter, gradient, two of state
+    half = plan(model, world_size=2, mp_policy=MixedPrecision(buffer_dtype=torch.float16))
+    assert half.memory.buffers == 8 * 2 + 8 * 2 + 8
+    assert half.memory.outside == 0
+
+
+def test_total_is_persistent_plus_the_larger_peak() -> None:
+    memory = plan(Model(), world_size=4, units=BLOCKS, optimizer="adamw").memory
+    assert memory.persistent == memory.shards + memory.optimizer
+    assert memory.total == memory.persistent + memory.backward.total
+    assert memory.backward.total > memory.forward.total
+
+
+def test_offload_moves_shards_gradients_and_state_to_the_host() -> None:
+    model = Model()
+    found = plan(model, world_size=4, units=BLOCKS, optimizer="adamw", offload_policy=Offload(True))
+    assert found.memory.host == found.memory.shards + found.memory.optimizer
+    assert found.memory.persistent == 0
+    kept = plan(model, world_size=4, mp_policy=BF16, offload_policy=Offload(optimizer=True))
+    assert kept.memory.device_copies == kept.memory.shards // 2 == kept.memory.persistent
+
+
+# What it says
+
+
+def notes(model: nn.Module, **options: Any) -> str:
+    return "\n".join(plan(model, world_size=2, **{"units": BLOCKS, **options}).notes)
+
+
+def test_notes_on_ties() -> None:
+    text = notes(Tied())
+    assert (
+        "tied inside unit 'Tied': 'first.weight' = 'head.weight', stored and reduced once" in text
+    )
+    assert "tied across units: 'blocks.3.up.weight' of unit 'blocks.3' is " in text
+    assert "'blocks.1.up.weight' of unit 'blocks.1'" in text
+    live = "\n".join(plan(by_block(Tied())).notes)
+    of_ties = lambda text: sorted(t for t in text.split("\n") if "tied" in t)  # noqa: E731
+    assert of_ties(text) == of_ties(live)
+    assert "tied" not in notes(Model())
+
+
+def test_notes_on_mixed_dtypes() -> None:
+    text = notes(Model(), mp_policy=NORMS_FP32)
+    assert (
+        "mixed dtypes, a bucket for each: float32 (2 parameters) and float32 computing in " in text
+    )
+    assert "bfloat16, reduced in float32 (3 parameters), in 4 units ('blocks.0'" in text
+    assert "mixed dtypes" not in notes(Model())
+
+
+def test_notes_on_frozen_parameters_in_a_trained_unit() -> None:
+    text = notes(Model("blocks.2.up"))
+    numel = 2 * WIDTH * WIDTH + 2 * WIDTH
+    assert "frozen and trained parameters mixed in unit 'blocks.2': 33.0k frozen elements" in text
+    assert numel == 33024 and "twice a step, 129 KiB more at once" in text
+    assert "mixed" not in notes(Model("blocks.2"))
+    model = one_unit(Model())
+    model.head.requires_grad_(False)
+    assert "as large as if they were trained" in "\n".join(plan(model).notes)
+
+
+def test_notes_on_parameters_used_far_apart() -> None:
+    text = notes(Model())
+    assert "unit 'Model' holds parameters used far apart: gradients of 'head.weight', " in text
+    assert "(64.5 KiB)" in text and "when those of 'first.weight', 'first.bias' arrive" in text
+    head_apart = BLOCKS | wrap.by_fn(lambda name, module: name == "head")
+    assert "far apart" not in notes(Model(), units=head_apart)
+    assert "far apart" not in notes(Model("head"))
+    assert "far apart" not in notes(Model("first"))
+
+
+def test_a_head_of_its_own_lowers_the_planned_peak() -> None:
+    head_apart = BLOCKS | wrap.by_fn(lambda name, module: name == "head")
+    together = plan(Model(), world_size=64, units=BLOCKS).memory.backward
+    apart = plan(Model(), world_size=64, units=head_apart).memory.backward
+    assert apart.total < together.total
+
+
+def test_notes_on_what_was_left_out() -> None:
+    model = Model("first")
+    text = notes(model, ignored=[model.head, model.first.weight])
+    assert "in no unit, ignored or left out: 2 trained parameters (64.5 KiB): 'head.weight'" in text
+    assert "their gradients are not averaged over ranks" in text
+    assert "1 frozen parameter (64.0 KiB): 'first.weight'; whole on every rank." in text
+    for block in model.blocks:
+        fully_shard(block)
+    assert "in no unit" in plan(model).notes[0] and "2 trained parameters" in plan(model).notes[0]
+
+
+def test_notes_on_the_largest_unit_and_padding() -> None:
+    assert "largest unit: 'blocks.0', 258 KiB gathered, " in notes(Model())
+    assert "the whole model is gathered at once: name units inside it" in notes(Model(), units=None)
+    many = "\n".join(plan(Model(), world_size=16384, units=BLOCKS).notes)
+    assert "in 5 units ('blocks.0', 'blocks.1', 'blocks.2', 'blocks.3' and 1 more)" in many
+    assert "padding is up to " in many and "padding" not in notes(Model())
+
+
+def test_names_are_clean_of_wrappers() -> None:
+    model = nn.Sequential(nn.Module(), nn.Linear(2, 2))
+    model[0]._orig_mod = nn.Linear(2, 2)  # as torch.compile(module) does
+    assert plan(model, world_size=2).buckets[0].parameters[0] == "0.weight"
+    fully_shard(model[0])
+    assert plan(model).buckets[0].parameters[0] == "0.weight"
+    assert "'1.weight'" in plan(model).notes[0]
+
+
+def test_the_text() -> None:
+    found = plan(
+        Model("blocks.1"), world_size=8, units=BLOCKS, mp_policy=BF16_FP32, optimizer="adamw"
+    )
+    text = str(found)
+    assert text.startswith("plan for Model: 5 units, 297k parameter elements (231k trained)")
+    assert "over 8 ranks" in text.split("\n")[0]
+    header, *rows = text.split("\n\n")[1].split("\n")
+    assert header.split() == [
+        "unit", "buckets", "storage", "compute", "reduce", "parameters", "trained", "frozen",
+        "shard/rank", "gathered", "padding",
+    ]  # fmt: skip
+    assert rows[0].split()[:8] == ["blocks.0", "1", "f32", "bf16", "f32", "66.0k", "66.0k", "0"]
+    assert rows[1].split()[:8] == ["blocks.1", "1", "f32", "bf16", "f32", "66.0k", "0", "66.0k"]
+    assert "blocks.2 .. blocks.3 (2 alike)" in rows[2]
+    assert len(text.split("\n")) < 40
+    for word in ("optimizer state", "peak in backward", "gathers", "activations not counted"):
+        assert word in text
+    assert "sharded Model" in str(plan(by_block(Model())))
+    replicas = plan(Model(), world_size=(4, 8), strategy=S.HYBRID_SHARD)
+    assert "over 4 replicas of 8 ranks" in str(replicas)
+
+
+def test_as_plain_data() -> None:
+    found = plan(Model(), world_size=4, units=BLOCKS, optimizer="adamw", mp_policy=BF16)
+    as_dict = json.loads(json.dumps(found.to_dict()))
+    assert as_dict["memory"]["total"] == found.memory.total
+    assert as_dict["units"][0]["buckets"][0]["compute"] == "bfloat16"
+    assert as_dict["step"]["total_bytes"] == found.step.total_bytes
+    assert as_dict["units"][0]["full_bytes"] == found.units[0].full_bytes
+
+
+def test_a_plan_is_frozen() -> None:
+    found = plan(Model(), world_size=4)
+    with pytest.raises(FrozenInstanceError):
+        found.ranks = 5  # type: ignore[misc]
+
+
+def test_the_sum_over_units_is_the_total() -> None:
+    found = plan(Model(), world_size=4, units=BLOCKS, reshard_after_forward=2)
+    summed = sum((unit.forward + unit.backward for unit in found.units), Communication())
+    assert summed == found.step == found.forward + found.backward
+    assert [unit.keeps for unit in found.units] == [False] * 5
+    assert [u.keeps for u in plan(Model(), world_size=4, units=BLOCKS).units] == [False] * 4 + [
+        True
+    ]
+
+
+# What is refused, and what is left alone
+
+
+def test_planning_changes_nothing() -> None:
+    model = Tower()
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    keys = set(model.__dict__)
+    plan(model, world_size=4, units=BLOCKS)
+    for name, p in model.named_parameters():
+        assert p is before[name][0] and torch.equal(p, before[name][1])
+        assert not p.__dict__
+    assert set(model.__dict__) == keys and not model._forward_pre_hooks
+
+
+def test_options_for_a_sharded_module_are_refused() -> None:
+    model = by_block(Tower())
+    with pytest.raises(ValueError, match="Tower is sharded already, so world_size, strategy would"):
+        plan(model, world_size=4, strategy=S.FULL_SHARD)
+    assert isinstance(plan(model, optimizer="adamw"), Plan)
+
+
+@pytest.mark.parametrize("world", [0, -1, 2.5, True, (2, 0)])
+def test_wrong_world_sizes(world: Any) -> None:
+    with pytest.raises(ValueError, match="plan: world_size is"):
+        plan(Tower(), world_size=world)
+
+
+def test_errors_are_those_of_fully_shard() -> None:
+    with pytest.raises(ValueError, match="the strategy is for a mesh of 2 axes"):
+        plan(Tower(), world_size=4, strategy=S.HYBRID_SHARD)
+    with pytest.raises(ValueError, match="the strategy is for a mesh of 1 axes"):
+        plan(Tower(), world_size=(1, 4), strategy=S.FULL_SHARD)
+    with pytest.raises(ValueError, match="wanted a divisor of it"):
+        plan(Tower(), world_size=4, reshard_after_forward=3)
+    with pytest.raises(ValueError, match="matches no submodule of Tower"):
+        plan(Tower(), world_size=4, units=wrap.by_class(nn.Conv2d))
+    with pytest.raises(TypeError, match=r"wanted an nn.Module"):
+        plan(3, world_size=4)  # type: ignore[arg-type]
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(ValueError, match="world_size or mesh, not both"):
+            plan(Tower(), world_size=4, mesh=mesh)
+
+
+def test_without_a_world_size_it_is_the_world_there_is() -> None:
+    assert plan(Tower()).ranks == 1
+    with fake_world(16):
+        assert plan(Tower()).ranks == 16
+
+
+# Traffic
+
+
+def test_traffic_is_counted_inside_the_scope() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        total = traffic_report()
+        with count_traffic() as traffic:
+            square(model, data(1, rank)).backward()
+        assert (traffic.gathers, traffic.reduces, traffic.all_reduces) == (2 * 3 + 1, 4, 0)
+        assert traffic.collectives == 11
+        assert traffic.total_bytes == traffic.gather_bytes + traffic.reduce_bytes
+        assert (traffic_report() - total).to_dict() == traffic.to_dict()
+        with pytest.raises(RuntimeError), count_traffic() as failed:  # noqa: PT012
+            square(model, data(2, rank))
+            raise RuntimeError
+        assert failed.gathers == 4
+        lines = str(traffic).split("\n")
+        assert lines[1].split()[:2] == ["gather", "7"] and lines[4].split()[:2] == ["all", "11"]
+
+    run_ranks(ranks)
+
+
+# A picture
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = plan(Model(), world_size=8, units=BLOCKS, optimizer="adamw")
+    plot_plan(found, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    plot_plan(found, str(tmp_path / "plan.svg"))
+    text = (tmp_path / "plan.svg").read_text()
+    assert "<svg" in text
+    empty = plan(nn.Sequential(), world_size=2)
+    plot_plan(empty, tmp_path / "empty.png")
+
+
+def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plot_plan(plan(Tower(), world_size=2), tmp_path / "plan.png")
