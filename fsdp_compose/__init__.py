@@ -2,7 +2,21 @@
 
 from fsdp_compose import wrap
 from fsdp_compose.apply import apply
-from fsdp_compose.checkpoint import load_state_dict, state_dict
+from fsdp_compose.checkpoint import (
+    Saving,
+    get_state_dict_type,
+    load_checkpoint,
+    load_full,
+    load_optim_state_dict,
+    load_state_dict,
+    optim_state_dict,
+    rekey_optim_state_dict,
+    save_checkpoint,
+    save_full,
+    set_state_dict_type,
+    state_dict,
+    state_dict_type,
+)
 from fsdp_compose.comm_hooks import (
     Int8ErrorFeedback,
     bf16_compress_hook,
@@ -14,9 +28,18 @@ from fsdp_compose.comm_hooks import (
     register_comm_hook,
     register_post_reduce_hook,
 )
+from fsdp_compose.flat import flat_parameters, local_parameters
 from fsdp_compose.fully_shard import fully_shard, undo
 from fsdp_compose.grads import clip_grad_norm_, grad_norm
 from fsdp_compose.init import seeded_init
+from fsdp_compose.inspect import (
+    Plan,
+    count_traffic,
+    explain,
+    plan,
+    plot_plan,
+    traffic_report,
+)
 from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
 from fsdp_compose.scaler import GradScaler
@@ -44,7 +67,9 @@ __all__ = [
     "Int8ErrorFeedback",
     "MixedPrecision",
     "Offload",
+    "Plan",
     "Prefetch",
+    "Saving",
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
@@ -57,25 +82,39 @@ __all__ = [
     "clean_name",
     "clip_grad_norm_",
     "comm_hook_state_dict",
+    "count_traffic",
     "default_hook",
+    "explain",
+    "flat_parameters",
     "fp16_compress_hook",
     "fully_shard",
     "gathered",
     "get_state",
+    "get_state_dict_type",
     "grad_norm",
     "int8_error_feedback_hook",
     "is_fully_sharded",
     "iter_full",
+    "load_checkpoint",
     "load_comm_hook_state_dict",
+    "load_full",
+    "load_optim_state_dict",
     "load_state_dict",
+    "local_parameters",
     "no_sync",
+    "optim_state_dict",
     "parameter_names",
     "parameters_by_name",
+    "plan",
+    "plot_plan",
     "prefetch_units",
     "reduce_grads",
     "register_comm_hook",
     "register_post_reduce_hook",
+    "rekey_optim_state_dict",
     "reshard",
+    "save_checkpoint",
+    "save_full",
     "seed_order",
     "seeded_init",
     "set_backward_prefetch",
@@ -87,9 +126,12 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "set_state_dict_type",
     "state_dict",
+    "state_dict_type",
     "summon_full_params",
     "trace_execution_order",
+    "traffic_report",
     "undo",
     "units_of",
     "unshard",

@@ -202,7 +202,7 @@ def drop_prefetched(lane: Lane) -> None:
 
 
 def _return_leaves(unit: Unit) -> None:
-    """As ``install_leaves``, but what the user put there since stays, for ``check_slots`` to see."""
+    """As ``install_leaves``, but what the user put there stays, for ``check_slots`` to see."""
     given = [
         (values, name, values.get(name))
         for values, name, _ in unit.places

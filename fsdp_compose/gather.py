@@ -47,6 +47,8 @@ def trained_entries(unit: Unit) -> tuple[int, ...]:
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     if not trained:
+        if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
+            unit.live = Live(unit.aliases, unit.lane.pass_id)
         return unit.aliases
     outputs = Gather.apply(weakref.ref(unit), trained, *[unit.entries[i].param for i in trained])
     if len(trained) == len(unit.aliases):

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from fsdp_compose.adopt import moved_before_backward
+from fsdp_compose.bucket import Entry, alias
+from fsdp_compose.connect import connect
 from fsdp_compose.engine import (
     begin_forward_pass,
     carry_prefetched,
@@ -29,7 +31,7 @@ from fsdp_compose.engine import (
     running_task,
     use_carried,
 )
-from fsdp_compose.gather import Boundary, trained_entries, view_parameters
+from fsdp_compose.gather import Boundary, gather_flat, trained_entries, view_parameters
 from fsdp_compose.order import Change, Order
 from fsdp_compose.residency import (
     admit,
@@ -71,6 +73,8 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit = get_state(module).unit
     if unit.opened is not None and unit.opened.in_forward:
         return _enter_opened(unit, unit.opened, args, kwargs)
+    if unit.mp.full_precision_in_eval and not module.training and not unit.calls:
+        return _enter_full_precision(unit)
     recomputing = graph_task_id() != -1
     if unit.calls == 0 and not recomputing:
         admit(unit)
@@ -109,14 +113,15 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = get_state(module).unit
     if unit.opened is not None and unit.opened.calls:
         return _leave_opened(unit, unit.opened, output)
+    if unit.full_precision_calls:
+        return _leave_full_precision(unit, output)
     lane = unit.lane
     if unit.calls == 0:
         return None  # the error was raised before this unit opened
     unit.calls -= 1
     while lane.active and lane.active.pop() is not unit:
         pass
-    if unit.mp.output_dtype is not None:
-        output = map_tensors(partial(_cast, unit.mp.output_dtype), output)
+    output = _cast_output(unit, output)
     hidden = torch.is_grad_enabled() and _watch_outputs(unit, output)
     unit.finished.add(id(module))
     if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not lane.active):
@@ -125,6 +130,36 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     if not lane.active:
         _end_pass(unit, lane)
     return output
+
+
+def _enter_full_precision(unit: Unit) -> None:
+    """A forward in eval mode that computes in the shards' own dtype, on tensors of its own."""
+    unit.full_precision_calls += 1
+    if unit.full_precision_calls > 1:
+        return
+    admit(unit)
+    check_slots(unit)
+    fulls: dict[Entry, torch.Tensor] = {}
+    with torch.no_grad():
+        for bucket in unit.gathered:
+            flat = gather_flat(bucket, bucket.shard.to(bucket.mesh.device), bucket.shard.dtype)
+            fulls.update((e, alias(flat, e.spec.offset, e.spec)) for e in bucket.entries)
+    if torch.is_grad_enabled():
+        fulls = connect([unit], fulls, [])
+    install(unit, [fulls[entry] for entry in unit.entries])
+
+
+def _leave_full_precision(unit: Unit, output: Any) -> Any:
+    unit.full_precision_calls -= 1
+    if unit.full_precision_calls == 0:
+        install_leaves(unit)
+    return _cast_output(unit, output)
+
+
+def _cast_output(unit: Unit, output: Any) -> Any:
+    if unit.mp.output_dtype is None:
+        return output
+    return map_tensors(partial(_cast, unit.mp.output_dtype), output)
 
 
 def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
@@ -141,9 +176,7 @@ def _leave_opened(unit: Unit, opened: Opened, output: Any) -> Any:
     opened.calls -= 1
     if opened.calls == 0:
         install(unit, opened.tensors)
-    if unit.mp.output_dtype is None:
-        return output
-    return map_tensors(partial(_cast, unit.mp.output_dtype), output)
+    return _cast_output(unit, output)
 
 
 def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int, ...]) -> None:

@@ -106,7 +106,7 @@ def free_port() -> int:
 
 
 def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
+    if "sched_getaffinity" in dir(os):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

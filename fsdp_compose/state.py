@@ -128,6 +128,7 @@ class Unit:
     slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
     holds: set[Hold] = field(default_factory=set)
     calls: int = 0  # forwards of its modules that are running
+    full_precision_calls: int = 0  # forwards in eval mode that compute in the shards' dtype
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
     opened: Opened | None = None

@@ -91,6 +91,27 @@ class Checkpointed(Tower):
         return self.run(x)
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("frozen", ["all blocks", "one block", "some parameters"])
+@pytest.mark.parametrize("shard", ["blocks", "one"])
+def test_checkpointing_inside_frozen_units(frozen: str, reentrant: bool, shard: str) -> None:
+    """A frozen unit is recomputed too when a gradient passes through it."""
+
+    def build() -> nn.Module:
+        model = Checkpointed("inside", reentrant)
+        for name, param in model.named_parameters():
+            param.requires_grad_(
+                not {
+                    "all blocks": "blocks" in name,
+                    "one block": "blocks.1" in name,
+                    "some parameters": "up" in name,
+                }[frozen]
+            )
+        return model
+
+    train(build, shard=SHARDS[shard])
+
+
 WHERE = ["outside", "inside", "pairs", "nested", "root"]
 
 

@@ -1,0 +1,95 @@
+"""Mixed precision beyond the plain case: eval in full precision, casts at the root, kept gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import Tower
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose import MixedPrecision, comm
+
+BF16 = torch.bfloat16
+
+
+def build(mp: MixedPrecision) -> nn.Module:
+    torch.manual_seed(0)
+    model = Tower()
+    for block in model.blocks:
+        fc.fully_shard(block, mp_policy=mp)
+    return fc.fully_shard(model, mp_policy=mp)
+
+
+def inputs() -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_eval_computes_in_full_precision_on_request(grad: bool) -> None:
+    def check(rank: int) -> None:
+        model = build(MixedPrecision(BF16, torch.float32, full_precision_in_eval=True))
+        torch.manual_seed(0)
+        plain = Tower()
+        assert model(inputs()).dtype is BF16
+        comm.traffic.reset()
+        with torch.set_grad_enabled(grad):
+            out = model.eval()(inputs())
+        assert comm.traffic.gathers == 4
+        torch.testing.assert_close(out, plain(inputs()), rtol=1e-6, atol=1e-6)
+        if grad:
+            out.square().mean().backward()
+            plain(inputs()).square().mean().backward()
+            for p, q in zip(model.parameters(), plain.parameters()):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6)
+        assert model.train()(inputs()).dtype is BF16
+        assert all(isinstance(p, fc.ShardedParameter) for p in model.parameters())
+
+    run_ranks(check, 2)
+
+
+def test_only_what_enters_from_outside_is_cast_on_request() -> None:
+    def check(rank: int) -> None:
+        seen: dict[str, list[torch.dtype]] = {}
+        for casts in (True, "root", False):
+            model = build(MixedPrecision(BF16, cast_forward_inputs=casts))
+            dtypes: list[torch.dtype] = []
+            model.blocks[0].norm.register_forward_pre_hook(
+                lambda module, args, dtypes=dtypes: dtypes.append(args[0].dtype)
+            )
+            model.first.register_forward_hook(lambda module, args, out: out.float())
+            start = inputs() if casts else inputs().to(BF16)
+            try:
+                model(start)
+            except RuntimeError as error:  # a float input meets bfloat16 weights
+                assert "dtype" in str(error)
+            seen[str(casts)] = dtypes
+        assert seen == {"True": [BF16], "root": [torch.float32], "False": [torch.float32]}
+
+    run_ranks(check, 2)
+
+
+def test_gradients_stay_in_low_precision_on_request() -> None:
+    def check(rank: int) -> list[Any]:
+        result = []
+        for keeps in (False, True):
+            model = build(MixedPrecision(BF16, BF16, keep_low_precision_grads=keeps))
+            for _ in range(2):
+                model(inputs()).float().square().mean().backward()
+            result.append([p.grad.full_tensor() for p in model.parameters()])
+            assert all(p.dtype is torch.float32 for p in model.parameters())
+        return result
+
+    wide, narrow = run_ranks(check, 2)[0]
+    for a, b in zip(wide, narrow):
+        assert a.dtype is torch.float32
+        assert b.dtype is BF16
+        torch.testing.assert_close(a, b.float(), rtol=2e-2, atol=2e-2 * float(a.abs().max()))
+
+
+def test_a_wrong_choice_of_casts_is_refused() -> None:
+    with pytest.raises(ValueError, match="wanted True, False or"):
+        MixedPrecision(cast_forward_inputs="leaf")  # type: ignore[arg-type]
