@@ -113,7 +113,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward communicates no gradients: they add up unsharded, in the reduce dtype.
 
     The first backward after the scope reduces them with its own, or ``reduce_grads(module)`` does.
-    An optimizer step before that raises. Memory: one flat gradient buffer per bucket.
+    An optimizer step before that raises. ``zero_grad`` does not reach them, since they are not in
+    ``.grad`` yet: to drop them, call ``reduce_grads`` first, or let an exception leave an
+    ``accumulate`` scope. Memory: one flat gradient buffer per bucket.
 
     Raises:
         ValueError: ``module`` contains no unit.

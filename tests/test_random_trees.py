@@ -258,7 +258,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases)
 def test_random_trees_and_programs(case: Case) -> None:
     note(repr(case))
