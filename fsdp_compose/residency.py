@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -221,6 +222,7 @@ def _release(lane: Lane, bucket: Bucket) -> None:
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Let the unit's modules read ``tensors``, by entry, as their parameters."""
+    unit.showing = tensors
     for values, name, index in unit.places:
         values[name] = tensors[index]
     for ref, positions in unit.recurrent:
@@ -234,6 +236,11 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 def install_leaves(unit: Unit) -> None:
     """Let the unit's modules hold their sharded parameters again, or what a scope put there."""
     install(unit, resting(unit))
+    unit.showing = None
+    for ref in unit.sharers:
+        other = ref()
+        if other is not None and other.showing is not None:
+            install(other, other.showing)  # a pass of a unit that reads the same module goes on
 
 
 def resting(unit: Unit) -> Sequence[torch.Tensor]:
@@ -241,11 +248,22 @@ def resting(unit: Unit) -> Sequence[torch.Tensor]:
     return [e.param for e in unit.entries] if unit.opened is None else unit.opened.tensors
 
 
+def _shows(unit: Unit, values: dict[str, Any], name: str) -> bool:
+    """Whether another unit, whose pass is under way, put there what ``values[name]`` is."""
+    others = (ref() for ref in unit.sharers)
+    return any(
+        place[0] is values and place[1] == name
+        for other in others
+        if other is not None and other.showing is not None
+        for place in other.places
+    )
+
+
 def check_slots(unit: Unit) -> None:
     """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
     entries, held = unit.entries, resting(unit)
     for values, name, index in unit.places:
-        if values.get(name) is not held[index]:
+        if values.get(name) is not held[index] and not _shows(unit, values, name):
             found = values.get(name)
             raise RuntimeError(
                 f"parameter {entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "

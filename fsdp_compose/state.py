@@ -128,6 +128,7 @@ class Unit:
     slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
     holds: set[Hold] = field(default_factory=set)
     calls: int = 0  # forwards of its modules that are running
+    showing: Sequence[torch.Tensor] | None = None  # what its modules read in a pass under way
     full_precision_calls: int = 0  # forwards in eval mode that compute in the shards' dtype
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
@@ -157,7 +158,19 @@ class Unit:
         self.recurrent = _recurrent_slots(self)
         self.routes: dict[tuple[int, ...], list[Route]] = {}
         self._watch()
+        self._meet_sharers()
         self.lane.units.add(self)
+
+    def _meet_sharers(self) -> None:
+        """Find units that read a parameter from the same place: a module reachable from both."""
+        self.sharers: list[weakref.ref[Unit]] = []
+        mine = {(id(values), name) for values, name, _ in self.places}
+        for other in self.lane.units:
+            if other is not self and (self.borrowed or other.borrowed):
+                theirs = {(id(values), name) for values, name, _ in other.places}
+                if not mine.isdisjoint(theirs):
+                    self.sharers.append(weakref.ref(other))
+                    other.sharers.append(weakref.ref(self))
 
     def _watch(self) -> None:
         """Number what the unit will communicate, alike on every rank."""

@@ -242,13 +242,13 @@ def test_mesh_without_this_rank() -> None:
 
 
 def test_mesh_of_another_device() -> None:
-    """Fake tensors stand for those of a device that is not here."""
+    from torch.distributed.device_mesh import DeviceMesh
 
     def ranks(rank: int) -> None:
-        with FakeTensorMode(), torch.device("cuda"):
-            model = Tower(2)
-        with pytest.raises(ValueError, match="mesh is for device 'cpu'.*are on cuda"):
-            fully_shard(model, mesh=mesh_of(2), init="as_is")
+        mesh = DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=rank)
+        model = seeded(lambda: Tower(2))
+        with pytest.raises(ValueError, match="mesh is for device 'cuda'.*are on cpu"):
+            fully_shard(model, mesh=mesh)
         assert_untouched(model, rank)
 
     run_ranks(ranks)
@@ -256,7 +256,7 @@ def test_mesh_of_another_device() -> None:
 
 @pytest.mark.parametrize("where", ["one", "block"])
 def test_parameters_on_several_devices(where: str) -> None:
-    """The message names the parameter and its unit."""
+    """The message names the parameter; a fake tensor stands for one of a device that is not here."""
 
     def ranks(rank: int) -> None:
         model = seeded(lambda: Tower(2))
@@ -265,6 +265,7 @@ def test_parameters_on_several_devices(where: str) -> None:
             target.weight = nn.Parameter(torch.zeros(target.weight.shape, device="cuda"))
         with pytest.raises(ValueError, match=f"{(where == 'one' and 'head') or 'up'}.*on c(uda|pu)"):
             by_block(model, init="as_is")
+        target.weight = nn.Parameter(torch.zeros(target.weight.shape, dtype=torch.float64))
         assert_untouched(model, rank)
 
     run_ranks(ranks)

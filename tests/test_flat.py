@@ -528,12 +528,14 @@ def test_an_optimizer_inside_backward_frees_gradients(way: str) -> None:
 # Writes are seen
 
 
-@ways
+@pytest.mark.parametrize("way", [*WAYS, "sharded"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_a_step_is_seen_by_a_unit_that_stays_gathered(make: str, way: str) -> None:
     def ranks(rank: int) -> None:
         shard = lambda m: by_block(m, strategy=ShardingStrategy.SHARD_GRAD_OP)  # noqa: E731
-        made = twin(rank, 2, way, make, shard=shard)
+        made = Twin(rank, 2, Tower, shard, OPTIMIZERS[make])
+        if way != "sharded":
+            made.optim = OPTIMIZERS[make](WAYS[way](made.model))
         set_reshard_after_backward(made.model, False)
         for seed in range(3):
             made.backward(square, seed)

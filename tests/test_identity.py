@@ -31,6 +31,7 @@ from models import (
     whole,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import ShardingStrategy, fully_shard, get_state, is_fully_sharded, undo, wrap
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
@@ -968,5 +969,40 @@ def test_moving_the_model_after_sharding(move: str) -> None:
             return
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
             torch.testing.assert_close(whole(ours), theirs.detach(), msg=name)
+
+    run_ranks(ranks)
+
+
+class Reuser(nn.Module):
+    """A module inside a unit that the root calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tower(2)
+        self.again = self.inner.blocks[0].up
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.again(x)[:, :1]
+        return self.inner(x) + first + self.again(x)[:, 1:2]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_module_reachable_from_two_units(checkpointed: bool) -> None:
+    def shard(model: nn.Module) -> None:
+        for block in model.inner.blocks:
+            fully_shard(block)
+        fully_shard(model)
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Reuser, shard)
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            out = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            return out.square().mean()
+
+        for seed in range(3):
+            twin.backward(loss, seed)
+            twin.step()
+        twin.check()
 
     run_ranks(ranks)
