@@ -8,7 +8,8 @@ Two ranks on a laptop, or the same file on two nodes of eight GPUs::
 
 Then it checks what it promises: the first losses equal one process's on the concatenated batch, a
 run resumed from a checkpoint repeats the losses of the uninterrupted one, and the exported weights
-load into a plain GPT. A report, a picture of the losses and the weights land in ``--out``.
+load into a plain GPT. A report, a picture of the losses and the weights land in ``--out``, a folder
+that all nodes must share.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fsdp_compose import (
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # between two ways to compute a loss
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # between two ways to compute
 PROMPT = "The "
 START = time.perf_counter()
 
@@ -209,20 +210,24 @@ class Recipe:
         return torch.optim.AdamW(groups, lr=self.peak_lr, betas=(0.9, 0.95))
 
 
-@dataclass
 class Run:
-    """A sharded model in training, and its losses so far."""
+    """A model in training, and its losses so far.
 
-    recipe: Recipe
-    world: World
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    step: int = 0
-    losses: list[Tensor] = field(default_factory=list)  # mean over ranks, one per step
-    norms: list[Tensor] = field(default_factory=list)  # of the gradient, before clipping
+    What is kept of every step goes into tensors made at the start: two small tensors left behind
+    by each step would pin the memory around them, and the process would grow.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, model: GPT) -> None:
+        self.recipe = recipe
+        self.world = world
+        self.model = model
+        self.optimizer = recipe.optimizer(model)
+        self.step = 0
+        self.losses = torch.zeros(recipe.steps, device=world.device)  # mean over ranks
+        self.norms = torch.zeros(recipe.steps, device=world.device)  # before clipping
 
     @classmethod
-    def new(cls, recipe: Recipe, world: World) -> Run:
+    def sharded(cls, recipe: Recipe, world: World) -> Run:
         model = recipe.model(world.device)
         model.activation_checkpointing = True
         fully_shard(
@@ -230,18 +235,22 @@ class Run:
             units=wrap.by_class({Block}),
             mp_policy=MixedPrecision(param_dtype=recipe.dtype, reduce_dtype=torch.float32),
         )
-        return cls(recipe, world, model, recipe.optimizer(model))
+        return cls(recipe, world, model)
 
     def train_step(self, batches: Batches) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr(self.step)
         _, loss = self.model(*batches.share(self.step, self.world))
         loss.backward()
         norm = clip_grad_norm_(self.model, self.recipe.max_norm)
+        self.update(self.world.mean(loss), norm)
+
+    def update(self, loss: Tensor, norm: Tensor) -> None:
+        """Ends a step: the optimizer's part, and what is kept of it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(self.world.mean(loss))
-        self.norms.append(norm)
+        self.losses[self.step] = loss
+        self.norms[self.step] = norm
         self.step += 1
 
     @torch.no_grad()
@@ -269,18 +278,13 @@ def single_process(recipe: Recipe, world: World, batches: Batches, steps: int) -
     Low precision means the same here: fp32 weights, of which forward sees a copy in low precision.
     """
     model = recipe.model(world.device)
-    run = Run(recipe, World(0, 1, world.device, None), model, recipe.optimizer(model))
-    for step in range(steps):
-        for group in run.optimizer.param_groups:
-            group["lr"] = recipe.lr(step)
-        inputs, targets = (t.to(world.device) for t in batches.full(step))
+    run = Run(recipe, World(0, 1, world.device, None), model)
+    while run.step < steps:
+        inputs, targets = (t.to(world.device) for t in batches.full(run.step))
         cast = {name: p.to(recipe.dtype) for name, p in model.named_parameters()}
         _, loss = torch.func.functional_call(model, cast, (inputs, targets))
         loss.backward()
-        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm))
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-        run.losses.append(loss.detach())
+        run.update(loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm))
     return run
 
 
@@ -373,9 +377,9 @@ class Progress:
         elif not self.silent and (step % max(1, self.total // 20) == 0 or step == self.total):
             print(f"step {step:>5}/{self.total}  {text}", flush=True)
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: str) -> None:
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False)
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif not self.silent:
             print(text, flush=True)
 
@@ -413,7 +417,7 @@ def train(
         taken += 1
         evaluates = run.step % every == 0 or run.step == run.recipe.steps
         if run.step % show_every == 0 or evaluates or run.step == until:
-            loss = float(run.losses[-1])
+            loss = float(run.losses[run.step - 1])
             elapsed = time.perf_counter() - since
             history.seconds += elapsed
             speed = taken * batches.rows * batches.block / elapsed
@@ -448,14 +452,15 @@ def check_learning(history: History, gain: float) -> Check:
 
 
 def check_parity(run: Run, batches: Batches, steps: int) -> Check:
-    """Compares the first losses with those of one process, computed on rank 0."""
+    """Compares the first losses and gradient norms with one process's, computed on rank 0."""
     rows = []
     if run.world.rank == 0:
         one = single_process(run.recipe, run.world, batches, steps)
-        columns = (run.losses, one.losses, run.norms, one.norms)
-        rows = [[float(value) for value in row] for row in zip(*columns)]
+        columns = torch.stack((run.losses, one.losses, run.norms, one.norms), dim=1)
+        rows = columns[:steps].tolist()
     rows = run.world.broadcast(rows)
     worst = max((abs(row[0] - row[1]) for row in rows), default=0.0)
+    worst_norm = max((abs(row[2] / row[3] - 1.0) for row in rows), default=0.0)
     table = ["| step | sharded loss | one process | difference | gradient norm | one process |"]
     table.append("|---:|---:|---:|---:|---:|---:|")
     for step, (loss, single, norm, single_norm) in enumerate(rows):
@@ -464,20 +469,21 @@ def check_parity(run: Run, batches: Batches, steps: int) -> Check:
     tolerance = TOLERANCE[run.recipe.dtype]
     return Check(
         f"the first {len(rows)} losses equal one process's on the concatenated batch",
-        worst <= tolerance,
-        f"max difference {worst:.1e} (allowed {tolerance:.0e})",
+        max(worst, worst_norm) <= tolerance,
+        f"max difference {worst:.1e}, of gradient norms {worst_norm:.1e} relative (allowed "
+        f"{tolerance:.0e})",
         "\n".join(table),
     )
 
 
 def check_resume(run: Run, batches: Batches, folder: Path) -> Check:
     """Resumes from ``folder`` in a new model and optimizer, and compares them with ``run``."""
-    resumed = Run.new(run.recipe, run.world)
+    resumed = Run.sharded(run.recipe, run.world)
     load_training(resumed, folder)
     start = resumed.step
     while resumed.step < run.step:
         resumed.train_step(batches)
-    pairs = [(float(a), float(b)) for a, b in zip(run.losses[start:], resumed.losses)]
+    pairs = list(zip(run.losses[start:].tolist(), resumed.losses[start:].tolist()))
     there, here = run.weights(), resumed.weights()
     equal_weights = run.world.broadcast(all(torch.equal(there[name], here[name]) for name in there))
     equal = sum(a == b for a, b in pairs)
@@ -531,8 +537,8 @@ def draw(run: Run, history: History, path: Path) -> bool:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
-    losses = [float(loss) for loss in run.losses]
-    axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", linewidth=0.9, label="training")
+    steps = range(1, run.step + 1)
+    axes.plot(steps, run.losses.tolist(), color="tab:blue", linewidth=0.9, label="training")
     axes.plot(*zip(*history.held_out), "o-", color="tab:orange", label="held out")
     axes.axhline(history.entropy, color="gray", linestyle="--", label="unigram entropy")
     axes.set_xlabel("step")
@@ -590,6 +596,7 @@ def demo(args: argparse.Namespace, world: World) -> int:
     if world.device.type == "cuda":
         # Resuming is bit-exact only when the kernels are.
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     config = GPTConfig(
         block_size=args.block_size, n_layer=args.layers, n_head=args.heads, n_embd=args.width
     )
@@ -609,7 +616,7 @@ def demo(args: argparse.Namespace, world: World) -> int:
     if world.rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
 
-    run = Run.new(recipe, world)
+    run = Run.sharded(recipe, world)
     with Progress(world, recipe.steps) as bar:
         bar.say(
             f"{world.size} ranks on {world.device.type}, {args.dtype}; {len(corpus.train):,} bytes "
@@ -619,7 +626,10 @@ def demo(args: argparse.Namespace, world: World) -> int:
         save_training(run, args.out / "checkpoint")
         train(run, batches, corpus, recipe.steps, history, bar)
 
-    say = Progress(world, 0).say
+    def say(text: str) -> None:
+        if world.rank == 0:
+            print(text, flush=True)
+
     exported = args.out / "gpt.pt"
     checks = []
     for check in (
@@ -648,7 +658,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/demo"), help="where everything is written")
+    add("--out", type=Path, default=Path("runs/demo"), help="written to by all nodes")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if it can be")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of compute; auto: bf16 on CUDA")
     add("--steps", type=int, default=300, help="training steps")

@@ -190,7 +190,7 @@ def _structure(plan: UnitPlan) -> Any:
 
 
 def _option_values(options: Options) -> list[tuple[str, str]]:
-    kept = ("placement", "offload", "prefetch", "init")
+    kept = ("placement", "offload", "prefetch", "init", "methods")
     return [(f.name, repr(getattr(options, f.name))) for f in fields(options) if f.name in kept]
 
 

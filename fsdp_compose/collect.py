@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
 from fsdp_compose.mesh import Mesh, MeshLike, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.policy import (
     INITS,
+    FullPrecision,
     GranularityLike,
     Init,
     MixedPrecision,
@@ -41,6 +43,7 @@ class Options:
     prefetch: Prefetch
     init: Init
     device: torch.device  # where meta parameters are materialised
+    methods: tuple[str, ...] = ()  # that gather, besides forward
 
 
 @dataclass
@@ -121,6 +124,24 @@ class UnitPlan:
         """The submodules of ``module`` that belong to the unit, with their names in it."""
         return self.members[self.modules.index(module)]
 
+    def left_alone(self) -> dict[int, weakref.ref[Any]]:
+        """The parameters, buffers and modules in the unit that were to be ignored, by id."""
+        ignored = self.ignored
+        if not (ignored.params or ignored.modules or ignored.buffers):
+            return {}
+        return {
+            id(item): weakref.ref(item)
+            for module in self.modules
+            for submodule in module.modules()
+            for ids, items in (
+                (ignored.modules, [submodule]),
+                (ignored.params, submodule.parameters(recurse=False)),
+                (ignored.buffers, submodule.buffers(recurse=False)),
+            )
+            for item in items
+            if id(item) in ids
+        }
+
 
 def plan_shards(
     modules: Any, options: Options, units: Policy | None, ignored: Ignored
@@ -147,6 +168,13 @@ def plan_shards(
                 f"fully_shard: {type(module).__name__} has no forward, so nothing would gather it; "
                 "shard its elements, or pass them as a list to make them one unit."
             )
+    _check_list(modules)
+    _check_options(options, "fully_shard")
+    if units is not None and not isinstance(units, Policy):
+        raise TypeError(
+            f"fully_shard: units is {units!r}; wanted a policy of fsdp_compose.wrap, such as "
+            "wrap.by_class({Block})."
+        )
     if units is not None and len(modules) != 1:
         raise ValueError("fully_shard: units goes with one module, not with a sequence of them.")
     plans = [] if units is None else _plan_units(modules[0], options, units, ignored)
@@ -160,6 +188,44 @@ def plan_shards(
         _lay_out(plan, promised)
         planned.append(plan)
     return planned
+
+
+def _check_list(modules: Sequence[nn.Module]) -> None:
+    """Modules that are gathered together are different ones, none inside another."""
+    places: dict[int, str] = {}
+    for module in modules:
+        name = type(module).__name__
+        if id(module) in places:
+            raise ValueError(f"fully_shard: {name} is in the list twice; list each module once.")
+        places[id(module)] = name
+    for module in modules:
+        for path, inner in module.named_modules():
+            if path and id(inner) in places:
+                raise ValueError(
+                    f"fully_shard: {places[id(inner)]} is part of {places[id(module)]}, as "
+                    f"{path!r}, and both are in the list; leave it out, since what contains it "
+                    "is gathered with it."
+                )
+
+
+def _check_options(options: Options, where: str) -> None:
+    for name, value, kind in (
+        ("prefetch", options.prefetch, Prefetch),
+        ("offload_policy", options.offload, Offload),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{where}: {name} is {value!r}; wanted {kind.__name__}(...).")
+    if not isinstance(options.mp, MixedPrecision) and not _is_function(options.mp):
+        raise TypeError(
+            f"{where}: mp_policy is {options.mp!r}; wanted MixedPrecision(param_dtype=...), or a "
+            "function (fqn, parameter) that returns one or None."
+        )
+    if options.init not in INITS:
+        raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 def _plan_units(
@@ -262,14 +328,11 @@ def _full_precision(plan: UnitPlan, module: nn.Module, mp: MixedPrecision) -> Op
     """Options of a unit in its parameters' own dtype, inside a unit whose precision is ``mp``."""
     params = (p for m in (module, *plan.modules) for p in m.parameters())
     dtype = next((p.dtype for p in params if p.is_floating_point()), torch.float32)
-    full = replace(
-        mp,
+    full = FullPrecision(
         param_dtype=dtype,
-        reduce_dtype=None,
-        output_dtype=mp.param_dtype,
-        buffer_dtype=None,
-        cast_forward_inputs=True,
-        full_precision_classes=(),
+        output_dtype=(mp.output_dtype if module in plan.modules else None) or mp.param_dtype,
+        keep_low_precision_grads=mp.keep_low_precision_grads,
+        full_precision_in_eval=mp.full_precision_in_eval,
     )
     return replace(plan.options, mp=full)
 
@@ -307,17 +370,7 @@ def _override(options: Options, overrides: dict[str, Any], name: str) -> Options
         )
         if option in overrides
     }
-    for key, kind in (("offload", Offload), ("prefetch", Prefetch)):
-        if key in changed and not isinstance(changed[key], kind):
-            raise TypeError(
-                f"fully_shard: unit {name!r} overrides {key} with {changed[key]!r}; wanted "
-                f"{kind.__name__}(...)."
-            )
-    if changed.get("init", INITS[0]) not in INITS:
-        raise ValueError(
-            f"fully_shard: unit {name!r} overrides init with {changed['init']!r}; wanted one of "
-            f"{INITS}."
-        )
+    _check_options(replace(options, **changed), f"fully_shard: override of unit {name!r}")
     reshard = overrides.get("reshard_after_forward")
     if "strategy" in overrides:
         changed["placement"] = place(overrides["strategy"], reshard)
@@ -427,7 +480,13 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
 def _precision(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedPrecision:
     if isinstance(mp, MixedPrecision):
         return mp
-    return mp(name, param) or MixedPrecision()
+    found: Any = mp(name, param)
+    if found is not None and not isinstance(found, MixedPrecision):
+        raise TypeError(
+            f"fully_shard: mp_policy returned {found!r} for parameter {name!r}; wanted "
+            "MixedPrecision(...) or None."
+        )
+    return found or MixedPrecision()
 
 
 def _granularity(options: Options, item: Found) -> Granularity:

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_compose import hooks
 from fsdp_compose.adopt import is_unwritten
 from fsdp_compose.agree import Value, agree, agree_on_values, checksum, values_of
+from fsdp_compose.audit import remember
 from fsdp_compose.bucket import (
     Bucket,
     Entry,
@@ -31,6 +32,7 @@ from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.mesh import MeshLike, compute_device, subgroup_of
+from fsdp_compose.methods import attach_methods, check_methods
 from fsdp_compose.policy import (
     INITS,
     GranularityLike,
@@ -85,6 +87,7 @@ def fully_shard(
     prefetch: Prefetch = _NEXT_UNIT,
     init: Init = "verify",
     param_init_fn: InitFn | None = None,
+    methods: Sequence[str] = ("forward",),
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -117,6 +120,9 @@ def fully_shard(
             is materialised, initialised and sharded before the next. What nothing has written is
             left for loading: forward raises until it is loaded. The model may be on the meta
             device on some ranks only, with ``init="broadcast"``.
+        methods: names of methods that gather as ``forward`` does, which always gathers, for example
+            ``("forward", "encode", "generate")``. They apply to every unit of this call whose
+            module has them. The modules' hooks are not run for them.
 
     Returns:
         ``module``.
@@ -157,6 +163,9 @@ def fully_shard(
                 "or None."
             )
         plans = plan_shards(modules, options, units, Ignored.of(ignored))
+        chosen = check_methods(methods, [member for plan in plans for member in plan.modules])
+        for plan in plans:
+            plan.options = replace(plan.options, methods=chosen)
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     made = Made(agree(plans, mesh, problem), param_init_fn)
@@ -238,10 +247,14 @@ def _build(plan: UnitPlan, made: Made) -> None:
             keep_over_microbatches=plan.options.placement.keep_over_microbatches,
         ),
         slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
+        options=plan.options,
+        left_alone=plan.left_alone(),
     )
     for module in plan.modules:
         module.__dict__[STATE_KEY] = _FSDPState(unit, {})
         hooks.attach(module)
+        attach_methods(module, plan.options.methods)
+    remember(unit)
     made.values.update((value.key, (unit, value)) for value in made_here)
     _cast_buffers(plan, unit.mp)
 
@@ -398,12 +411,14 @@ def undo(module: nn.Module) -> nn.Module:
                 hooks.detach(member)
                 _restore_buffers(member, state, unit.mp)
         unit.lane.units.discard(unit)
+        for other in unit.lane.units:
+            other.watch = None  # what contains this module has its parameters to look at
     return module
 
 
-def _restore(bucket: Bucket) -> None:
+def _restore(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
     full = gather_flat(bucket, bucket.shard, bucket.shard.dtype)
-    for entry in bucket.entries:
+    for entry in bucket.entries if only is None else only:
         param, spec = entry.param, entry.spec
         grad = None if param.grad is None else param.grad.full_tensor()  # type: ignore[attr-defined]
         with raw():

@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from fsdp_compose.adopt import moved_before_backward
+from fsdp_compose.audit import check_additions
 from fsdp_compose.bucket import Entry, alias
 from fsdp_compose.connect import connect
 from fsdp_compose.engine import (
@@ -33,6 +34,7 @@ from fsdp_compose.engine import (
 )
 from fsdp_compose.gather import Boundary, gather_flat, trained_entries, view_parameters
 from fsdp_compose.order import Change, Order
+from fsdp_compose.policy import FullPrecision
 from fsdp_compose.residency import (
     admit,
     check_slots,
@@ -48,6 +50,9 @@ from fsdp_compose.residency import (
 from fsdp_compose.state import Hold, Lane, Opened, Unit, get_state
 from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks
 from fsdp_compose.tree import find_tensors, map_tensors
+
+Expected: TypeAlias = Literal["seen", "hidden", "none"]
+"""Whether a backward may reach a unit: announced by a hook, unannounced, or not at all."""
 
 attachments: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
 """(attach, detach) of further hooks, which layers below this file add when they are imported."""
@@ -122,11 +127,11 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     while lane.active and lane.active.pop() is not unit:
         pass
     output = _cast_output(unit, output)
-    hidden = torch.is_grad_enabled() and _watch_outputs(unit, output)
+    backward = _watch_outputs(unit, output) if torch.is_grad_enabled() else "none"
     unit.finished.add(id(module))
     if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not lane.active):
         unit.finished.clear()
-        _close_forward(unit, lane, hidden)
+        _close_forward(unit, lane, backward)
     if not lane.active:
         _end_pass(unit, lane)
     return output
@@ -153,13 +158,26 @@ def _leave_full_precision(unit: Unit, output: Any) -> Any:
     unit.full_precision_calls -= 1
     if unit.full_precision_calls == 0:
         install_leaves(unit)
-    return _cast_output(unit, output)
+    return output if isinstance(unit.mp, FullPrecision) else _cast_output(unit, output)
 
 
 def _cast_output(unit: Unit, output: Any) -> Any:
     if unit.mp.output_dtype is None:
         return output
     return map_tensors(partial(_cast, unit.mp.output_dtype), output)
+
+
+def call_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``function`` as if it were ``module``'s forward, which must be a unit's."""
+    changed = before_forward(module, args, kwargs)
+    if changed is not None:
+        args, kwargs = changed
+    try:
+        output = function(*args, **kwargs)
+    except BaseException:
+        after_forward(module, args, None)
+        raise
+    return after_forward(module, args, output)
 
 
 def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
@@ -182,6 +200,7 @@ def _leave_opened(unit: Unit, opened: Opened, output: Any) -> Any:
 def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int, ...]) -> None:
     if unit.task is None:
         check_slots(unit)
+        check_additions(unit)
     if not recomputing and unit.holds and unit.holds <= {Hold.KEPT, Hold.RETAINED, Hold.USER}:
         refresh_stale(unit)
     if lane.carried and unit in lane.carried:
@@ -216,7 +235,7 @@ def _abandon_forward(unit: Unit, lane: Lane) -> None:
         lane.eval_order = None
 
 
-def _close_forward(unit: Unit, lane: Lane, hidden: bool) -> None:
+def _close_forward(unit: Unit, lane: Lane, backward: Expected) -> None:
     if graph_task_id() != -1:
         # Recomputed inside a backward that will need it; released when its gradients arrive.
         task = running_task(lane)
@@ -230,10 +249,10 @@ def _close_forward(unit: Unit, lane: Lane, hidden: bool) -> None:
         install_leaves(unit)
         kept = unit.switches.keep_after_forward
         if kept is None:
-            kept = not lane.active and torch.is_grad_enabled()
-        if kept or hidden:
+            kept = not lane.active and backward == "seen"
+        if kept or backward == "hidden":
             keep(unit, Hold.KEPT)
-        elif torch.is_grad_enabled():
+        elif backward == "seen":
             spread_inner(unit)
     drop(unit, Hold.FORWARD)
 
@@ -299,8 +318,8 @@ def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
     return unit.trigger
 
 
-def _watch_outputs(unit: Unit, output: Any) -> bool:
-    """Hook the outputs; True when they may hide a tensor whose backward could not be seen."""
+def _watch_outputs(unit: Unit, output: Any) -> Expected:
+    """Hook the outputs; ``"hidden"`` when a tensor in them may be out of sight (D14)."""
     tensors, opaque = find_tensors(output)
     watched = False
     for tensor in tensors:
@@ -308,7 +327,7 @@ def _watch_outputs(unit: Unit, output: Any) -> bool:
             tensor.register_hook(_trigger(unit))
             watched = True
     if watched or not opaque:
-        return False
+        return "seen" if watched else "none"
     if "hidden" not in unit.warned:
         unit.warned.add("hidden")
         warnings.warn(
@@ -317,7 +336,7 @@ def _watch_outputs(unit: Unit, output: Any) -> bool:
             "backward ends. Return tensors in tuples, dicts, dataclasses or plain objects.",
             stacklevel=2,
         )
-    return True
+    return "hidden"
 
 
 def _bound(unit: Unit, inputs: Any) -> Any:
@@ -346,7 +365,9 @@ def _is_running(module: nn.Module) -> bool:
     frame: FrameType | None = sys._getframe()
     calls = 0
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            calls += 1
+        if frame.f_code.co_name == "_call_impl":
+            calls += frame.f_locals.get("self") is module
+        elif frame.f_code is call_as_forward.__code__:
+            calls += frame.f_locals["module"] is module
         frame = frame.f_back
     return calls > 1

@@ -183,6 +183,14 @@ class MixedPrecision:
         return Dtypes(compute, reduce, reduce if self.keep_low_precision_grads else storage)
 
 
+@dataclass(frozen=True)
+class FullPrecision(MixedPrecision):
+    """Of a unit made for ``full_precision_classes``: returns what the unit around it computes in.
+
+    In a forward of eval mode for which that is full precision too, nothing is cast.
+    """
+
+
 MixedPrecisionLike: TypeAlias = (
     "MixedPrecision | Callable[[str, nn.Parameter], MixedPrecision | None]"
 )

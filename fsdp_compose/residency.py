@@ -270,5 +270,5 @@ def check_slots(unit: Unit) -> None:
                 f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
                 "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
                 "with fsdp_compose.gathered(module, writeback=True)), or call "
-                "fsdp_compose.undo(module) before replacing it."
+                "fsdp_compose.refresh(model) on every rank to shard what is there now."
             )

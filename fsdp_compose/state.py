@@ -113,6 +113,17 @@ class Opened:
     outer: Opened | None = None  # what was open before
 
 
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """What a unit's modules held when they were last looked through; see audit.py."""
+
+    tables: list[dict[str, Any]]  # their dictionaries of parameters and of children ...
+    lengths: list[int]
+    parents: list[dict[str, Any]]  # ... of which these hold children ...
+    children: list[nn.Module | None]  # ... namely these
+    strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
+
+
 @dataclass(eq=False)
 class Unit:
     """Modules whose parameters are gathered, released and reduced together."""
@@ -144,6 +155,9 @@ class Unit:
     post_reduce_hooks: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
     epoch: int = 0  # counts conversions to another dtype or device
+    options: Any = None  # it was sharded with these, collect.Options
+    left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
+    watch: Watch | None = None  # None: look through the modules at the next forward
 
     def __post_init__(self) -> None:
         self.link()
@@ -207,7 +221,12 @@ class Unit:
             number=self.number and (*self.number, "copy", self.copies),
             slots=[(_copy_slot(slot, memo), index) for slot, index in self.slots],
             unready_buffers=[(name, _copy_slot(slot, memo)) for name, slot in self.unready_buffers],
+            options=self.options,
         )
+        for ref in self.left_alone.values():
+            twin = memo.get(id(ref()))
+            if twin is not None:
+                unit.left_alone[id(twin)] = weakref.ref(twin)
         return unit
 
 

@@ -276,9 +276,7 @@ class Ledger(TorchDispatchMode):
                 total += storage.nbytes()
         return total
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, Tensor):

@@ -123,8 +123,8 @@ CASES: dict[str, tuple[Attempt, str, str]] = {
         lambda m, r: fully_shard(m, ignored=["first.weight"]), "TypeError", "ignored holds a str",
     ),
     "unit overrides what it cannot": (
-        lambda m, r: fully_shard(m, units=wrap.by_fn(lambda n, x: {"ignored": ()})),
-        "ValueError", "overrides.*ignored",
+        lambda m, r: fully_shard(m, units=wrap.by_fn(lambda n, x: {"units": ()})),
+        "ValueError", "overrides.*units",
     ),
     "policy raises": (
         lambda m, r: fully_shard(m, units=wrap.by_fn(lambda n, x: 1 / 0)),
@@ -263,7 +263,9 @@ def test_parameters_on_several_devices(where: str) -> None:
         target = {"one": model.head, "block": model.blocks[1].up}[where]
         with FakeTensorMode():
             target.weight = nn.Parameter(torch.zeros(target.weight.shape, device="cuda"))
-        with pytest.raises(ValueError, match=f"{(where == 'one' and 'head') or 'up'}.*on c(uda|pu)"):
+        with pytest.raises(
+            ValueError, match=f"{(where == 'one' and 'head') or 'up'}.*on c(uda|pu)"
+        ):
             by_block(model, init="as_is")
         target.weight = nn.Parameter(torch.zeros(target.weight.shape, dtype=torch.float64))
         assert_untouched(model, rank)

@@ -62,7 +62,11 @@ def expected(
     for unit in units(model):
         times = gathers.get(unit.name, gathers[""])
         for bucket in unit.buckets:
-            n, shards, replicas = bucket.layout.numel, bucket.mesh.shard.size, bucket.mesh.replicate.size
+            n, shards, replicas = (
+                bucket.layout.numel,
+                bucket.mesh.shard.size,
+                bucket.mesh.replicate.size,
+            )
             part = n // shards
             if shards > 1:
                 total[0] += times
@@ -95,7 +99,14 @@ def check_traffic(rank: int, options: dict[str, Any], gathers: dict[str, int], w
         square(model, data(step, rank)).backward()
         optim.step()
         t = comm.traffic
-        found = (t.gathers, t.gather_bytes, t.reduces, t.reduce_bytes, t.all_reduces, t.all_reduce_bytes)
+        found = (
+            t.gathers,
+            t.gather_bytes,
+            t.reduces,
+            t.reduce_bytes,
+            t.all_reduces,
+            t.all_reduce_bytes,
+        )
         assert found == expected(model, gathers, 8, 8)
         optim.zero_grad()
 
@@ -230,7 +241,9 @@ def test_copies(strategy: str, shard: Callable[..., nn.Module]) -> None:
 @contextmanager
 def gathers_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
     """Append "gather NAME" whenever a unit's gather is issued."""
-    names = {b.whole_bytes.data_ptr() or id(b.whole_bytes): u for u in units(model) for b in u.buckets}
+    names = {
+        b.whole_bytes.data_ptr() or id(b.whole_bytes): u for u in units(model) for b in u.buckets
+    }
     tensors = {id(b.whole_bytes): u.name for u in units(model) for b in u.buckets}
     assert names
     original = comm.gather_parts
@@ -276,7 +289,9 @@ def check_prefetch(rank: int, prefetch: Prefetch, ahead: bool) -> None:
     for i in range(1, 3):
         early = backward.index(f"gather {i}") < backward.index(f"backward {i + 1}")
         assert early == ahead, backward
-    assert sorted(forward) == sorted([*(f"gather {i}" for i in range(4)), *(f"forward {i}" for i in range(4))])
+    assert sorted(forward) == sorted(
+        [*(f"gather {i}" for i in range(4)), *(f"forward {i}" for i in range(4))]
+    )
     assert backward.count("gather 3") <= 1
     assert_at_rest(model)
 

@@ -39,7 +39,7 @@ from fsdp_compose.state import STATE_KEY
 
 from harness import run_ranks
 
-SHARDS = {"blocks": by_block, "one": one_unit, "nested": nested}
+SHARDS = {"blocks": by_block, "one": one_unit}
 
 # The optimizer sees the parameters that train
 
@@ -352,7 +352,10 @@ def test_a_deep_copy_is_independent_and_trains(shard: str, steps: int) -> None:
         from models import replicas
 
         copied.plain = replicas(plain, 2)
-        copied.optim, copied.plain_optim = adamw(copied.model.parameters()), adamw(plain.parameters())
+        copied.optim, copied.plain_optim = (
+            adamw(copied.model.parameters()),
+            adamw(plain.parameters()),
+        )
         assert not {id(p) for p in copied.model.parameters()} & {
             id(p) for p in twin.model.parameters()
         }
@@ -804,7 +807,7 @@ def test_hooks_on_parameters_fire_once_with_the_reduced_gradient(shard: str, whe
             log.clear()
             wanted.clear()
             twin.backward(square, seed)
-            found = {name: value for name, value in log}
+            found = dict(log)
             assert len(found) == len(log) == len(wanted)
             for name, value in wanted:
                 compare(name, found[name], value, twin.tolerance)
@@ -843,6 +846,65 @@ def test_hooks_registered_before_sharding_can_be_removed_after() -> None:
         by_block(model)
         first.remove()
         second.remove()
+        square(model, data(0, rank)).backward()
+        assert not log
+
+    run_ranks(ranks)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", ["slice", "whole", "in place"])
+def test_a_hook_may_change_the_gradient(change: str, when: str) -> None:
+    """It may return a sharded tensor, a whole one of the parameter's shape, or write into it."""
+
+    def hook(grad: Tensor) -> Tensor | None:
+        if change == "slice":
+            return grad * 3
+        if change == "whole":
+            return torch.full(grad.shape, 0.5, dtype=grad.dtype)
+        grad.mul_(3)
+        return None
+
+    def ranks(rank: int) -> None:
+        def attach(model: nn.Module) -> None:
+            for name in ("first.weight", "blocks.0.up.bias", "head.bias"):
+                model.get_parameter(name).register_hook(hook)
+
+        def sharded(model: nn.Module) -> None:
+            if when == "before":
+                attach(model)
+            by_block(model)
+            if when == "after":
+                attach(model)
+
+        twin = Twin(rank, 2, lambda: Tower(1), sharded)
+        attach(twin.plain[0])
+        twin.train(steps=2)
+
+    run_ranks(ranks)
+
+
+def test_hooks_of_both_times_outlive_undo() -> None:
+    """Registered before or while sharded, they see plain gradients afterwards, and can go."""
+
+    def ranks(rank: int) -> None:
+        model, log = seeded(lambda: Tower(1)), []
+        note = lambda g: log.append((type(g), g.shape))  # noqa: E731
+        handles = [model.first.weight.register_hook(note)]
+        by_block(model)
+        handles += [
+            model.first.weight.register_hook(note),
+            model.first.weight.register_post_accumulate_grad_hook(lambda p: note(p.grad)),
+        ]
+        square(model, data(0, rank)).backward()
+        assert len(log) == 3 and all(shape == (WIDTH, WIDTH) for _, shape in log)
+        undo(model)
+        log.clear()
+        square(model, data(0, rank)).backward()
+        assert log == [(Tensor, (WIDTH, WIDTH))] * 3
+        for handle in handles:
+            handle.remove()
+        log.clear()
         square(model, data(0, rank)).backward()
         assert not log
 

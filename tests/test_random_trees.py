@@ -252,9 +252,9 @@ cases = st.builds(
     strategy=st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
     prefetch=st.sampled_from(((1, 1), (0, 0), (2, 1), (1, 3))),
     granularity=st.sampled_from((1, 1, 1, "row", "tensor")),
-    ops=st.lists(
-        st.tuples(st.sampled_from(OPS), st.integers(0, 11)), min_size=1, max_size=7
-    ).map(tuple),
+    ops=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 11)), min_size=1, max_size=7).map(
+        tuple
+    ),
 )
 
 
@@ -269,7 +269,9 @@ def test_a_program_with_everything() -> None:
     """One fixed case that goes through every operation, so that none is left to chance."""
     leaf = lambda kind, **options: Leaf(kind, **options)  # noqa: E731
     inner = Node((leaf("matrix", unit=True), leaf("scalar"), leaf("matrix", tie=0)), True, "saved")
-    other = Node((leaf("low rank", frozen=True), leaf("norm", dtype="float32")), True, "reentrant", 2)
+    other = Node(
+        (leaf("low rank", frozen=True), leaf("norm", dtype="float32")), True, "reentrant", 2
+    )
     tree = Node((leaf("transposed"), inner, other, leaf("matrix", tie=1, unit=True)), True)
     ops = tuple((op, i) for i, op in enumerate([*OPS, "step", "toggle", *OPS, "step"]))
     for world in (1, 2, 3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -277,10 +278,11 @@ def test_reshard_of_one_unit_keeps_the_rest_of_the_strategy() -> None:
     [
         ({"units": None}, r"unit 'blocks.0' overrides \['units'\]"),
         ({"wrong": 1}, r"overrides \['wrong'\]"),
-        ({"init": "zeros"}, "overrides init with 'zeros'"),
-        ({"prefetch": 2}, "overrides prefetch with 2; wanted Prefetch"),
-        ({"offload_policy": True}, "wanted Offload"),
+        ({"init": "zeros"}, "override of unit 'blocks.0': init is 'zeros'"),
+        ({"prefetch": 2}, "prefetch is 2; wanted Prefetch"),
+        ({"offload_policy": True}, "offload_policy is True; wanted Offload"),
         ({"ignored": [3]}, "ignored holds a int"),
+        ({"mp_policy": torch.bfloat16}, "mp_policy is torch.bfloat16; wanted MixedPrecision"),
     ],
 )
 def test_overrides_that_are_wrong(options: dict[str, Any], text: str) -> None:
@@ -414,6 +416,8 @@ def test_full_precision_of_the_sharded_module_itself_and_of_a_few() -> None:
         norm = fully_shard(nn.LayerNorm(WIDTH), mp_policy=BF16)
         assert get_state(norm).unit.mp.param_dtype is torch.float32
         assert norm(torch.ones(2, WIDTH)).dtype is torch.bfloat16
+        out = fully_shard(nn.LayerNorm(3), mp_policy=replace(BF16, output_dtype=torch.float64))
+        assert out(torch.ones(2, 3)).dtype is torch.float64
         with pytest.raises(ValueError, match="some are to run in full precision"):
             fully_shard([nn.LayerNorm(3), nn.Linear(3, 3)], mp_policy=BF16)
         model = Tower(1)
@@ -425,6 +429,19 @@ def test_full_precision_of_the_sharded_module_itself_and_of_a_few() -> None:
         assert set(by_name(model)) == {"Tower"}  # there is no other precision
         with pytest.raises(ValueError, match="full_precision_classes is"):
             MixedPrecision(full_precision_classes=nn.LayerNorm)  # type: ignore[arg-type]
+
+
+def test_full_precision_in_eval_reaches_them_too() -> None:
+    with single_process():
+        model, plain = seeded(Mixed).float(), seeded(Mixed).float()
+        mp = MixedPrecision(
+            torch.bfloat16, full_precision_classes=NORMS, full_precision_in_eval=True
+        )
+        fully_shard(model, units=wrap.by_class(Inner), mp_policy=mp)
+        x = torch.randn(3, WIDTH)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+        assert model.train()(x).dtype is torch.bfloat16
 
 
 def test_undo_of_full_precision_units() -> None:

@@ -1,0 +1,111 @@
+"""Parameters that a unit's modules got since it was sharded are never quietly left out (D5).
+
+A full look through the modules finds them; it happens at the first forward after anything changed.
+Every other forward compares what the dictionaries of those modules hold with what was seen then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from torch import nn
+
+from fsdp_compose.sharded import is_sharded
+from fsdp_compose.state import Unit, Watch, find_state
+from fsdp_compose.torch_private import child_slots, parameter_slots
+
+_MOST = 5
+
+
+def check_additions(unit: Unit) -> None:
+    """Raise when a trainable parameter of the unit's modules is in no bucket.
+
+    Raises:
+        RuntimeError: naming such parameters.
+    """
+    watch = unit.watch
+    if (
+        watch is not None
+        and list(map(len, watch.tables)) == watch.lengths
+        and list(chain.from_iterable(map(dict.values, watch.parents))) == watch.children
+    ):
+        for values, name in watch.strays:
+            value = values.get(name)
+            if value is not None and value.requires_grad:
+                break
+        else:
+            return
+    added = missing_from(unit)
+    if added:
+        names = ", ".join(map(repr, added[:_MOST]))
+        more = f" and {len(added) - _MOST} more" if len(added) > _MOST else ""
+        raise RuntimeError(
+            f"unit {unit.name!r} has trainable parameters that were added, or made trainable, "
+            f"after fully_shard and are not sharded: {names}{more}. Their gradients would differ "
+            "between ranks. Call fsdp_compose.refresh(model) on every rank, and give them to the "
+            "optimizer."
+        )
+    remember(unit)
+
+
+def managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose parameters belong to the unit, with their names in it."""
+    seen: set[int] = set()
+    for position, ref in enumerate(unit.modules):
+        root = ref()
+        pending = [] if root is None else [(str(position) if len(unit.modules) > 1 else "", root)]
+        while pending:
+            name, module = pending.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            yield name, module
+            inner = [
+                (f"{name}.{key}" if name else key, child)
+                for key, child in child_slots(module).items()
+                if child is not None and find_state(child) is None and not is_ignored(unit, child)
+            ]
+            pending += reversed(inner)
+
+
+def is_ignored(unit: Unit, item: object) -> bool:
+    """Whether ``item`` was among what ``fully_shard`` was told to ignore."""
+    ref = unit.left_alone.get(id(item))
+    return ref is not None and ref() is item
+
+
+def missing_from(unit: Unit) -> list[str]:
+    """Names of trainable parameters of the unit's modules that are in no bucket."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in managed(unit)
+        for name, value in parameter_slots(module).items()
+        if isinstance(value, nn.Parameter)
+        and value.requires_grad
+        and not is_sharded(value)
+        and not is_ignored(unit, value)
+    ]
+
+
+def remember(unit: Unit) -> None:
+    """What the unit's modules hold now is all right."""
+    modules = [module for _, module in managed(unit)]
+    tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
+    parents = [children for m in modules if (children := child_slots(m))]
+    watched = {(id(values), name) for values, name, _ in unit.places}
+    unit.watch = Watch(
+        tables=tables,
+        lengths=list(map(len, tables)),
+        parents=parents,
+        children=list(chain.from_iterable(map(dict.values, parents))),
+        strays=[
+            (values, name)
+            for module in modules
+            for values in (parameter_slots(module),)
+            for name, value in values.items()
+            if (id(values), name) not in watched
+            and not is_ignored(unit, value)
+            and not (value is not None and is_sharded(value))
+        ],
+    )
