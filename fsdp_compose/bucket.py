@@ -236,10 +236,15 @@ def make_bucket(
         if not in_place:
             full.untyped_storage().resize_(0)
     for index, entry in enumerate(entries):
-        entry.owner, entry.index = weakref.ref(bucket), index
-        entry.pin = weakref.ref(entry.param)
-        entry.param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
+        bind(bucket, entry, index)
     return bucket
+
+
+def bind(bucket: Bucket, entry: Entry, index: int) -> None:
+    """Let ``entry`` be the one at ``index`` of the bucket."""
+    entry.owner, entry.index = weakref.ref(bucket), index
+    entry.pin = weakref.ref(entry.param)
+    entry.param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
 
 
 _ENTRY_KEY = "_fsdp_compose_entry"

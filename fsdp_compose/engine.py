@@ -55,11 +55,26 @@ def running_task(lane: Lane) -> Task:
         if owner is not None:
             end_task(owner, task_id)
 
-    task.callback = weakref.ref(callback)
+    def failed(ref: object) -> None:
+        owner = lane_ref()
+        if owner is not None and task_id in owner.tasks:
+            show_leaves(owner.tasks[task_id])
+
+    task.callback = weakref.ref(callback, failed)
     on_backward_end(callback)
     if outermost:
         drop_prefetched(lane)
     return task
+
+
+def show_leaves(task: Task) -> None:
+    """The run ended with an exception: what follows, such as ``zero_grad``, is for the leaves.
+
+    The rest of the clean-up communicates and waits for the next pass, in ``recover``.
+    """
+    for unit in task.units:
+        if not unit.calls:
+            install_leaves(unit)
 
 
 def end_task(lane: Lane, task_id: int) -> None:

@@ -127,7 +127,7 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     while lane.active and lane.active.pop() is not unit:
         pass
     output = _cast_output(unit, output)
-    backward = _watch_outputs(unit, output) if torch.is_grad_enabled() else "none"
+    backward = _watch_outputs(unit, output)
     unit.finished.add(id(module))
     if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not lane.active):
         unit.finished.clear()
@@ -250,7 +250,7 @@ def _close_forward(unit: Unit, lane: Lane, backward: Expected) -> None:
         kept = unit.switches.keep_after_forward
         if kept is None:
             kept = not lane.active and backward == "seen"
-        if kept or backward == "hidden":
+        if backward == "hidden" or (kept and (backward == "seen" or not torch.is_grad_enabled())):
             keep(unit, Hold.KEPT)
         elif backward == "seen":
             spread_inner(unit)
@@ -319,14 +319,18 @@ def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
 
 
 def _watch_outputs(unit: Unit, output: Any) -> Expected:
-    """Hook the outputs; ``"hidden"`` when a tensor in them may be out of sight (D14)."""
+    """Hook the outputs; ``"hidden"`` when the unit is needed in a way that cannot be seen."""
     tensors, opaque = find_tensors(output)
+    if not unit.gathered:
+        opaque = False  # nothing that would have to stay
     watched = False
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(_trigger(unit))
             watched = True
-    if watched or not opaque:
+    if any(_reads_weights(unit, tensor) for tensor in tensors):
+        return "hidden"
+    if watched or not opaque or not torch.is_grad_enabled():
         return "seen" if watched else "none"
     if "hidden" not in unit.warned:
         unit.warned.add("hidden")
@@ -337,6 +341,19 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
             stacklevel=2,
         )
     return "hidden"
+
+
+def _reads_weights(unit: Unit, output: torch.Tensor) -> bool:
+    """Whether an output is a view of a gathered weight, which must then outlive the forward."""
+    try:
+        start = output.data_ptr()
+    except RuntimeError:
+        return False  # a tensor without memory of its own: fake, functional, or not strided
+    return any(
+        0 <= start - bucket.full.data_ptr() < bucket.full_nbytes
+        for bucket in unit.gathered
+        if not bucket.in_place
+    )
 
 
 def _bound(unit: Unit, inputs: Any) -> Any:

@@ -61,8 +61,9 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
             f"participate: {type(module).__name__} is not a unit and contains none; pass a module "
             "that fully_shard was called on, or one that contains such modules."
         )
-    if x is not None and not (isinstance(x, torch.Tensor) and x.is_floating_point()):
-        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+    given: Any = x
+    if x is not None and not (isinstance(given, torch.Tensor) and given.is_floating_point()):
+        found = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
         raise TypeError(
             f"participate: x is {found}; wanted a floating-point activation, which is handed "
             "through, or nothing."

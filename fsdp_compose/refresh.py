@@ -7,7 +7,6 @@ given back whole and plain, and its place in the bucket stays, as padding.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from fsdp_compose.agree import agree
 from fsdp_compose.audit import is_ignored, managed, remember
-from fsdp_compose.bucket import Bucket, Entry, Slot, find_entry
+from fsdp_compose.bucket import Bucket, Entry, Slot, bind, find_entry
 from fsdp_compose.collect import Found, Ignored, Options, UnitPlan, _lay_out
 from fsdp_compose.connect import is_running
 from fsdp_compose.engine import begin_forward_pass
@@ -32,8 +31,8 @@ from fsdp_compose.init import InitFn
 from fsdp_compose.policy import INITS, Init
 from fsdp_compose.reduction import drain
 from fsdp_compose.residency import drop, settle
-from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag, to_local
-from fsdp_compose.state import STATE_KEY, Unit, iter_units, owner_of
+from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
+from fsdp_compose.state import Unit, iter_units, owner_of
 from fsdp_compose.torch_private import parameter_slots, raw
 
 __all__ = ["refresh"]
@@ -98,8 +97,9 @@ def refresh(
     read |= {e for u in _others(units) for e in u.borrowed}
     for change in survey:
         _let_go(change.unit, read)
+    at_home = {e for change in survey for e in change.read if owner_of(e) in change.unit.buckets}
     for change in survey:
-        _apply(change, made)
+        _apply(change, made, at_home)
     for unit in units:
         remember(unit)
     if made.keys:
@@ -112,9 +112,8 @@ class _Change:
     """What a unit's modules hold now."""
 
     unit: Unit
-    plan: UnitPlan  # of what is new
-    found: list[Found]  # every parameter, in the order of the modules
-    read: list[Entry]  # of those that are sharded
+    plan: UnitPlan  # its buckets are for what is new
+    read: list[Entry]  # of parameters that are sharded already
 
 
 def _check_rest(unit: Unit) -> None:
@@ -149,10 +148,10 @@ def _look_through(unit: Unit, init: Init | None, promised: set[int]) -> _Change:
                 item.names.append(f"{prefix}.{key}" if prefix else key)
                 item.slots.append(Slot.of(submodule, key))
     items = list(found.values())
-    plan.found = [item for item in items if not is_sharded(item.param)]
+    plan.found = items
     _lay_out(plan, promised)
     plan.members = [_inside(fresh, position, modules) for position in range(len(modules))]
-    return _Change(unit, plan, items, [find_entry(i.param) for i in items if is_sharded(i.param)])
+    return _Change(unit, plan, [find_entry(i.param) for i in items if is_sharded(i.param)])
 
 
 def _inside(
@@ -202,27 +201,32 @@ def _pad(bucket: Bucket, entry: Entry) -> None:
         param = nn.Parameter(piece.new_empty(0), requires_grad=False)
         set_local(param, piece.zero_())
         tag(param, spec)
-    padding = Entry(param, spec, (), [], owner=weakref.ref(bucket), index=entry.index)
-    bucket.adopt_entry(padding)
+    padding = Entry(param, spec, (f"{entry.names[0]} (removed)",), [])
+    bucket.entries[entry.index] = padding
+    bind(bucket, padding, entry.index)
 
 
-def _apply(change: _Change, made: Made) -> None:
-    """Make the new buckets, and let the unit know where everything is."""
+def _apply(change: _Change, made: Made, at_home: set[Entry]) -> None:
+    """Make the new buckets, and let the unit know where everything is.
+
+    A parameter that left the unit whose bucket holds it is named by the first unit that reads it.
+    """
     unit, plan = change.unit, change.plan
     prefixes = _prefixes(unit, change)
     values = _make_values(plan, made)
     for bucket_plan in plan.buckets:
         unit.buckets.append(_build_bucket(plan, bucket_plan))
-    entries = [find_entry(item.param) for item in change.found]
-    for item, entry in zip(change.found, entries, strict=True):
-        if owner_of(entry) in unit.buckets:
+    entries = [find_entry(item.param) for item in plan.found]
+    for item, entry in zip(plan.found, entries, strict=True):
+        if owner_of(entry) in unit.buckets or entry not in at_home:
+            at_home.add(entry)
             _rename(entry, item, prefixes)
     own = [entry for bucket in unit.buckets for entry in bucket.entries]
     unit.borrowed = list(dict.fromkeys(entry for entry in entries if entry not in own))
     index = {entry: i for i, entry in enumerate([*own, *unit.borrowed])}
     unit.slots = [
         (slot, index[entry])
-        for item, entry in zip(change.found, entries, strict=True)
+        for item, entry in zip(plan.found, entries, strict=True)
         for slot in item.slots
     ]
     unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None

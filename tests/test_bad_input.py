@@ -204,7 +204,7 @@ def test_nested_calls_in_the_wrong_order() -> None:
     def ranks(rank: int) -> None:
         model = seeded(lambda: Tower(2))
         fully_shard(model)
-        with pytest.raises(ValueError, match="Block.*before|inner.*first|already sharded"):
+        with pytest.raises(ValueError, match=r"Block.*before|inner.*first|already sharded"):
             fully_shard(model.blocks[0])
         square(model, data(0, rank)).backward()
         undo(model)
@@ -247,7 +247,7 @@ def test_mesh_of_another_device() -> None:
     def ranks(rank: int) -> None:
         mesh = DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=rank)
         model = seeded(lambda: Tower(2))
-        with pytest.raises(ValueError, match="mesh is for device 'cuda'.*are on cpu"):
+        with pytest.raises(ValueError, match=r"mesh is for device 'cuda'.*are on cpu"):
             fully_shard(model, mesh=mesh)
         assert_untouched(model, rank)
 
@@ -256,7 +256,7 @@ def test_mesh_of_another_device() -> None:
 
 @pytest.mark.parametrize("where", ["one", "block"])
 def test_parameters_on_several_devices(where: str) -> None:
-    """The message names the parameter; a fake tensor stands for one of a device that is not here."""
+    """The message names the parameter; a fake tensor stands for one of an absent device."""
 
     def ranks(rank: int) -> None:
         model = seeded(lambda: Tower(2))
@@ -367,7 +367,7 @@ def test_as_is_takes_each_rank_as_it_is() -> None:
 
 
 def test_values_of_mixed_precision_and_prefetch_check_themselves() -> None:
-    with pytest.raises(ValueError, match="param_dtype.*int32"):
+    with pytest.raises(ValueError, match=r"param_dtype.*int32"):
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(ValueError, match="forward=-1"):
         Prefetch(forward=-1)
@@ -439,7 +439,7 @@ def test_storages_that_need_care(layout: str) -> None:
         base = torch.arange(9.0)
         if layout == "sparse":
             model.extra = nn.Parameter(torch.eye(3).to_sparse())
-            with pytest.raises(ValueError, match="extra.*layout torch.sparse_coo"):
+            with pytest.raises(ValueError, match=r"extra.*layout torch\.sparse_coo"):
                 fully_shard(model)
             return
         model.weight = nn.Parameter(base[1:4].view(1, 3))

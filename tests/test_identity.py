@@ -1027,8 +1027,9 @@ def test_moving_the_model_after_sharding(move: str) -> None:
                 optim.zero_grad()
                 wanted.zero_grad()
         except (RuntimeError, ValueError, TypeError) as error:
-            assert "shard" in str(error), error
-            return
+            if "shard" in str(error):
+                return
+            raise
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
             torch.testing.assert_close(whole(ours), theirs.detach(), msg=name)
 

@@ -1,4 +1,4 @@
-"""The tests notice when the engine is broken: each mutation fails the check that is there for it."""
+"""The tests notice a broken engine: each mutation fails the check that is there for it."""
 
 from __future__ import annotations
 

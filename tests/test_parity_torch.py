@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose import MixedPrecision, fully_shard, wrap
 
@@ -172,7 +172,7 @@ def test_close_to_fsdp2_fsdp1_and_ddp(world: int) -> None:
     def ranks(rank: int) -> None:
         ignore_torch_warnings()
         mine = run(rank, ours)
-        for wrapper in (torch_fsdp2, torch_fsdp1, DDP):
+        for wrapper in (torch_fsdp2, torch_fsdp1, DistributedDataParallel):
             assert_close(mine, run(rank, wrapper), loss=2e-5, param=2e-4)
 
     run_ranks(ranks, world)

@@ -1,0 +1,240 @@
+"""Methods besides forward that gather their unit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import WIDTH, Block, Twin, assert_at_rest, data, seeded, units
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import MixedPrecision, fully_shard, undo, wrap
+from fsdp_compose.methods import Method
+from fsdp_compose.sharded import ShardedWeightError
+
+from harness import rank_errors, run_ranks, single_process
+
+
+class Coder(nn.Module):
+    """A model with several ways in, whose root has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Scaled(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Encode."""
+        x = self.first(x) * scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+    def generate(self, x: Tensor, steps: int = 3) -> Tensor:
+        for _ in range(steps):
+            x = torch.tanh(self(x))
+        return x
+
+    def fail(self, x: Tensor) -> Tensor:
+        raise KeyError("fail")
+
+    def stream(self, x: Tensor) -> Any:
+        yield self.head(x)
+
+    @staticmethod
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Scaled(Block):
+    def gain(self, x: Tensor) -> Tensor:
+        return x * self.norm.weight
+
+
+METHODS = ("forward", "encode", "generate", "gain", "fail")
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    options.setdefault("methods", METHODS)
+    return fully_shard(model, units=wrap.by_class({Scaled}), **options)
+
+
+def encoded(model: Any, x: Tensor) -> Tensor:
+    return model.encode(x, scale=0.5).square().mean()
+
+
+def both(model: Any, x: Tensor) -> Tensor:
+    return encoded(model, x) + model(x).square().mean()
+
+
+def generated(model: Any, x: Tensor) -> Tensor:
+    return model.generate(x).square().mean()
+
+
+def gained(model: Any, x: Tensor) -> Tensor:
+    return model.blocks[1].gain(model.encode(x)).square().mean()
+
+
+def checkpointed(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(model.encode, x, use_reentrant=False).square().mean()
+
+
+LOSSES = (encoded, both, generated, gained, checkpointed)
+
+
+def trains(rank: int, world: int) -> None:
+    for loss in LOSSES:
+        Twin(rank, world, Coder, shard).train(loss)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_methods_train_as_in_one_process(world: int) -> None:
+    if world == 1:
+        with single_process():
+            trains(0, 1)
+    else:
+        run_ranks(trains, world, world)
+
+
+def casts(rank: int) -> None:
+    policy = MixedPrecision(
+        param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=True
+    )
+    model = shard(seeded(Coder), mp_policy=policy)
+    out = model.encode(data(0, rank))
+    assert out.dtype == torch.float32
+    out.sum().backward()
+    assert_at_rest(model)
+    assert model.head.weight.grad is not None  # zero: the unit ran
+    assert_at_rest(model)
+
+
+def test_inputs_and_outputs_are_cast() -> None:
+    run_ranks(casts, 2)
+
+
+def inference(rank: int) -> None:
+    model, plain = shard(seeded(Coder)), seeded(Coder)
+    x = data(0, 0)
+    with torch.no_grad():
+        for steps in (3, 1, 2):  # of different lengths, without a warning
+            torch.testing.assert_close(model.generate(x, steps=steps), plain.generate(x, steps))
+            assert_at_rest(model)
+    with pytest.raises(KeyError):
+        model.fail(x)
+    assert_at_rest(model)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_inference_and_exceptions_leave_the_model_at_rest() -> None:
+    run_ranks(inference, 2)
+
+
+def test_nothing_of_the_module_changes() -> None:
+    with single_process():
+        plain, model = seeded(Coder), seeded(Coder)
+        before, keys = str(model), set(vars(model))
+        shard(model)
+        assert type(model) is Coder and str(model) == before
+        assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+        assert "encode" not in vars(model.blocks[0]) and "gain" not in vars(model)
+        assert isinstance(vars(model)["encode"], Method) and "forward" not in vars(model)
+        assert model.encode.__doc__ == "Encode." and model.encode.__name__ == "encode"
+        assert inspect.signature(model.encode) == inspect.signature(plain.encode)
+        undo(model)
+        assert set(vars(model)) == keys and "gain" not in vars(model.blocks[0])
+
+
+def copies(rank: int) -> None:
+    twin = Twin(rank, 2, Coder, shard)
+    twin.model.encode = twin.model.encode  # as code that patches methods does
+    copied = copy.deepcopy(twin.model)
+    assert vars(copied)["encode"] is not vars(twin.model)["encode"]
+    with torch.no_grad():
+        for param in copied.parameters():
+            param.zero_()
+    assert not copied.encode(data(0, rank)).any()
+    twin.train(encoded)
+    ref = weakref.ref(copied)
+    undo(copied)
+    assert "encode" not in vars(copied)
+    del copied
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_copy_drives_its_own_state() -> None:
+    run_ranks(copies, 2)
+
+
+def test_a_method_of_the_instance_is_used_and_given_back() -> None:
+    with single_process():
+        model = seeded(Coder)
+        own = lambda x: model.head(x) + 1  # noqa: E731
+        model.encode = own
+        shard(model)
+        x = data(0, 0)
+        torch.testing.assert_close(model.encode(x), model.head(x) + 1)
+        undo(model)
+        assert vars(model)["encode"] is own
+
+
+def unlisted(rank: int) -> str:
+    model = shard(seeded(Coder), methods=("forward",))
+    with pytest.raises(ShardedWeightError, match=r"methods=\('forward', \.\.\.\)") as caught:
+        model.encode(data(0, rank))
+    assert "'first.weight'" in str(caught.value)
+    assert_at_rest(model)
+    model(data(0, rank)).sum().backward()  # forward calls it, where it is gathered
+    return str(caught.value)
+
+
+def test_a_method_that_is_not_listed_raises_and_says_so() -> None:
+    run_ranks(unlisted, 2)
+
+
+@pytest.mark.parametrize(
+    ("methods", "kind", "text"),
+    [
+        ("encode", TypeError, "wanted a sequence of names"),
+        ((1,), TypeError, "wanted names"),
+        (("decode",), ValueError, r"'decode', but no unit.*Coder has \[.*'encode'.*'generate'"),
+        (("first",), ValueError, "no unit of this call has such a method"),
+        (("state_dict",), ValueError, "nn.Module's or Python's own"),
+        (("__call__",), ValueError, "nn.Module's or Python's own"),
+        (("stream",), ValueError, "'stream', which is a generator"),
+    ],
+)
+def test_wrong_methods(methods: Any, kind: type[Exception], text: str) -> None:
+    with single_process():
+        model = seeded(Coder)
+        with pytest.raises(kind, match=text):
+            shard(model, methods=methods)
+        assert not units(model)
+
+
+def differs(rank: int) -> None:
+    shard(seeded(Coder), methods=("encode",) if rank else ())
+
+
+def test_ranks_agree_on_methods() -> None:
+    for error in rank_errors(differs, 2):
+        assert "methods" in str(error)
+
+
+def test_forward_need_not_be_listed_and_static_methods_may() -> None:
+    with single_process():
+        model = shard(seeded(Coder), methods=("twice",))
+        assert torch.equal(model.twice(torch.ones(2)), torch.full((2,), 2.0))
+        model(data(0, 0)).sum().backward()
+        assert_at_rest(model)
