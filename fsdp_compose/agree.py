@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdp_compose import comm
 from fsdp_compose.bucket import Slot, flatten, storage_order
 from fsdp_compose.collect import Options, UnitPlan
-from fsdp_compose.mesh import Group, Mesh, MeshLike, resolve_mesh
+from fsdp_compose.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.policy import Placement
 from fsdp_compose.torch_private import buffer_slots
 
@@ -199,7 +199,7 @@ def _groups(mesh: MeshLike | None) -> tuple[Group, ...]:
 
     They depend on the argument alone, so that a rank that failed meets the others.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or is_outside(mesh):
         return ()
     devices = [torch.device("cpu")]
     accelerator = torch.accelerator.current_accelerator()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.bucket import Slot
+from fsdp_compose.bucket import Slot, find_entry
 from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
 from fsdp_compose.mesh import Mesh, MeshLike, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.policy import (
@@ -26,7 +26,7 @@ from fsdp_compose.policy import (
     place,
 )
 from fsdp_compose.sharded import is_sharded
-from fsdp_compose.state import find_state
+from fsdp_compose.state import find_state, lane_of, owner_of
 from fsdp_compose.torch_private import parameter_slots
 from fsdp_compose.wrap import Decide, Policy
 
@@ -432,7 +432,10 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
     options = plan.options
     for item in plan.found:
         param = item.param
-        if is_sharded(param) or id(param) in promised:
+        if is_sharded(param):
+            _check_nesting(plan, item)
+            continue
+        if id(param) in promised:
             continue
         promised.add(id(param))
         name = item.names[0]
@@ -467,6 +470,23 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
         ]
         layout = plan_layout(extents, itemsize, mesh.shard.size)
         plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
+
+
+def _check_nesting(plan: UnitPlan, item: Found) -> None:
+    """A parameter that a unit has already may be tied, but not belong to a module around (D9)."""
+    entry = find_entry(item.param)
+    bucket = owner_of(entry)
+    for unit in lane_of(bucket.mesh.device).units:
+        if bucket not in unit.buckets:
+            continue
+        outer = {id(m) for ref in unit.modules if (top := ref()) is not None for m in top.modules()}
+        if any(id(module) in outer for module in plan.modules):
+            raise ValueError(
+                f"fully_shard: unit {plan.name!r} is inside unit {unit.name!r}, which was sharded "
+                f"before it and has its parameter {entry.spec.fqn!r}; shard from the inside out. "
+                "Call fsdp_compose.undo on the outer module, then fully_shard on the inner modules "
+                "first and on the outer one last, or once on the outer one with units=."
+            )
 
 
 def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:

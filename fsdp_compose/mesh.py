@@ -64,6 +64,8 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
             contain this rank.
         TypeError: ``mesh`` is none of the above.
     """
+    if not isinstance(mesh, DeviceMesh) and is_outside(mesh):
+        raise ValueError(_outside())
     if mesh is None:
         world = group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF
         shard, replicate = world, SELF
@@ -125,6 +127,18 @@ _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Group]] = (
 )
 
 
+def is_outside(mesh: object) -> bool:
+    """Whether this rank takes no part in ``mesh``, so that its other ranks do not wait for it."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.get_coordinate() is None
+    members = mesh if isinstance(mesh, tuple) else (mesh,)
+    return any(
+        member == dist.GroupMember.NON_GROUP_MEMBER
+        or (isinstance(member, dist.ProcessGroup) and dist.get_rank(member) < 0)
+        for member in members
+    )
+
+
 def check_subgroup(group: Group, size: int) -> None:
     """Raise unless ``group`` can be cut into several groups of ``size`` ranks.
 
@@ -175,10 +189,7 @@ def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
     """
     rank = dist.get_rank(pg)
     if rank < 0 or not isinstance(pg, dist.ProcessGroup):
-        raise ValueError(
-            f"fully_shard: rank {dist.get_rank()} is not in the process group it was given; call "
-            "fully_shard on the ranks of the group only."
-        )
+        raise ValueError(_outside())
     size = dist.get_world_size(pg)
     ranks = tuple(dist.get_process_group_ranks(pg))
     if size == 1:
@@ -197,3 +208,10 @@ def _backend(pg: dist.ProcessGroup, device: torch.device) -> str:
             "move the module first: module.to(device)."
         )
     return name
+
+
+def _outside() -> str:
+    return (
+        f"fully_shard: rank {dist.get_rank()} is not in the process group it was given; call "
+        "fully_shard on the ranks of the group only."
+    )

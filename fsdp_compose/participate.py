@@ -112,7 +112,7 @@ def _body(
     if x is None:
         x = _zero(unit)
     if not torch.is_grad_enabled():
-        return x
+        return x.view_as(x)  # not the caller's tensor, whose backward is not this unit's
     with torch.inference_mode(False):
         joined: torch.Tensor = Join.apply(weakref.ref(unit), x, *linked)
     return joined

@@ -95,6 +95,20 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
     return seen
 
 
+def test_the_state_can_be_printed() -> None:
+    """Also while nothing is gathered: what is not in memory may not be read."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(1)))
+        state = get_state(model)
+        for _ in range(2):
+            for value in (state, state.unit, *state.unit.buckets, *state.unit.buckets[0].entries):
+                assert "object at" in repr(value) or len(repr(value)) < 10_000
+            square(model, data(0, rank)).backward()
+
+    run_ranks(ranks)
+
+
 def test_class_names_and_structure_stay() -> None:
     def ranks(rank: int) -> None:
         model = seeded(lambda: Tower(2))
@@ -311,6 +325,9 @@ def test_undo_of_a_part() -> None:
         model = by_block(seeded(lambda: Tower(2)))
         undo(model.blocks[0])
         assert not is_sharded(model.blocks[0].up.weight) and is_sharded(model.first.weight)
+        with pytest.raises(RuntimeError, match=r"not sharded.*blocks\.0\.up\.weight.*refresh"):
+            model(data(0, rank))
+        model.blocks[0].requires_grad_(False)
         square(model, data(0, rank)).backward()
         assert_at_rest(model)
         with pytest.raises(ValueError, match="is not sharded"):
@@ -499,6 +516,24 @@ def test_tied_weights(tie: str, strategy: ShardingStrategy | None) -> None:
             twin.backward(square, seed + 10)
             twin.step()
         twin.check()
+
+    run_ranks(ranks)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of unit")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tied_weight_that_an_idle_unit_keeps_gathered_is_read_fresh(first: int) -> None:
+    """One unit stays gathered, its loss dropped; the other trains the weight they share."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda m: shard_tied(m, strategy=ShardingStrategy.SHARD_GRAD_OP)  # noqa: E731
+        twin = Twin(rank, 2, lambda: Tied("across"), shard)
+        idle, used = (0, 1) if first == 0 else (1, 0)
+        twin.model.body[idle](data(0, rank))
+        for seed in range(3):
+            twin.backward(lambda m, x: square(m.body[used], x), seed)
+            twin.step()
+        twin.train(steps=2)
 
     run_ranks(ranks)
 

@@ -1,0 +1,305 @@
+"""Surgery on a sharded model: what was added, replaced and moved is noticed, and taken over."""
+
+from __future__ import annotations
+
+import copy
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import (
+    WIDTH,
+    Block,
+    Tolerance,
+    Tower,
+    adamw,
+    assert_at_rest,
+    by_block,
+    compare,
+    data,
+    fqns,
+    nested,
+    one_unit,
+    replicas,
+    seeded,
+    square,
+    units,
+    whole,
+)
+from torch import Tensor, nn
+
+from fsdp_compose import fully_shard, gathered, state_dict, undo, unshard, wrap
+from fsdp_compose.audit import check_additions
+from fsdp_compose.refresh import refresh
+from fsdp_compose.sharded import is_sharded
+
+from harness import rank_errors, run_ranks, single_process
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer and a trained update of rank 2."""
+
+    def __init__(self, base: nn.Linear, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.base = base
+        self.a = nn.Parameter(torch.randn(2, base.in_features, generator=generator).double())
+        self.b = nn.Parameter(torch.randn(base.out_features, 2, generator=generator).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+def adapt(model: nn.Module, seed: int = 7) -> nn.Module:
+    model.requires_grad_(False)
+    for i, block in enumerate(model.blocks):
+        block.up = LoRA(block.up, seed + i)
+    return model
+
+
+Surgery = Callable[[nn.Module], Any]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def follow(model: nn.Module, plain: nn.Module, rank: int, world: int, optims: Any) -> None:
+    """Three steps beside a plain model that had the same surgery."""
+    copies = replicas(plain, world)
+    for step in range(3):
+        square(model, data(step, rank)).backward()
+        assert_at_rest(model)
+        torch.stack([square(m, data(step, r)) for r, m in enumerate(copies)]).mean().backward()
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    theirs = dict(plain.named_parameters())
+    assert list(theirs) == [n for n, _ in model.named_parameters()]
+    for name, param in model.named_parameters():
+        assert is_sharded(param), name
+        compare(name, whole(param), theirs[name].detach(), Tolerance())
+
+
+def lora(rank: int, world: int, shard: Any) -> None:
+    """Training, then adapters, then training of the adapters alone."""
+    model, plain = shard(seeded(Tower)), seeded(Tower)
+    optims = [adamw(model.parameters()), adamw(plain.parameters())]
+    follow(model, plain, rank, world, optims)
+    before = {id(p) for p in model.parameters()}
+    for m in (model, plain):
+        adapt(m)
+    with pytest.raises(RuntimeError, match=r"refresh\(model\)") as caught:
+        model(data(0, rank))
+    assert "up.a" in str(caught.value) and "up.b" in str(caught.value)
+    model.zero_grad()
+    refresh(model)
+    assert before < {id(p) for p in model.parameters()}  # the same objects, and the new
+    assert fqns(model) == [n for n, _ in model.named_parameters()]
+    optims = [adamw(trained(model)), adamw(trained(plain))]
+    follow(model, plain, rank, world, optims)
+    full = state_dict(model, kind="full")
+    assert list(full) == list(plain.state_dict())
+    copied = copy.deepcopy(model)
+    undo(model)
+    for name, param in model.named_parameters():
+        compare(name, param.detach(), plain.get_parameter(name).detach(), Tolerance())
+    follow(copied, plain, rank, world, [adamw(trained(copied)), adamw(trained(plain))])
+
+
+@pytest.mark.parametrize("shard", [by_block, nested, one_unit])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_adapters_added_after_sharding(world: int, shard: Any) -> None:
+    if world == 1:
+        with single_process():
+            lora(0, 1, shard)
+    else:
+        run_ranks(lora, world, world, shard)
+
+
+def replace_weight(model: nn.Module) -> None:
+    model.blocks[1].down.weight = nn.Parameter(torch.full((WIDTH, 7), 0.3).double())
+
+
+def swap_module(model: nn.Module) -> None:
+    model.blocks[0].up = seeded(lambda: nn.Linear(WIDTH, 7), 5)
+
+
+def swap_unit(model: nn.Module) -> None:
+    model.blocks[1] = seeded(Block, 5)
+
+
+def add_bias(model: nn.Module) -> None:
+    model.blocks[0].down.bias = nn.Parameter(torch.ones(WIDTH).double())
+
+
+def add_child(model: nn.Module) -> None:
+    model.head.extra = seeded(lambda: nn.Linear(2, 2), 3)
+    model.head.register_forward_hook(lambda m, a, out: m.extra(out))
+
+
+def drop_all(model: nn.Module) -> None:
+    model.blocks[2].norm = nn.Identity()
+
+
+def exchange(model: nn.Module) -> None:
+    """Two units exchange a module each."""
+    first, second = model.blocks[0], model.blocks[1]
+    first.up, second.up = second.up, first.up
+
+
+SURGERY: list[Surgery] = [
+    replace_weight, swap_module, swap_unit, add_bias, add_child, drop_all, exchange
+]  # fmt: skip
+
+
+def surgery(rank: int, world: int, operate: Surgery) -> None:
+    """The optimizer state of what survives stays valid."""
+    for shard in (by_block, one_unit):
+        model, plain = shard(seeded(Tower)), seeded(Tower)
+        ours, theirs = adamw(model.parameters()), adamw(plain.parameters())
+        follow(model, plain, rank, world, [ours, theirs])
+        old = dict(model.named_parameters())
+        for m in (model, plain):
+            operate(m)
+        refresh(model)
+        assert fqns(model) == [n for n, _ in model.named_parameters()]
+        kept = {id(p) for p in model.parameters()}
+        for name, param in old.items():
+            if id(param) not in kept and shard is one_unit:
+                assert type(param) is nn.Parameter, name  # plain and whole again
+                assert param.untyped_storage().nbytes() == param.numel() * 8
+        both = []
+        for m, optim in ((model, ours), (plain, theirs)):
+            state = {p: optim.state[p] for p in m.parameters() if p in optim.state}
+            fresh = adamw(m.parameters())
+            fresh.state.update(state)
+            both.append(fresh)
+        follow(model, plain, rank, world, both)
+        refresh(model)  # nothing to do
+        follow(model, plain, rank, world, both)
+        assert list(state_dict(model, kind="full")) == list(plain.state_dict())
+        copied = copy.deepcopy(model)
+        undo(model)
+        assert not any(is_sharded(p) for p in model.parameters())
+        follow(copied, plain, rank, world, [adamw(copied.parameters()), adamw(plain.parameters())])
+
+
+@pytest.mark.parametrize("operate", SURGERY, ids=lambda f: f.__name__)
+def test_surgery(operate: Surgery) -> None:
+    run_ranks(surgery, 2, 2, operate)
+
+
+def unnoticed(operate: Surgery) -> str:
+    with single_process():
+        model = by_block(seeded(Tower))
+        model(data(0, 0))
+        operate(model)
+        with pytest.raises(RuntimeError, match=r"fsdp_compose.refresh\(model\)") as caught:
+            model(data(0, 0))
+        refresh(model)
+        square(model, data(0, 0)).backward()
+        return str(caught.value)
+
+
+def add_next_to_another(model: nn.Module) -> None:
+    """As many parameters as before."""
+    block = model.blocks[0]
+    block.spare = nn.Parameter(torch.ones(1).double())
+    refresh(model)
+    model(data(0, 0))
+    del block.spare
+    block.up.spare = nn.Parameter(torch.ones(1).double())
+
+
+def unfreeze(model: nn.Module) -> None:
+    model.head.scale = nn.Parameter(torch.ones(1).double(), requires_grad=False)
+    model(data(0, 0))
+    model.head.scale.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("operate", "name"),
+    [
+        (replace_weight, "down.weight"),
+        (swap_module, "up.weight"),
+        (swap_unit, "blocks.1.norm.weight"),
+        (add_bias, "'down.bias'"),
+        (add_child, "'head.extra.weight'"),
+        (add_next_to_another, "spare"),
+        (unfreeze, "'head.scale'"),
+        (lambda m: undo(m.blocks[0]), "'blocks.0.norm.weight'"),
+    ],
+)
+def test_the_next_forward_names_what_would_be_left_out(operate: Surgery, name: str) -> None:
+    assert name in unnoticed(operate)
+
+
+def test_what_was_ignored_is_left_alone() -> None:
+    with single_process():
+        model = seeded(Tower)
+        model.free = nn.Parameter(torch.ones(1).double())
+        fully_shard(model, units=wrap.by_class({Block}), ignored=[model.free, model.head])
+        for m in (model, copy.deepcopy(model)):
+            square(m, data(0, 0)).backward()
+            m.head.extra = nn.Linear(2, 2)
+            square(m, data(0, 0)).backward()
+            refresh(m)
+            assert not is_sharded(m.free) and not is_sharded(m.head.weight)
+            square(m, data(0, 0)).backward()
+
+
+def different(rank: int) -> None:
+    model = by_block(seeded(Tower))
+    adapt(model, seed=rank)
+    refresh(model)
+
+
+def missing(rank: int) -> None:
+    model = by_block(seeded(Tower))
+    if rank:
+        add_bias(model)
+    refresh(model)
+
+
+def broadcasts(rank: int) -> list[Tensor]:
+    model = by_block(seeded(Tower))
+    adapt(model, seed=rank)
+    refresh(model, init="broadcast")
+    return [whole(p) for p in model.parameters()]
+
+
+def test_ranks_agree() -> None:
+    for error in rank_errors(different, 2):
+        assert "up.a" in str(error) and "differs between rank 0 and rank 1" in str(error)
+    for error in rank_errors(missing, 2):
+        assert "down.bias" in str(error)
+    for ours, theirs in zip(*run_ranks(broadcasts, 2)):
+        assert torch.equal(ours, theirs)
+
+
+def test_when_refresh_is_refused() -> None:
+    with single_process():
+        with pytest.raises(ValueError, match="is not sharded"):
+            refresh(nn.Linear(2, 2))
+        model = by_block(seeded(Tower))
+        with pytest.raises(ValueError, match="init is 'never'"):
+            refresh(model, init="never")  # type: ignore[arg-type]
+        with gathered(model), pytest.raises(RuntimeError, match="scope that shows"):
+            refresh(model)
+        unshard(model)
+        with pytest.raises(RuntimeError, match="scope that shows"):
+            refresh(model)
+
+
+def test_the_check_costs_little() -> None:
+    """Under 3 µs a unit; measured against a generous multiple, since machines are busy."""
+    with single_process():
+        model = one_unit(seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))))
+        (unit,) = units(model)
+        model(torch.ones(4).double())
+        times = timeit.repeat(lambda: check_additions(unit), number=1000, repeat=5)
+        assert min(times) / 1000 < 15e-6
