@@ -37,7 +37,8 @@ from fsdp_compose import (
     MixedPrecision,
     clip_grad_norm_,
     fully_shard,
-    load_state_dict,
+    load_checkpoint,
+    save_checkpoint,
     state_dict,
     wrap,
 )
@@ -289,31 +290,13 @@ def single_process(recipe: Recipe, world: World, batches: Batches, steps: int) -
 
 
 def save_training(run: Run, folder: Path) -> None:
-    """Writes the full model once and each rank's part of the optimizer state; collective.
-
-    The optimizer's part can be read back by the same number of ranks only.
-    """
-    weights = run.weights()
-    folder.mkdir(parents=True, exist_ok=True)
-    if run.world.rank == 0:
-        head = {"step": run.step, "world_size": run.world.size, "model": weights}
-        torch.save(head, folder / "model.pt")
-    torch.save(run.optimizer.state_dict(), folder / f"optimizer-{run.world.rank}.pt")
-    run.world.broadcast(None)
+    """Saves model, optimizer and position, each rank its own part; collective."""
+    save_checkpoint(folder, run.model, run.optimizer, extra={"step": run.step})
 
 
 def load_training(run: Run, folder: Path) -> None:
-    """Reads what ``save_training`` wrote into a run that was just made; collective."""
-    saved = torch.load(folder / "model.pt", weights_only=True)
-    if saved["world_size"] != run.world.size:
-        raise ValueError(
-            f"{folder} was written by {saved['world_size']} ranks and this is a run of "
-            f"{run.world.size}: start it with as many"
-        )
-    load_state_dict(run.model, saved["model"])
-    optimizer = folder / f"optimizer-{run.world.rank}.pt"
-    run.optimizer.load_state_dict(torch.load(optimizer, weights_only=True))
-    run.step = saved["step"]
+    """Reads what ``save_training`` wrote, on any number of ranks, into a new run; collective."""
+    run.step = load_checkpoint(folder, run.model, run.optimizer)["step"]
 
 
 def load_exported(path: Path) -> GPT:

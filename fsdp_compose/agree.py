@@ -274,6 +274,10 @@ def _shorten(wanted: list[Any], found: list[Any]) -> str:
                 return f"unit {mine[0]!r}: found an additional {_spell(b)}"
             if a != b:
                 return f"unit {mine[0]!r}: found {_spell(b)}, wanted {_spell(a)}"
+        if len(mine[1]) != len(theirs[1]):
+            verb = "missing" if len(mine[1]) > len(theirs[1]) else "found an additional"
+            rest = max(mine[1], theirs[1], key=len)[min(len(mine[1]), len(theirs[1])) :]
+            return f"unit {mine[0]!r}: {verb} {_spell(rest[0])}"
     return f"found {len(found)} units, wanted {len(wanted)}"
 
 

@@ -227,6 +227,12 @@ class Unit:
             twin = memo.get(id(ref()))
             if twin is not None:
                 unit.left_alone[id(twin)] = weakref.ref(twin)
+        waiting: list[Unit] = memo.setdefault(id(Unit), [])
+        waiting.append(unit)
+        for other in waiting:  # copied before the unit that it borrows from
+            if any(id(entry) in copied for entry in other.borrowed):
+                other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]
+                other.link()
         return unit
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import ShardingStrategy, comm, fully_shard, wrap
+from fsdp_compose import Prefetch, ShardingStrategy, comm, fully_shard, wrap
 from fsdp_compose.state import Hold
 
 from harness import run_ranks
@@ -579,6 +579,31 @@ def test_gradients_from_before_a_failed_micro_batch_stay(at: Any) -> None:
                 twin.model(data(1, rank))
             after = [whole(p.grad) for p in twin.model.blocks[0].parameters()]
             assert all(torch.equal(a, b) for a, b in zip(before, after))
+
+    run_ranks(ranks)
+
+
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_update_after_a_failed_micro_batch_is_read_by_the_next_forward(
+    error: type[BaseException], strategy: ShardingStrategy | None, depth: int
+) -> None:
+    """What was gathered ahead of the failure holds the weights from before the update."""
+
+    def ranks(rank: int) -> None:
+        ahead = Prefetch(depth, depth)
+        shard = lambda m: by_block(m, strategy=strategy, prefetch=ahead)  # noqa: E731
+        twin = Twin(rank, 2, Fragile, shard)
+        twin.train(steps=2)
+        for seed, at in enumerate(("start", 0, 1, 2, "end")):
+            twin.backward(square, seed)
+            twin.model.at, twin.model.error = at, error
+            with pytest.raises(error, match="on purpose"):
+                square(twin.model, data(99, rank))
+            twin.model.at = None
+            twin.step()
+        twin.train(steps=1)
 
     run_ranks(ranks)
 

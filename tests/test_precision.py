@@ -1,4 +1,4 @@
-"""Mixed precision beyond the plain case: eval in full precision, casts at the root, kept gradients."""
+"""Mixed precision beyond the plain case: full-precision eval, casts at the root, kept grads."""
 
 from __future__ import annotations
 
