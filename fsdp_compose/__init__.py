@@ -28,7 +28,7 @@ from fsdp_compose.comm_hooks import (
     register_comm_hook,
     register_post_reduce_hook,
 )
-from fsdp_compose.flat import flat_parameters, local_parameters
+from fsdp_compose.flat import flat_parameters, local_parameters, named_local_parameters
 from fsdp_compose.fully_shard import fully_shard, undo
 from fsdp_compose.grads import clip_grad_norm_, grad_norm
 from fsdp_compose.init import seeded_init
@@ -41,7 +41,9 @@ from fsdp_compose.inspect import (
     traffic_report,
 )
 from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
+from fsdp_compose.participate import participate
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
+from fsdp_compose.refresh import refresh
 from fsdp_compose.scaler import GradScaler
 from fsdp_compose.schedule import seed_order, set_backward_prefetch, set_forward_prefetch
 from fsdp_compose.scopes import gathered, iter_full, summon_full_params
@@ -101,14 +103,17 @@ __all__ = [
     "load_optim_state_dict",
     "load_state_dict",
     "local_parameters",
+    "named_local_parameters",
     "no_sync",
     "optim_state_dict",
     "parameter_names",
     "parameters_by_name",
+    "participate",
     "plan",
     "plot_plan",
     "prefetch_units",
     "reduce_grads",
+    "refresh",
     "register_comm_hook",
     "register_post_reduce_hook",
     "rekey_optim_state_dict",

@@ -79,15 +79,23 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     return found + [leaf for leaf in _leaves(module).values() if not is_sharded(leaf)]
 
 
-def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def local_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """A plain 1-D parameter over this rank's slice of each trained parameter.
+
+    The values of ``named_local_parameters``, in order: for optimizers that must not see a tensor
+    subclass, or that are faster without one.
+    """
+    return list(named_local_parameters(module).values())
+
+
+def named_local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """A plain 1-D parameter over this rank's slice of each trained parameter, by its name.
 
     In the order of ``module.named_parameters()``, with the names it gives; a slice may be empty.
-    For optimizers that treat parameters differently by name, or that must not see a tensor
-    subclass::
+    For optimizers that treat parameters differently by name::
 
         shapes = {name: p.dim() for name, p in model.named_parameters()}
-        local = local_parameters(model)
+        local = named_local_parameters(model)
         decayed = [p for name, p in local.items() if shapes[name] >= 2]
         others = [p for name, p in local.items() if shapes[name] < 2]
 
@@ -97,7 +105,7 @@ def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: nothing in ``module`` is sharded.
     """
-    _buckets(module, "local_parameters")
+    _buckets(module, "named_local_parameters")
     found: dict[str, nn.Parameter] = {}
     for name, leaf in _leaves(module).items():
         if is_sharded(leaf):

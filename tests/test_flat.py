@@ -39,7 +39,12 @@ from fsdp_compose import (
     set_reshard_after_backward,
     undo,
 )
-from fsdp_compose.flat import flat_parameters, local_parameters, source_of
+from fsdp_compose.flat import (
+    flat_parameters,
+    local_parameters,
+    named_local_parameters,
+    source_of,
+)
 from fsdp_compose.sharded import is_sharded, to_local
 
 from harness import rank_errors, run_ranks
@@ -54,7 +59,7 @@ def flat(model: nn.Module) -> list[nn.Parameter]:
 
 
 def local(model: nn.Module) -> list[nn.Parameter]:
-    return list(local_parameters(model).values())
+    return local_parameters(model)
 
 
 WAYS: dict[str, Plain] = {"flat": flat, "local": local}
@@ -191,17 +196,17 @@ def test_local_parameters_by_name_in_the_order_of_the_model() -> None:
     def ranks(rank: int) -> int:
         model = by_block(seeded(Tower))
         model.blocks[2].requires_grad_(False)
-        found = local_parameters(model)
+        found = named_local_parameters(model)
         wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert list(found) == list(wanted)
         for name, leaf in found.items():
             assert type(leaf) is nn.Parameter and leaf.is_leaf and leaf.ndim == 1
             assert leaf.data_ptr() == to_local(wanted[name]).data_ptr()
             assert leaf.shape == to_local(wanted[name]).shape
-        again = local_parameters(model)
+        again = named_local_parameters(model)
         assert all(found[name] is again[name] for name in found)
         model.blocks[2].requires_grad_(True)
-        assert len(local_parameters(model)) == len(list(model.parameters()))
+        assert len(named_local_parameters(model)) == len(list(model.parameters()))
         return sum(leaf.numel() == 0 for leaf in found.values())
 
     assert sum(run_ranks(ranks)) > 0  # empty slices are there too
@@ -223,7 +228,7 @@ def test_decay_for_matrices_only(way: str) -> None:
 
     def ranks(rank: int) -> None:
         made = Twin(rank, 2, Tower, by_block)
-        made.optim = groups(made.model, local_parameters(made.model))
+        made.optim = groups(made.model, named_local_parameters(made.model))
         made.plain_optim = groups(made.reference, dict(made.reference.named_parameters()))
         made.train()
 
@@ -235,7 +240,7 @@ def test_source_tells_what_a_plain_parameter_stands_for() -> None:
     bucket = units(model)[0].buckets[0]
     source = source_of(flat_parameters(model)[0])
     assert source is not None and source.bucket() is bucket and source.entry is None
-    source = source_of(local_parameters(model)["first.bias"])
+    source = source_of(named_local_parameters(model)["first.bias"])
     assert source is not None and source.entry is not None
     assert source.entry().param is model.first.bias
     assert source_of(model.first.bias) is None
@@ -243,7 +248,7 @@ def test_source_tells_what_a_plain_parameter_stands_for() -> None:
 
 def test_plain_parameters_keep_nothing_alive() -> None:
     model = by_block(seeded(Tower))
-    leaves = [*flat_parameters(model), *local_parameters(model).values()]
+    leaves = [*flat_parameters(model), *named_local_parameters(model).values()]
     square(model, data(0, 0)).backward()
     gone = weakref.ref(model), weakref.ref(leaves[0]), weakref.ref(leaves[-1])
     del leaves
@@ -292,7 +297,7 @@ def check_gradients(model: nn.Module) -> None:
                     assert to_local(grad).data_ptr() == pieces[k].data_ptr()
             gaps = set(range(len(pieces))) - set(bucket.pieces)
             assert not any(pieces[k].any() for k in gaps)
-    for name, leaf in local_parameters(model).items():
+    for name, leaf in named_local_parameters(model).items():
         grad = dict(model.named_parameters())[name].grad
         assert (leaf.grad is None) == (grad is None)
         if grad is not None:
@@ -315,7 +320,7 @@ class Partly(Tower):
 def test_gradients_are_slices_of_one_buffer() -> None:
     def ranks(rank: int) -> None:
         model = by_block(seeded(Partly))
-        kept = [*flat_parameters(model), *local_parameters(model).values()]
+        kept = [*flat_parameters(model), *named_local_parameters(model).values()]
         square(model, data(0, rank)).backward()
         check_gradients(model)
         model.skip_head = True
@@ -334,7 +339,7 @@ def test_gradients_that_are_there_already_are_taken_over() -> None:
         model = by_block(seeded(Tower))
         square(model, data(0, rank)).backward()
         before = [whole(p.grad) for p in model.parameters()]
-        kept = [*flat_parameters(model), *local_parameters(model).values()]
+        kept = [*flat_parameters(model), *named_local_parameters(model).values()]
         check_gradients(model)
         for p, grad in zip(model.parameters(), before):
             assert torch.equal(whole(p.grad), grad)
@@ -481,7 +486,7 @@ def test_a_graph_over_gradients_reaches_them(way: str) -> None:
 def test_a_backward_that_keeps_its_graph_sets_them() -> None:
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))
-        kept = [*flat_parameters(model), *local_parameters(model).values()]
+        kept = [*flat_parameters(model), *named_local_parameters(model).values()]
         with pytest.warns(UserWarning, match="create_graph"):
             square(model, data(0, rank)).backward(create_graph=True)
         grads = [whole(p.grad) for p in model.parameters()]
@@ -491,7 +496,7 @@ def test_a_backward_that_keeps_its_graph_sets_them() -> None:
             model.parameters(), other.parameters(), dict(model.named_parameters())
         ):
             torch.testing.assert_close(whole(p.grad), whole(q.grad))
-            torch.testing.assert_close(local_parameters(model)[name].grad, to_local(q.grad))
+            torch.testing.assert_close(named_local_parameters(model)[name].grad, to_local(q.grad))
         theirs = flat_parameters(other)
         square(other, data(0, rank)).backward()
         for ours, wanted in zip(flat_parameters(model), theirs):

@@ -33,7 +33,15 @@ from models import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import ShardingStrategy, fully_shard, get_state, is_fully_sharded, undo, wrap
+from fsdp_compose import (
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    get_state,
+    is_fully_sharded,
+    undo,
+    wrap,
+)
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 from fsdp_compose.state import STATE_KEY
 
@@ -534,6 +542,28 @@ def test_a_tied_weight_that_an_idle_unit_keeps_gathered_is_read_fresh(first: int
             twin.backward(lambda m, x: square(m.body[used], x), seed)
             twin.step()
         twin.train(steps=2)
+
+    run_ranks(ranks)
+
+
+def test_a_tied_weight_that_was_gathered_ahead_is_read_fresh() -> None:
+    """A forward fails when the weight's owner is gathered ahead; then the weight is changed; then
+    the unit that borrows it runs first."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda m: shard_tied(m, prefetch=Prefetch(3, 1))  # noqa: E731
+        twin = Twin(rank, 2, lambda: Tied("root"), shard)
+        twin.train(steps=2)
+        handle = twin.model.body[0].norm.register_forward_pre_hook(lambda m, a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            twin.model(data(9, rank))
+        handle.remove()
+        with torch.no_grad():
+            for model in (twin.model, twin.reference):
+                for param in model.parameters():
+                    param.mul_(0.9)
+        twin.backward(square, 5)
+        twin.step()
 
     run_ranks(ranks)
 
