@@ -243,6 +243,7 @@ def shard_lists(
                 parameters = list(getattr(fsdp_compose, function)(model))
                 with_gradients(model, shape, "ours")
                 lists[f"ours, {function}"] = parameters
+                models[function] = model  # which its plain parameters need
             else:
                 notes.append(f"- ours, {function}: not available yet")
     return lists

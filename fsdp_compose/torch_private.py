@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported after a group exists, it keeps gloo alive at exit
 from torch.autograd import Variable
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
