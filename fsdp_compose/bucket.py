@@ -46,7 +46,7 @@ _LEGAL = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Slot:
     """A place a module reads a parameter from: ``values[name]``."""
 
@@ -59,7 +59,7 @@ class Slot:
         return cls(weakref.ref(module), name, parameter_slots(module))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Entry:
     """A parameter: the caller's own object, now this rank's slice of a bucket."""
 
@@ -73,7 +73,7 @@ class Entry:
     index: int = 0  # within the owner
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False, repr=False)
 class GradBuffer:
     """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
 
@@ -83,7 +83,7 @@ class GradBuffer:
     gaps: list[torch.Tensor]  # where no parameter lies
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False, repr=False)
 class Inner:
     """Between forward and backward a bucket can be spread over fewer ranks than it is sharded over.
 
@@ -107,7 +107,7 @@ class Mirror(Protocol):
         """Gradients of the parameters were set, as slices of ``flat`` or, if None, one by one."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False, repr=False)
 class Bucket:
     """Parameters of one dtype, trainability and mesh; see the top of this file."""
 
@@ -143,6 +143,13 @@ class Bucket:
     packed: bool = False  # ``grads`` holds gradients that were not reduced
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
     mirror: Mirror | None = None
+
+    def __repr__(self) -> str:
+        """Without its tensors: reading one whose storage holds 0 bytes would crash."""
+        return (
+            f"Bucket({len(self.entries)} parameters, {self.shard.dtype}, computing in "
+            f"{self.full.dtype}, {self.layout.shard_numel} elements per rank, {self.phase.name})"
+        )
 
     def move_to(self, phase: Phase) -> None:
         """The one place where a bucket changes phase."""

@@ -33,6 +33,10 @@ from fsdp_compose.residency import keep
 from fsdp_compose.state import Hold, Live, Task, Unit, routes_of
 from fsdp_compose.torch_private import raw, wanted_leaves
 
+DELETED = (
+    "backward reached a sharded module that was deleted after its forward; keep a reference to the "
+    "model until backward has run."
+)
 Tensors = tuple[torch.Tensor | None, ...]
 
 
@@ -79,10 +83,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         unit = ctx.unit_ref()
         if unit is None:
-            raise RuntimeError(
-                "backward reached a sharded module that was deleted after its forward; keep a "
-                "reference to the model until backward has run."
-            )
+            raise RuntimeError(DELETED)
         return (None, None, *receive(unit, ctx.trained, grads))
 
 

@@ -32,7 +32,7 @@ from fsdp_compose.engine import (
     running_task,
     use_carried,
 )
-from fsdp_compose.gather import Boundary, gather_flat, trained_entries, view_parameters
+from fsdp_compose.gather import DELETED, Boundary, gather_flat, trained_entries, view_parameters
 from fsdp_compose.order import Change, Order
 from fsdp_compose.policy import FullPrecision
 from fsdp_compose.residency import (
@@ -201,7 +201,7 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
     if unit.task is None:
         check_slots(unit)
         check_additions(unit)
-    if not recomputing and unit.holds and unit.holds <= {Hold.KEPT, Hold.RETAINED, Hold.USER}:
+    if not recomputing:
         refresh_stale(unit)
     if lane.carried and unit in lane.carried:
         use_carried(unit)
@@ -309,10 +309,11 @@ def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
 
         def trigger(grad: torch.Tensor) -> None:
             reached = ref()
-            if reached is not None:
-                if reached.epoch != epoch:
-                    raise RuntimeError(moved_before_backward(reached.gathered[0]))
-                open_backward(reached, running_task(reached.lane))
+            if reached is None:
+                raise RuntimeError(DELETED)
+            if reached.epoch != epoch:
+                raise RuntimeError(moved_before_backward(reached.gathered[0]))
+            open_backward(reached, running_task(reached.lane))
 
         unit.trigger = trigger
     return unit.trigger

@@ -114,12 +114,16 @@ def keep(unit: Unit, reason: Hold) -> None:
 
 def refresh_stale(unit: Unit) -> None:
     """Gather again what was kept gathered while its shard changed."""
-    stale = [b for b in unit.gathered if b.phase is Phase.GATHERED and b.stamp != stamp_of(b)]
+    stale = [b for b in unit.gathered if b.stamp is not None and _is_stale(b)]
     for bucket, events, code in unit.gather_events if stale else ():
         if bucket in stale:
             events.note((code, "gather", unit.name, "again, since it was changed"))
     for bucket in stale:
         _start_gather(unit.lane, bucket)
+
+
+def _is_stale(bucket: Bucket) -> bool:
+    return bucket.phase is Phase.GATHERED and bucket.stamp != stamp_of(bucket)
 
 
 def stamp_of(bucket: Bucket) -> object:
@@ -137,6 +141,7 @@ def stamp_of(bucket: Bucket) -> object:
 
 def _start_gather(lane: Lane, bucket: Bucket) -> None:
     bucket.move_to(Phase.GATHERING)
+    bucket.stamp = None  # in use; ``keep`` notes what was gathered
     if bucket.in_place:
         return
     streams = lane.streams

@@ -43,7 +43,7 @@ class Hold(Enum):
     USER = auto()  # between the user's unshard and reshard
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Route:
     """Where the gradients of a set of trained entries go: one bucket of them."""
 
@@ -55,7 +55,7 @@ class Route:
         return [grads[i] if i >= 0 else None for i in self.sources]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False, repr=False)
 class Live:
     """The parameters a unit's last forward computed with, connected to autograd."""
 
@@ -63,7 +63,7 @@ class Live:
     pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GradBucket:
     """The gradients of a bucket, as a communication hook is given them.
 
@@ -103,7 +103,7 @@ class Switches:
     comm_state: Any = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False, repr=False)
 class Opened:
     """What a unit's modules hold instead of its leaves while a scope is open over it."""
 
@@ -113,7 +113,7 @@ class Opened:
     outer: Opened | None = None  # what was open before
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Watch:
     """What a unit's modules held when they were last looked through; see audit.py."""
 
@@ -124,7 +124,7 @@ class Watch:
     strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False, repr=False)
 class Unit:
     """Modules whose parameters are gathered, released and reduced together."""
 
@@ -161,6 +161,10 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.link()
+
+    def __repr__(self) -> str:
+        holds = ", ".join(sorted(hold.name for hold in self.holds)) or "nothing"
+        return f"Unit({self.name!r}, {self.buckets}, held by {holds})"
 
     def link(self) -> None:
         """Work out what follows from the buckets; again after one of them was rebuilt."""
@@ -309,7 +313,7 @@ def _recurrent_slots(
     return list(found.values())
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Reduction:
     """A gradient reduction under way."""
 
@@ -323,7 +327,7 @@ class Reduction:
     reads_buffer: bool = True  # the bucket's packed gradients, which are freed behind it
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Task:
     """One run of the autograd engine that reached this library.
 
@@ -343,7 +347,7 @@ class Task:
         return self.callback is not None and self.callback() is not None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Lane:
     """What all units on one device share: streams, and what is running on it."""
 
