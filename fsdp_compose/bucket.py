@@ -73,7 +73,7 @@ class Entry:
     index: int = 0  # within the owner
 
 
-@dataclass(frozen=True, eq=False, repr=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GradBuffer:
     """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
 
@@ -83,7 +83,7 @@ class GradBuffer:
     gaps: list[torch.Tensor]  # where no parameter lies
 
 
-@dataclass(eq=False, repr=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Inner:
     """Between forward and backward a bucket can be spread over fewer ranks than it is sharded over.
 
@@ -107,7 +107,7 @@ class Mirror(Protocol):
         """Gradients of the parameters were set, as slices of ``flat`` or, if None, one by one."""
 
 
-@dataclass(eq=False, repr=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Bucket:
     """Parameters of one dtype, trainability and mesh; see the top of this file."""
 

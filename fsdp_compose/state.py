@@ -55,7 +55,7 @@ class Route:
         return [grads[i] if i >= 0 else None for i in self.sources]
 
 
-@dataclass(eq=False, repr=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Live:
     """The parameters a unit's last forward computed with, connected to autograd."""
 
@@ -103,7 +103,7 @@ class Switches:
     comm_state: Any = None
 
 
-@dataclass(eq=False, repr=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Opened:
     """What a unit's modules hold instead of its leaves while a scope is open over it."""
 
@@ -124,7 +124,7 @@ class Watch:
     strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
 
 
-@dataclass(eq=False, repr=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Unit:
     """Modules whose parameters are gathered, released and reduced together."""
 

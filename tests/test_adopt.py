@@ -8,6 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, undo
+from fsdp_compose.scopes import gathered
+from fsdp_compose.sharded import is_sharded
+
+from harness import rank_errors, run_ranks
 from models import (
     Block,
     Tolerance,
@@ -23,14 +31,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, undo
-from fsdp_compose.scopes import gathered
-from fsdp_compose.sharded import is_sharded
-
-from harness import rank_errors, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
 

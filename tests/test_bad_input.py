@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, Block, Tower, by_block, data, seeded, sgd, square, whole
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +17,7 @@ from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import STATE_KEY
 
 from harness import rank_errors, run_ranks, single_process
+from models import WIDTH, Block, Tower, by_block, data, seeded, sgd, square, whole
 
 
 def assert_untouched(model: nn.Module, rank: int) -> None:

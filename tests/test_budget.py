@@ -8,6 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, wrap
+from fsdp_compose.state import Unit
+
+from harness import run_ranks
 from models import (
     WIDTH,
     Block,
@@ -22,15 +31,6 @@ from models import (
     square,
     units,
 )
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, wrap
-from fsdp_compose.state import Unit
-
-from harness import run_ranks
 
 DEPTH = 3
 

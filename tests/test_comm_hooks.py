@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,6 +15,7 @@ from fsdp_compose import ShardingStrategy, comm
 from fsdp_compose.state import GradBucket
 
 from harness import rank_errors, run_ranks
+from models import Tower
 
 HOOKS = {
     "default": (None, fc.default_hook, 1e-6),

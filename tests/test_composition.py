@@ -9,6 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import Prefetch, ShardingStrategy, comm, fully_shard, wrap
+from fsdp_compose.state import Hold
+
+from harness import run_ranks
 from models import (
     WIDTH,
     Block,
@@ -25,14 +33,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
-
-from fsdp_compose import Prefetch, ShardingStrategy, comm, fully_shard, wrap
-from fsdp_compose.state import Hold
-
-from harness import run_ranks
 
 SHARDS = {"blocks": by_block, "one": one_unit}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, Ledger, Tower, by_block, data, one_unit, seeded, square, units
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,6 +24,7 @@ from fsdp_compose import (
 from fsdp_compose.inspect import Explanation, explain
 
 from harness import run_ranks
+from models import Block, Ledger, Tower, by_block, data, one_unit, seeded, square, units
 
 pytestmark = pytest.mark.filterwarnings("error")
 

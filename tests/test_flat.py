@@ -10,20 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    Block,
-    Tower,
-    Twin,
-    assert_at_rest,
-    by_block,
-    compare,
-    data,
-    one_unit,
-    seeded,
-    square,
-    units,
-    whole,
-)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +34,20 @@ from fsdp_compose.flat import (
 from fsdp_compose.sharded import is_sharded, to_local
 
 from harness import rank_errors, run_ranks
+from models import (
+    Block,
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    compare,
+    data,
+    one_unit,
+    seeded,
+    square,
+    units,
+    whole,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -8,23 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    WIDTH,
-    Tower,
-    Twin,
-    adamw,
-    assert_at_rest,
-    by_block,
-    compare,
-    data,
-    nested,
-    one_unit,
-    seeded,
-    sgd,
-    square,
-    units,
-    whole,
-)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,6 +28,23 @@ from fsdp_compose.switches import (
 from fsdp_compose.unshard import reduce_grads
 
 from harness import rank_errors, run_ranks
+from models import (
+    WIDTH,
+    Tower,
+    Twin,
+    adamw,
+    assert_at_rest,
+    by_block,
+    compare,
+    data,
+    nested,
+    one_unit,
+    seeded,
+    sgd,
+    square,
+    units,
+    whole,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -12,6 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    get_state,
+    is_fully_sharded,
+    undo,
+    wrap,
+)
+from fsdp_compose.sharded import ShardedWeightError, is_sharded
+from fsdp_compose.state import STATE_KEY
+
+from harness import run_ranks
 from models import (
     WIDTH,
     Block,
@@ -30,22 +46,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from fsdp_compose import (
-    Prefetch,
-    ShardingStrategy,
-    fully_shard,
-    get_state,
-    is_fully_sharded,
-    undo,
-    wrap,
-)
-from fsdp_compose.sharded import ShardedWeightError, is_sharded
-from fsdp_compose.state import STATE_KEY
-
-from harness import run_ranks
 
 SHARDS = {"blocks": by_block, "one": one_unit}
 

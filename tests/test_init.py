@@ -9,6 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compose import ShardingStrategy, agree, comm, fully_shard, init, undo, wrap
+from fsdp_compose.agree import checksum
+from fsdp_compose.init import seeded_init
+from fsdp_compose.mesh import SELF, Mesh
+
+from harness import rank_errors, run_ranks
 from models import (
     WIDTH,
     Block,
@@ -25,15 +34,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-
-from fsdp_compose import ShardingStrategy, agree, comm, fully_shard, init, undo, wrap
-from fsdp_compose.agree import checksum
-from fsdp_compose.init import seeded_init
-from fsdp_compose.mesh import SELF, Mesh
-
-from harness import rank_errors, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
 

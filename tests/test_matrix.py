@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +21,7 @@ from fsdp_compose.comm import traffic
 from fsdp_compose.switches import accumulate, no_sync
 
 from harness import run_ranks
+from models import Block
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full_shard": {"strategy": ShardingStrategy.FULL_SHARD},

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import WIDTH, Block, Twin, assert_at_rest, data, seeded, units
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +18,7 @@ from fsdp_compose.methods import Method
 from fsdp_compose.sharded import ShardedWeightError
 
 from harness import rank_errors, run_ranks, single_process
+from models import WIDTH, Block, Twin, assert_at_rest, data, seeded, units
 
 
 class Coder(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tower, Twin, by_block, data, seeded, square
 from test_budget import STRATEGIES, check_prefetch, check_released, check_traffic
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, no_sync
 
 from harness import RankFailure, run_ranks
+from models import Tower, Twin, by_block, data, seeded, square
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, Tower, by_block, data, nested, one_unit, square, units, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +15,7 @@ from fsdp_compose.apply import apply
 from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
 
 from harness import rank_errors, run_ranks
+from models import Block, Tower, by_block, data, nested, one_unit, square, units, whole
 
 pytestmark = pytest.mark.filterwarnings("error")
 

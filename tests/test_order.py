@@ -12,19 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    Block,
-    Tower,
-    Twin,
-    assert_at_rest,
-    by_block,
-    data,
-    seeded,
-    sgd,
-    square,
-    units,
-    whole,
-)
 from torch import Tensor, nn
 
 from fsdp_compose import (
@@ -47,6 +34,19 @@ from fsdp_compose.state import Hold, Lane
 from fsdp_compose.verify import TRIAL_PASSES, explain
 
 from harness import fake_world, rank_errors, run_ranks, single_process
+from models import (
+    Block,
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    seeded,
+    sgd,
+    square,
+    units,
+    whole,
+)
 
 
 class V:

@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, undo, wrap
+
+from harness import run_ranks, single_process
 from models import (
     WIDTH,
     Block,
@@ -33,12 +39,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-
-from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, undo, wrap
-
-from harness import run_ranks, single_process
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, GPTConfig

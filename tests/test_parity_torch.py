@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compose import MixedPrecision, fully_shard, wrap
 
 from harness import run_ranks
+from models import whole
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Block, GPTConfig

@@ -7,6 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    no_sync,
+    set_debug,
+)
+from fsdp_compose.participate import participate
+
+from harness import rank_errors, run_ranks, single_process
 from models import (
     Block,
     Tolerance,
@@ -23,20 +37,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from fsdp_compose import (
-    MixedPrecision,
-    Prefetch,
-    ShardingStrategy,
-    fully_shard,
-    no_sync,
-    set_debug,
-)
-from fsdp_compose.participate import participate
-
-from harness import rank_errors, run_ranks, single_process
 
 
 class Routed(Tower):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, Ledger, Tower, by_block, data, nested, one_unit, seeded, square, units
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +28,7 @@ from fsdp_compose import (
 from fsdp_compose.inspect import Communication, Plan, count_traffic, plan, plot_plan, traffic_report
 
 from harness import fake_world, run_ranks
+from models import Block, Ledger, Tower, by_block, data, nested, one_unit, seeded, square, units
 
 pytestmark = pytest.mark.filterwarnings("error")
 

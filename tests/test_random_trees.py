@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from models import WIDTH, Tolerance, Twin, assert_at_rest, compare, data, sgd, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import Prefetch, ShardingStrategy, fully_shard, wrap
 
 from harness import run_ranks
+from models import WIDTH, Tolerance, Twin, assert_at_rest, compare, data, sgd, square
 
 pytestmark = pytest.mark.filterwarnings("ignore:the forward of unit")  # skipped nodes
 

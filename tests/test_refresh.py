@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_compose import fully_shard, gathered, state_dict, undo, unshard, wrap
+from fsdp_compose.audit import check_additions
+from fsdp_compose.refresh import refresh
+from fsdp_compose.sharded import is_sharded
+
+from harness import rank_errors, run_ranks, single_process
 from models import (
     WIDTH,
     Block,
@@ -29,14 +37,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-
-from fsdp_compose import fully_shard, gathered, state_dict, undo, unshard, wrap
-from fsdp_compose.audit import check_additions
-from fsdp_compose.refresh import refresh
-from fsdp_compose.sharded import is_sharded
-
-from harness import rank_errors, run_ranks, single_process
 
 
 class LoRA(nn.Module):

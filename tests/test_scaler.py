@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tower, Twin, adamw, by_block, data, seeded, square, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -15,6 +14,7 @@ from fsdp_compose.mesh import Group
 from fsdp_compose.scaler import GradScaler
 
 from harness import run_ranks
+from models import Tower, Twin, adamw, by_block, data, seeded, square, whole
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import MixedPrecision, ShardingStrategy, comm, fully_shard
+from fsdp_compose.scopes import gathered, iter_full, summon_full_params
+from fsdp_compose.sharded import ShardedWeightError, is_sharded
+from fsdp_compose.state import Hold
+from fsdp_compose.unshard import prefetch_units, reduce_grads, reshard, unshard
+
+from harness import rank_errors, run_ranks
 from models import (
     WIDTH,
     Block,
@@ -26,17 +37,6 @@ from models import (
     units,
     whole,
 )
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
-
-from fsdp_compose import MixedPrecision, ShardingStrategy, comm, fully_shard
-from fsdp_compose.scopes import gathered, iter_full, summon_full_params
-from fsdp_compose.sharded import ShardedWeightError, is_sharded
-from fsdp_compose.state import Hold
-from fsdp_compose.unshard import prefetch_units, reduce_grads, reshard, unshard
-
-from harness import rank_errors, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
 

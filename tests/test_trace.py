@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import WIDTH, Block, Tower, by_block, data
 from torch import Tensor, fx, nn
 
 from fsdp_compose import ExecutionOrder, TracingConfig, trace_execution_order, wrap
+
+from models import WIDTH, Block, Tower, by_block, data
 
 X = data(0, 0, 2, WIDTH, dtype=torch.float32)
 

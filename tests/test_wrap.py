@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import WIDTH, Block, Tower, Twin, assert_at_rest, data, seeded, square
 from torch import Tensor, nn
 
 from fsdp_compose import (
@@ -27,6 +26,7 @@ from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import Unit, iter_units
 
 from harness import rank_errors, run_ranks, single_process
+from models import WIDTH, Block, Tower, Twin, assert_at_rest, data, seeded, square
 
 
 def by_name(model: nn.Module) -> dict[str, Unit]:
