@@ -120,6 +120,7 @@ def refresh_stale(unit: Unit) -> None:
             events.note((code, "gather", unit.name, "again, since it was changed"))
     for bucket in stale:
         _start_gather(unit.lane, bucket)
+        bucket.stamp = stamp_of(bucket)  # what kept it may keep it on after this pass
 
 
 def _is_stale(bucket: Bucket) -> bool:

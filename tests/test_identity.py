@@ -546,6 +546,39 @@ def test_a_tied_weight_that_an_idle_unit_keeps_gathered_is_read_fresh(first: int
     run_ranks(ranks)
 
 
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("between", ["inference", "failure", "dropped loss"])
+def test_weights_that_stay_gathered_are_read_fresh_after_every_change(
+    between: str, strategy: ShardingStrategy | None
+) -> None:
+    """Kept by a dropped loss, changed, read by a forward that keeps nothing, and changed again."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Tower(2), lambda m: by_block(m, strategy=strategy))
+        x = data(9, rank)
+        for seed in range(2):
+            square(twin.model, x)
+            for _ in range(3):
+                with torch.no_grad():
+                    for model in (twin.model, twin.reference):
+                        for param in model.parameters():
+                            param.mul_(0.9)
+                if between == "inference":
+                    with torch.no_grad():
+                        compare("output", twin.model(x), twin.reference(x), twin.tolerance)
+                elif between == "failure":
+                    handle = twin.model.head.register_forward_pre_hook(lambda m, a: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        twin.model(x)
+                    handle.remove()
+                else:
+                    compare("output", twin.model(x), twin.reference(x), twin.tolerance)
+            twin.backward(square, seed)
+            twin.step()
+
+    run_ranks(ranks)
+
+
 def test_a_tied_weight_that_was_gathered_ahead_is_read_fresh() -> None:
     """A forward fails when the weight's owner is gathered ahead; then the weight is changed; then
     the unit that borrows it runs first."""
