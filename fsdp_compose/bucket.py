@@ -251,10 +251,15 @@ def bind(bucket: Bucket, entry: Entry, index: int) -> None:
     """Let ``entry`` be the one at ``index`` of the bucket."""
     entry.owner, entry.index = weakref.ref(bucket), index
     entry.pin = weakref.ref(entry.param)
-    entry.param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
+    mark_entry(entry.param, entry)
 
 
 _ENTRY_KEY = "_fsdp_compose_entry"
+
+
+def mark_entry(param: nn.Parameter, entry: Entry) -> None:
+    """Note on a parameter, or on a plain one over its slice, which entry it stands for."""
+    param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
 
 
 def find_entry(param: nn.Parameter) -> Entry:

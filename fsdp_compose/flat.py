@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_compose.bucket import Bucket, Entry, find_entry
+from fsdp_compose.bucket import Bucket, Entry, find_entry, mark_entry
 from fsdp_compose.names import named_leaves
 from fsdp_compose.reduction import get_grad, requires_grad, set_grad
 from fsdp_compose.sharded import is_sharded, tag, to_local
@@ -165,6 +165,7 @@ class _Mirror:
             return known
         with torch.inference_mode(False):
             local = nn.Parameter(to_local(entry.param))
+        mark_entry(local, entry)  # an empty slice has no storage to be recognised by
         _expect_gradient(local, owner_of(entry))
         _sources[local] = Source(self.bucket, weakref.ref(entry))
         self.local[entry] = weakref.ref(local)

@@ -1,0 +1,59 @@
+"""Optimizer state by name, for optimizers over the plain tensors of ``flat.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compose import (
+    flat_parameters,
+    fully_shard,
+    load_optim_state_dict,
+    local_parameters,
+    optim_state_dict,
+)
+
+from harness import run_ranks
+from models import Tower
+
+
+def batch(ranks: int) -> torch.Tensor:
+    return torch.randn(2 * ranks, 6, generator=torch.Generator().manual_seed(1))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Tower()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("make", [flat_parameters, local_parameters])
+def test_state_is_that_of_the_plain_optimizer_and_loads_back(make, ranks: int) -> None:
+    def check(rank: int) -> None:
+        plain = build()
+        plain_optim = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        model = build()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optim = torch.optim.AdamW(make(model), lr=0.1)
+        for _ in range(2):
+            plain(batch(ranks)).square().mean().backward()
+            model(batch(ranks)[2 * rank : 2 * rank + 2]).square().mean().backward()
+            plain_optim.step()
+            optim.step()
+            plain_optim.zero_grad()
+            optim.zero_grad()
+        full = optim_state_dict(model, optim, kind="full")
+        names = [name for name, _ in plain.named_parameters()]
+        for name, state in zip(names, plain_optim.state_dict()["state"].values()):
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(full["state"][name][key], state[key])
+        fresh = torch.optim.AdamW(make(model), lr=0.1)
+        load_optim_state_dict(model, fresh, full)
+        for mine, theirs in zip(optim.param_groups[0]["params"], fresh.param_groups[0]["params"]):
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(fresh.state[theirs][key], optim.state[mine][key])
+
+    run_ranks(check, ranks)
