@@ -204,8 +204,11 @@ class _Player:
 
     def _forward(self) -> None:
         order = self.forward_order
+        is_watched = False  # something trained was read, so outputs lead backward to it
         for event in self.events:
             node = self.nodes[id(event.record)]
+            if event.use is not None and event.use.grad_bytes:
+                is_watched = True
             if event.enters:
                 if node.is_stale:
                     for i in node.record.gathered:
@@ -220,9 +223,9 @@ class _Player:
                 self._prefetch_ahead(node, order, node.record.prefetch.forward, "forward_list")
             elif event.leaves:
                 keep = node.record.keep
-                if event.outermost if keep is None else keep:
+                if is_watched and (event.outermost if keep is None else keep):
                     self._hold(node, _Why.KEPT)
-                else:
+                elif is_watched:
                     self._set_spread(node, True)
                 self._drop(node, _Why.FORWARD)
                 if event.outermost:
