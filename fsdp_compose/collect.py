@@ -497,6 +497,20 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
         )
 
 
+def unit_precision(plan: UnitPlan) -> MixedPrecision:
+    """What decides the casts of a unit's inputs, outputs and buffers.
+
+    Where the policy is a function, its answer for the unit's largest parameter.
+    """
+    mp = plan.options.mp
+    if isinstance(mp, MixedPrecision):
+        return mp
+    if not plan.found:
+        return MixedPrecision()
+    largest = max(plan.found, key=lambda item: item.param.numel())
+    return _precision(mp, largest.names[0], largest.param)
+
+
 def _precision(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedPrecision:
     if isinstance(mp, MixedPrecision):
         return mp

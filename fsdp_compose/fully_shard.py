@@ -27,7 +27,7 @@ from fsdp_compose.bucket import (
     make_bucket,
     storage_order,
 )
-from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards
+from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards, unit_precision
 from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
@@ -232,7 +232,6 @@ def _build(plan: UnitPlan, made: Made) -> None:
     borrowed = [find_entry(item.param) for item in plan.found if id(item.param) not in entries]
     order = [*(e for b in buckets for e in b.entries), *borrowed]
     index = {id(entry.param): i for i, entry in enumerate(order)}
-    mp = plan.options.mp
     device = _device(plan, buckets, borrowed)
     unit = Unit(
         name=plan.name,
@@ -240,7 +239,7 @@ def _build(plan: UnitPlan, made: Made) -> None:
         buckets=buckets,
         borrowed=borrowed,
         lane=lane_of(device),
-        mp=mp if isinstance(mp, MixedPrecision) else (mp("", nn.Parameter()) or MixedPrecision()),
+        mp=unit_precision(plan),
         prefetch=plan.options.prefetch,
         switches=Switches(
             keep_after_forward=plan.options.placement.keep_after_forward,

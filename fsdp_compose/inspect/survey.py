@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry
-from fsdp_compose.collect import BucketPlan, UnitPlan
+from fsdp_compose.collect import BucketPlan, UnitPlan, unit_precision
 from fsdp_compose.comm import is_point_to_point
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import clean_name
@@ -475,10 +475,7 @@ def _join(plan: UnitPlan, name: str) -> str:
 def _planned_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> int:
     casts: dict[int, torch.dtype] = {}
     for plan in plans:
-        mp = plan.options.mp
-        if not isinstance(mp, MixedPrecision):
-            mp = mp("", nn.Parameter()) or MixedPrecision()
-        dtype = mp.buffer_dtype
+        dtype = unit_precision(plan).buffer_dtype
         for module in plan.modules:
             for _, submodule in plan.managed(module):
                 for buffer in buffer_slots(submodule).values():
