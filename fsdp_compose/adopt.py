@@ -13,7 +13,7 @@ import torch
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, make_bucket, make_grad_buffer, place_parameters
-from fsdp_compose.mesh import Group, group_of
+from fsdp_compose.mesh import Group, Mesh, group_of
 from fsdp_compose.sharded import tag, to_local
 from fsdp_compose.state import Unit, lane_of, units_with
 from fsdp_compose.torch_private import raw
@@ -69,22 +69,22 @@ def _rebuild(
             "offload_policy keeps parameters in host memory; call fsdp_compose.undo(module), then "
             "fully_shard without Offload(params=True) or Offload(optimizer=True)."
         )
-    mesh, inner = bucket.mesh, None if bucket.inner is None else bucket.inner.group
+    mesh, spread = bucket.mesh, bucket.spread
     if device != bucket.shard.device:
-        mesh = replace(
-            mesh,
-            shard=_regroup(mesh.shard, device),
-            replicate=_regroup(mesh.replicate, device),
-            device=device,
+        mesh = Mesh(
+            _regroup(mesh.shard, device),
+            _regroup(mesh.replicate, device),
+            device,
+            mesh.axes and (_regroup(mesh.axes[0], device), _regroup(mesh.axes[1], device)),
         )
-        inner = None if inner is None else _regroup(inner, device)
+        spread = None if spread is None else _regroup(spread, device)
         for entry in bucket.entries:
             entry.spec = replace(entry.spec, group=mesh.shard)
     pinned = bucket.offload.shards and bucket.shard.is_pinned()
     shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
     _copy_in(shard, bucket, locals_)
     fresh = make_bucket(
-        bucket.entries, bucket.layout, mesh, shard, bucket.mp, bucket.offload, inner
+        bucket.entries, bucket.layout, mesh, shard, bucket.mp, bucket.offload, spread
     )
     for name in _TAKEN:
         setattr(bucket, name, getattr(fresh, name))

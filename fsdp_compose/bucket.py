@@ -78,21 +78,23 @@ class GradBuffer:
     """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
 
     flat: torch.Tensor
-    parts: list[torch.Tensor]  # by rank
+    parts: list[torch.Tensor]  # by rank of the axis that sums first
     views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     gaps: list[torch.Tensor]  # where no parameter lies
 
 
 @dataclass(eq=False, repr=False)
 class Inner:
-    """Between forward and backward a bucket can be spread over fewer ranks than it is sharded over.
+    """A bucket can be gathered from fewer ranks than it is sharded over, which hold more of it.
 
-    ``store`` is this rank's part, in the compute dtype, while forward has run and backward has not.
+    ``store`` is this rank's part, in the compute dtype: kept from forward to backward, or, where
+    there is a ``source``, for good, and filled from its ranks' shards when these have changed.
     """
 
     group: Group
     parts: list[torch.Tensor]  # ``full`` as uint8, by rank of ``group``
     own: torch.Tensor  # this rank's part of ``full``
+    source: Group | None = None
     store: torch.Tensor | None = None
     stamp: object = None  # of the shard when it was stored
 
@@ -157,6 +159,11 @@ class Bucket:
         self.phase = phase
 
     @property
+    def spread(self) -> Group | None:
+        """The ranks it is spread over between forward and backward, if fewer than hold it."""
+        return None if self.inner is None or self.inner.source is not None else self.inner.group
+
+    @property
     def full_nbytes(self) -> int:
         return self.layout.numel * self.full.element_size()
 
@@ -206,7 +213,7 @@ def make_bucket(
     shard: torch.Tensor,
     mp: MixedPrecision,
     offload: Offload,
-    inner: Group | None,
+    spread: Group | None,
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
     ranks, device = layout.world_size, mesh.device
@@ -236,7 +243,7 @@ def make_bucket(
             pieces=[],
             in_place=in_place,
             offload=offload,
-            inner=_make_inner(full, inner),
+            inner=_make_inner(full, mesh, spread),
         )
         _cut(bucket)
         place_parameters(bucket)
@@ -275,11 +282,13 @@ def forget_entry(param: nn.Parameter) -> None:
     param.__dict__.pop(_ENTRY_KEY, None)
 
 
-def _make_inner(full: torch.Tensor, group: Group | None) -> Inner | None:
+def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner | None:
+    group, source = (spread, None) if mesh.axes is None else mesh.axes
     if group is None or not full.numel():
         return None
     parts = list(full.view(torch.uint8).chunk(group.size))
-    return Inner(group, parts, list(full.chunk(group.size))[group.rank])
+    own = list(full.chunk(group.size))[group.rank]
+    return Inner(group, parts, own, source, None if source is None else torch.empty_like(own))
 
 
 def place_parameters(bucket: Bucket) -> None:
@@ -307,7 +316,7 @@ def make_grad_buffer(bucket: Bucket) -> GradBuffer:
         ends = [0] + [stop for _, stop in sorted(spans)]
         return GradBuffer(
             flat=flat,
-            parts=list(flat.chunk(layout.world_size)) if flat.numel() else [],
+            parts=list(flat.chunk(bucket.mesh.gather_axis.size)) if flat.numel() else [],
             views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
             gaps=[
                 flat[stop * per_element : start * per_element]

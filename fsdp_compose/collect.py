@@ -12,7 +12,14 @@ from torch import nn
 
 from fsdp_compose.bucket import Slot, find_entry
 from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
-from fsdp_compose.mesh import Mesh, MeshLike, check_subgroup, compute_device, resolve_mesh
+from fsdp_compose.mesh import (
+    Mesh,
+    MeshLike,
+    check_fusable,
+    check_subgroup,
+    compute_device,
+    resolve_mesh,
+)
 from fsdp_compose.policy import (
     INITS,
     FullPrecision,
@@ -380,9 +387,18 @@ def _override(options: Options, overrides: dict[str, Any], name: str) -> Options
                 f"fully_shard: unit {name!r} overrides reshard_after_forward with {reshard!r}, but "
                 "strategy NO_SHARD has nothing to reshard; override its strategy too."
             )
+        if options.placement.fused and not isinstance(reshard, bool):
+            raise ValueError(
+                f"fully_shard: unit {name!r} overrides reshard_after_forward with {reshard!r}, but "
+                "strategy HYBRID_SHARD_OPTIMIZER keeps weights over the shard axis; override its "
+                "strategy too."
+            )
         outer = options.placement
         changed["placement"] = replace(
-            place(None, reshard), axes=outer.axes, replicate_only=outer.replicate_only
+            place(None, reshard),
+            axes=outer.axes,
+            replicate_only=outer.replicate_only,
+            fused=outer.fused,
         )
     return replace(options, **changed)
 
@@ -462,13 +478,16 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
     mesh = resolve_mesh(options.mesh, device, options.placement)
     if options.placement.spread is not None:
         check_subgroup(mesh.shard, options.placement.spread)
+    if options.placement.fused:
+        check_fusable(mesh, options.mesh)
     for (storage, _, chosen), items in groups.items():
         compute, reduce, _ = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
         extents = [
             Extent(i.names[0], tuple(i.param.shape), _granularity(options, i)) for i in items
         ]
-        layout = plan_layout(extents, itemsize, mesh.shard.size)
+        parts = mesh.size if options.placement.fused else mesh.shard.size
+        layout = plan_layout(extents, itemsize, parts)
         plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
 
 

@@ -31,7 +31,7 @@ from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_sh
 from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
-from fsdp_compose.mesh import MeshLike, compute_device, subgroup_of
+from fsdp_compose.mesh import MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.methods import attach_methods, check_methods
 from fsdp_compose.policy import (
     INITS,
@@ -260,6 +260,8 @@ def _build(plan: UnitPlan, made: Made) -> None:
 
 def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     layout, mesh = bucket_plan.layout, bucket_plan.mesh
+    if plan.options.placement.fused:
+        mesh = fuse(mesh, plan.options.mesh)
     params = [item.param for item in bucket_plan.found]
     strides = [storage_order(param) for param in params]
     flats = [flatten(p.detach(), s) for p, s in zip(params, strides, strict=True)]

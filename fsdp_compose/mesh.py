@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose.policy import Placement
+from fsdp_compose.torch_private import ordered_group
 
 MeshLike: TypeAlias = (
     "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"
@@ -33,15 +34,30 @@ SELF = Group(pg=None, rank=0, size=1, backend="none", ranks=(0,))
 
 @dataclass(frozen=True)
 class Mesh:
-    """Parameters are cut over ``shard`` and copied over ``replicate``."""
+    """Parameters are cut over ``shard`` and copied over ``replicate``.
+
+    Where they are cut over both axes of what the user passed, ``shard`` is all of its ranks and
+    ``axes`` its (shard, replicate) axes: the ranks of one replicate axis follow each other in it.
+    """
 
     shard: Group
     replicate: Group
     device: torch.device
+    axes: tuple[Group, Group] | None = None
 
     @property
     def size(self) -> int:
         return self.shard.size * self.replicate.size
+
+    @property
+    def gather_axis(self) -> Group:
+        """The ranks that weights are gathered from, and that gradients are summed over first."""
+        return self.shard if self.axes is None else self.axes[0]
+
+    @property
+    def replicate_axis(self) -> Group:
+        """The ranks whose sums are summed then."""
+        return self.replicate if self.axes is None else self.axes[1]
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -122,9 +138,39 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Gr
     )
 
 
-_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Group]] = (
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Group]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def check_fusable(mesh: Mesh, given: MeshLike | None) -> None:
+    """Raise unless ``fuse`` can tell which ranks the whole mesh has.
+
+    Raises:
+        ValueError: ``given``, from which ``mesh`` was resolved, is a pair of groups.
+    """
+    if isinstance(given, tuple) and mesh.shard.size > 1 and mesh.replicate.size > 1:
+        raise ValueError(
+            "fully_shard: HYBRID_SHARD_OPTIMIZER cuts parameters over all ranks of a mesh, which a "
+            "pair of ProcessGroups does not name; pass a DeviceMesh: init_device_mesh(device, "
+            "(replicas, shards), mesh_dim_names=('replicate', 'shard'))."
+        )
+
+
+def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
+    """``mesh`` with its two axes as one shard group; every rank of it must call."""
+    shard, replicate = mesh.shard, mesh.replicate
+    if replicate.size == 1:
+        return mesh
+    if shard.size == 1:
+        return Mesh(replicate, SELF, mesh.device, (shard, replicate))
+    assert isinstance(given, DeviceMesh) and shard.pg is not None
+    ranks = tuple(given.mesh.T.flatten().tolist())
+    known = _subgroups.setdefault(shard.pg, {})
+    if ranks not in known:
+        pg = ordered_group(ranks)
+        known[ranks] = group_of(pg, mesh.device)
+    return Mesh(known[ranks], SELF, mesh.device, (shard, replicate))
 
 
 def is_outside(mesh: object) -> bool:

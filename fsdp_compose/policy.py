@@ -16,21 +16,28 @@ from fsdp_compose.layout import Granularity
 class ShardingStrategy(Enum):
     """Where weights live between the passes; gradients and optimizer state live with the shards.
 
-    ====================  ==================  ===================  =====================
-    strategy              weights between     shards cut over      shards copied over
-                          forward, backward
-    ====================  ==================  ===================  =====================
-    FULL_SHARD (ZERO3)    sharded             all ranks            none
-    SHARD_GRAD_OP (ZERO2) gathered            all ranks            none
-    ZERO1                 gathered, and over  all ranks            none
-                          microbatches
-    NO_SHARD              whole, always       none                 all ranks
-    HYBRID_SHARD          sharded             ``shard`` axis       ``replicate`` axis
-    HYBRID_SHARD_ZERO2    gathered            ``shard`` axis       ``replicate`` axis
-    ====================  ==================  ===================  =====================
+    ======================  ==================  ===================  =====================
+    strategy                weights between     shards cut over      shards copied over
+                            forward, backward
+    ======================  ==================  ===================  =====================
+    FULL_SHARD (ZERO3)      sharded             all ranks            none
+    SHARD_GRAD_OP (ZERO2)   gathered            all ranks            none
+    ZERO1                   gathered, and over  all ranks            none
+                            microbatches
+    NO_SHARD                whole, always       none                 all ranks
+    HYBRID_SHARD            sharded             ``shard`` axis       ``replicate`` axis
+    HYBRID_SHARD_ZERO2      gathered            ``shard`` axis       ``replicate`` axis
+    HYBRID_SHARD_OPTIMIZER  sharded             both axes            none
+    ======================  ==================  ===================  =====================
 
     ZERO1 differs from SHARD_GRAD_OP under accumulation without gradient sync (``no_sync``): weights
     stay gathered from one microbatch to the next, as gradients stay whole.
+
+    HYBRID_SHARD_OPTIMIZER keeps the weights that compute reads cut over the ``shard`` axis and
+    copied over ``replicate``, as HYBRID_SHARD does; parameters, gradients and so the optimizer's
+    state and work are cut over both. Each step adds one gather over ``replicate``, of the weights
+    that the optimizer wrote, and reduce-scatters there instead of an all-reduce. It is for a
+    DeviceMesh.
     """
 
     FULL_SHARD = "full_shard"
@@ -41,6 +48,7 @@ class ShardingStrategy(Enum):
     NO_SHARD = "no_shard"
     HYBRID_SHARD = "hybrid_shard"
     HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+    HYBRID_SHARD_OPTIMIZER = "hybrid_shard_optimizer"
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class Placement:
             the shards.
         keep_over_microbatches: weights stay gathered while gradients are not synchronised.
         replicate_only: every rank holds whole shards.
+        fused: parameters, gradients and optimizer state are cut over both axes of the mesh, while
+            the weights that are gathered from are cut over the shard axis.
         axes: mesh axes the strategy is for; None where it fits both one and two.
     """
 
@@ -61,6 +71,7 @@ class Placement:
     spread: int | None = None
     keep_over_microbatches: bool = False
     replicate_only: bool = False
+    fused: bool = False
     axes: int | None = None
 
 
@@ -72,6 +83,7 @@ _PLACEMENTS = {
     ShardingStrategy.NO_SHARD: Placement(keep_after_forward=True, replicate_only=True, axes=1),
     ShardingStrategy.HYBRID_SHARD: Placement(axes=2),
     ShardingStrategy.HYBRID_SHARD_ZERO2: Placement(keep_after_forward=True, axes=2),
+    ShardingStrategy.HYBRID_SHARD_OPTIMIZER: Placement(fused=True, axes=2),
 }
 
 
@@ -94,6 +106,11 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
     placement = _PLACEMENTS[strategy]
     if reshard_after_forward is None:
         return placement
+    if placement.fused and not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"fully_shard: strategy {strategy.name} keeps weights over the shard axis, but "  # type: ignore[union-attr]
+            f"reshard_after_forward={reshard_after_forward} was passed; pass one of the two."
+        )
     if strategy is not None and bool(reshard_after_forward) is bool(placement.keep_after_forward):
         raise ValueError(
             f"fully_shard: strategy {strategy.name} means reshard_after_forward="

@@ -81,7 +81,7 @@ def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = N
                 flat *= before
                 reduction.scale = scale / before
             reduction.scatter = comm.reduce_scatter_parts(
-                flat, parts, mesh.shard, f"reduce gradients of unit {unit.name!r}"
+                flat, parts, mesh.gather_axis, f"reduce gradients of unit {unit.name!r}"
             )
         if unit.switches.comm_hook is not None or streams.reduce is not None:
             reduction.result = _combine(reduction)
@@ -95,7 +95,7 @@ def start_all_reduce(unit: Unit, bucket: Bucket) -> Reduction:
     streams = unit.lane.streams
     reduction = Reduction(unit, bucket, None, 1.0, reads_buffer=False)
     with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.partial.nbytes):
-        grad = comm.all_reduce(bucket.partial, bucket.mesh.replicate)
+        grad = _over_replicas(bucket, bucket.partial)
         reduction.result = _typed(bucket, grad)
         reduction.done = streams.record(streams.reduce)
     bucket.partial = None
@@ -113,12 +113,24 @@ def _combine(reduction: Reduction) -> torch.Tensor:
     if bucket.partial is not None:
         grad += bucket.partial
         bucket.partial = None
-    if bucket.mesh.replicate.size > 1:
+    if bucket.mesh.replicate_axis.size > 1:
         if not switches.all_reduce:
             bucket.partial = grad
         else:
-            comm.all_reduce(grad, bucket.mesh.replicate)
+            grad = _over_replicas(bucket, grad)
     return _typed(bucket, grad)
+
+
+def _over_replicas(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+    """The sum over the replicas of what each summed over its own ranks; of it, what is held."""
+    mesh = bucket.mesh
+    if mesh.axes is None:
+        return comm.all_reduce(grad, mesh.replicate)
+    parts = grad.chunk(mesh.replicate_axis.size)
+    purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
+    return comm.reduce_scatter_parts(grad, parts, mesh.replicate_axis, purpose).result(
+        grad.dtype, 1.0
+    )
 
 
 def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
@@ -134,8 +146,8 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
         key=f"{unit.name}/{unit.buckets.index(bucket) if bucket in unit.buckets else 'tied'}",
         flat=bucket.grads.flat,
         parts=bucket.grads.parts or [bucket.grads.flat],
-        shard=bucket.mesh.shard,
-        replicate=bucket.mesh.replicate,
+        shard=bucket.mesh.gather_axis,
+        replicate=bucket.mesh.replicate_axis,
         scale=reduction.scale,
         dtype=bucket.shard.dtype,
     )
@@ -148,7 +160,10 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
             f"{type(grad).__name__} {tuple(getattr(grad, 'shape', ()))}; wanted this rank's part "
             f"of the averaged gradient, {wanted} elements."
         )
-    return grad.reshape(-1)
+    grad = grad.reshape(-1)
+    if bucket.mesh.axes is None:
+        return grad
+    return grad.chunk(given.replicate.size)[given.replicate.rank].clone()
 
 
 def finish_reduce(reduction: Reduction) -> torch.Tensor:
@@ -160,8 +175,8 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
     if not reduction.reads_buffer:
         return reduction.result
     assert bucket.grads is not None
-    if bucket.mesh.shard.size == 1:
-        bucket.grads = None  # the result is the buffer itself
+    if bucket.mesh.gather_axis.size == 1:
+        bucket.grads = None  # the result may be the buffer itself
     elif not bucket.packed:
         # Not before the current stream has waited for the reduction that reads it.
         bucket.grads.flat.untyped_storage().resize_(0)

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_compose import comm
 from fsdp_compose.adopt import adopt, moved_before_backward, require_written
-from fsdp_compose.bucket import Bucket, Phase
+from fsdp_compose.bucket import Bucket, Inner, Phase
 from fsdp_compose.state import Hold, Lane, Unit, lane_of
 from fsdp_compose.torch_private import (
     flat_weights,
@@ -22,6 +22,7 @@ from fsdp_compose.torch_private import (
     profiler_enabled,
     raw,
 )
+from fsdp_compose.verify import Log
 
 log = logging.getLogger("fsdp_compose")
 _QUIET = nullcontext()
@@ -52,7 +53,7 @@ def hold(unit: Unit, reason: Hold) -> None:
     """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
     for bucket, events, code in unit.gather_events:
         if bucket.phase is Phase.SHARDED:  # raises before anything has changed
-            events.note((code, "gather", unit.name, _PURPOSE[reason]))
+            _note(events, bucket, code, unit.name, _PURPOSE[reason])
     if reason not in unit.holds:
         unit.holds.add(reason)
         for bucket in unit.gathered:
@@ -62,6 +63,13 @@ def hold(unit: Unit, reason: Hold) -> None:
             settle(bucket)
         if bucket.phase is Phase.SHARDED:
             _start_gather(unit.lane, bucket)
+
+
+def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> None:
+    if bucket.inner is not None and is_outdated(bucket):
+        events.note((code ^ 1, "gather", unit, f"{purpose}, over the replicas too"))
+    else:
+        events.note((code, "gather", unit, purpose))
 
 
 def admit(unit: Unit) -> None:
@@ -117,7 +125,7 @@ def refresh_stale(unit: Unit) -> None:
     stale = [b for b in unit.gathered if b.stamp is not None and _is_stale(b)]
     for bucket, events, code in unit.gather_events if stale else ():
         if bucket in stale:
-            events.note((code, "gather", unit.name, "again, since it was changed"))
+            _note(events, bucket, code, unit.name, "again, since it was changed")
     for bucket in stale:
         _start_gather(unit.lane, bucket)
         bucket.stamp = stamp_of(bucket)  # what kept it may keep it on after this pass
@@ -157,7 +165,8 @@ def _fill(bucket: Bucket) -> None:
         storage.resize_(bucket.full_nbytes)
     group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
     purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
-    if inner is not None and inner.store is not None and inner.stamp == stamp_of(bucket):
+    if inner is not None and _is_stored(bucket, inner):
+        assert inner.store is not None
         group, parts = inner.group, inner.parts
         inner.own.copy_(inner.store)
     elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
@@ -168,6 +177,30 @@ def _fill(bucket: Bucket) -> None:
         bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
     own = parts[group.rank] if parts else bucket.whole_bytes
     bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose)
+
+
+def _is_stored(bucket: Bucket, inner: Inner) -> bool:
+    """Whether ``inner.store`` holds what a gather is to read, from now on if it can be filled."""
+    if inner.store is None:
+        return False
+    if inner.source is None:
+        return inner.stamp == stamp_of(bucket)
+    if is_outdated(bucket):
+        stamp = stamp_of(bucket)
+        parts = inner.store.view(torch.uint8).chunk(inner.source.size)
+        own = inner.store.chunk(inner.source.size)[inner.source.rank]
+        own.copy_(bucket.shard, non_blocking=True)
+        purpose = f"gather unit {bucket.entries[0].spec.unit!r} over the replicas"
+        part = parts[inner.source.rank]
+        comm.gather_parts(inner.store.view(torch.uint8), parts, part, inner.source, purpose).wait()
+        inner.stamp = stamp
+    return True
+
+
+def is_outdated(bucket: Bucket) -> bool:
+    """Whether a gather begins with one over the replicas, since the optimizer wrote its shards."""
+    inner = bucket.inner
+    return inner is not None and inner.source is not None and inner.stamp != stamp_of(bucket)
 
 
 def _resident_shard(bucket: Bucket) -> torch.Tensor:
@@ -187,7 +220,8 @@ def _resident_shard(bucket: Bucket) -> torch.Tensor:
 def spread_inner(unit: Unit) -> None:
     """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
     for bucket in unit.buckets:
-        if bucket.inner is not None and bucket.phase is Phase.GATHERED:
+        if bucket.spread is not None and bucket.phase is Phase.GATHERED:
+            assert bucket.inner is not None
             bucket.inner.store = bucket.inner.own.clone()
             bucket.inner.stamp = stamp_of(bucket)
 
@@ -195,7 +229,7 @@ def spread_inner(unit: Unit) -> None:
 def forget_inner(unit: Unit) -> None:
     """Backward is done: free what was kept for it."""
     for bucket in unit.buckets:
-        if bucket.inner is not None:
+        if bucket.spread is not None and bucket.inner is not None:
             bucket.inner.store = None
 
 

@@ -288,7 +288,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         bucket.shard.detach().clone(),
         bucket.mp,
         bucket.offload,
-        None if bucket.inner is None else bucket.inner.group,
+        bucket.spread,
     )
     copied.unready = [copied.entries[entry.index] for entry in bucket.unready]
     if bucket.residence.moved:  # what was done to the parameters is not in the shard yet

@@ -6,7 +6,8 @@ A torch release that moves one of these breaks this file alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from inspect import signature
 from types import FrameType
 from typing import Any
 
@@ -100,6 +101,21 @@ reduce_scatter_single: Callable[..., dist.Work] = getattr(dist.ProcessGroup, _RE
 
 
 _c10d: Any = dist.distributed_c10d
+
+
+def ordered_group(ranks: Sequence[int]) -> Any:
+    """A group in which ``ranks`` are numbered as listed; only they call, all of them.
+
+    Raises:
+        RuntimeError: this torch numbers the ranks of every group by size.
+    """
+    new_group: Any = dist.new_group
+    if "sort_ranks" not in signature(new_group).parameters:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot number the ranks of a group as "
+            "HYBRID_SHARD_OPTIMIZER needs; use HYBRID_SHARD, or torch 2.13 or later."
+        )
+    return new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
 
 
 def _synchronous(options: Any) -> Any:

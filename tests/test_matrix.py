@@ -30,6 +30,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": ShardingStrategy.NO_SHARD},
     "hybrid_shard": {"strategy": ShardingStrategy.HYBRID_SHARD},
     "hybrid_shard_zero2": {"strategy": ShardingStrategy.HYBRID_SHARD_ZERO2},
+    "hybrid_shard_optimizer": {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER},
     "spread": {"reshard_after_forward": 2},
 }
 PRECISIONS = {
@@ -193,6 +194,9 @@ COUNTS = {
     ("hybrid_shard", "no_all_reduce"): (10, 6, 3),
     ("hybrid_shard", "no_sync"): (10, 3, 3),
     ("hybrid_shard_zero2", "no_all_reduce"): (6, 6, 3),
+    ("hybrid_shard_optimizer", "sharded"): (13, 12, 0),
+    ("hybrid_shard_optimizer", "no_all_reduce"): (13, 9, 0),
+    ("hybrid_shard_optimizer", "no_sync"): (13, 6, 0),
     ("spread", "sharded"): (12, 6, 0),
 }
 

@@ -82,6 +82,17 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
     "no shard, bf16": (2, {"strategy": S.NO_SHARD, "mp_policy": BF16}, Model),
     "hybrid": (4, {"strategy": S.HYBRID_SHARD, "mesh": (2, 2)}, Model),
     "hybrid zero2": (4, {"strategy": S.HYBRID_SHARD_ZERO2, "mesh": (2, 2)}, Model),
+    "hybrid optimizer": (4, {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2)}, Model),
+    "hybrid optimizer, bf16": (
+        4,
+        {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2), "mp_policy": BF16_FP32},
+        Model,
+    ),
+    "hybrid optimizer over replicas alone": (
+        2,
+        {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 1)},
+        Model,
+    ),
     "reshard": (2, {"reshard_after_forward": True}, Model),
     "no reshard": (2, {"reshard_after_forward": False}, Model),
     "spread over 2 of 4": (4, {"reshard_after_forward": 2}, Model),
@@ -136,6 +147,7 @@ def trained_step(rank: int, model: nn.Module) -> tuple[dict[str, int], int, int]
         known = [b.shard for b in kept] + [
             b.device_shard for b in kept if b.device_shard is not None
         ]
+        known += [b.inner.store for b in kept if b.inner is not None and b.inner.source is not None]
         outside = [p for p in params if not hasattr(p, "to_local")]
         with Ledger(x, *known, *outside) as ledger, count_traffic() as traffic:
             loss = square(model, x)
@@ -223,6 +235,7 @@ def test_units_without_an_outer_one_and_of_several_modules() -> None:
         (3, {"mp_policy": BF16_FP32}),
         (4, {"reshard_after_forward": 2}),
         ((2, 2), {"strategy": S.HYBRID_SHARD}),
+        ((2, 2), {"strategy": S.HYBRID_SHARD_OPTIMIZER}),
         (4, {"strategy": S.NO_SHARD}),
     ],
 )
@@ -369,7 +382,7 @@ def test_offload_moves_shards_gradients_and_state_to_the_host() -> None:
     assert found.memory.host == found.memory.shards + found.memory.optimizer
     assert found.memory.persistent == 0
     kept = plan(model, world_size=4, mp_policy=BF16, offload_policy=Offload(optimizer=True))
-    assert kept.memory.device_copies == kept.memory.shards // 2 == kept.memory.persistent
+    assert kept.memory.weight_copies == kept.memory.shards // 2 == kept.memory.persistent
 
 
 # What it says

@@ -42,7 +42,7 @@ class UnitState:
         partial: gradients reduced over the shard group and not yet over the replicas.
         waiting: gradients of microbatches that are not in ``.grad`` yet.
         spread: parts of the parameters kept for backward.
-        device_copies: of shards in host memory.
+        weight_copies: kept in the compute dtype beside the shards, for gathers to read.
         is_stale: it is gathered, and its shard has changed since.
     """
 
@@ -56,14 +56,14 @@ class UnitState:
     partial: int
     waiting: int
     spread: int
-    device_copies: int
+    weight_copies: int
     is_stale: bool
 
     DERIVED: ClassVar = ("total",)
 
     @property
     def total(self) -> int:
-        kept = self.shards + self.gradients + self.partial + self.waiting + self.device_copies
+        kept = self.shards + self.gradients + self.partial + self.waiting + self.weight_copies
         return kept + self.gathered + self.packed + self.spread
 
 
@@ -149,8 +149,11 @@ def _state_of(unit: Unit) -> UnitState:
         packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
         partial=sum(_nbytes(b.partial) for b in unit.buckets),
         waiting=sum(_nbytes(b.waiting_grad) for b in unit.buckets),
-        spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner is not None),
-        device_copies=sum(_nbytes(b.device_shard) for b in unit.buckets),
+        spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner and b.spread),
+        weight_copies=sum(
+            _nbytes(b.inner.store if b.inner and not b.spread else b.device_shard)
+            for b in unit.buckets
+        ),
         is_stale=any(_is_stale(unit, b) for b in unit.gathered),
     )
 

@@ -79,8 +79,8 @@ class Memory:
         optimizer: its state; 0 where no optimizer was named.
         buffers: the module's buffers, whole on every rank.
         outside: parameters of no unit, whole on every rank, with gradients and optimizer state.
-        device_copies: of shards in host memory, kept in the compute dtype by
-            ``Offload(optimizer=True)``.
+        weight_copies: kept in the compute dtype beside the shards, for gathers to read: of shards
+            in host memory by ``Offload(optimizer=True)``, and by HYBRID_SHARD_OPTIMIZER.
         host: how much of ``shards`` and ``optimizer`` is in host memory, as are the gradients then.
         forward, backward: what is transient when it is most.
     """
@@ -90,7 +90,7 @@ class Memory:
     optimizer: int
     buffers: int
     outside: int
-    device_copies: int
+    weight_copies: int
     host: int
     forward: Peak
     backward: Peak
@@ -100,7 +100,7 @@ class Memory:
     @property
     def persistent(self) -> int:
         """What is always in device memory: all but gradients and what the passes need."""
-        kept = self.shards + self.optimizer + self.buffers + self.outside + self.device_copies
+        kept = self.shards + self.optimizer + self.buffers + self.outside + self.weight_copies
         return kept - self.host
 
     @property
@@ -381,7 +381,7 @@ def _memory(survey: Survey, step: Step, states: int) -> Memory:
         optimizer=sum(state.values()),
         buffers=survey.buffer_bytes,
         outside=outside,
-        device_copies=sum(b.device_copy_bytes for b in buckets),
+        weight_copies=sum(b.weight_copy_bytes for b in buckets),
         host=sum(b.shard_bytes + state[id(b)] for b in buckets if b.on_host),
         forward=step.forward,
         backward=step.backward,

@@ -71,12 +71,12 @@ def _memory(memory: Memory, optimizer: str | None) -> str:
         ("optimizer state", size(memory.optimizer), optimizer or "none named"),
         ("buffers", size(memory.buffers), ""),
     ]
-    for name in ("outside", "device_copies", "host"):
+    for name in ("outside", "weight_copies", "host"):
         value = getattr(memory, name)
         if value:
             comments = {
                 "outside": "parameters of no unit, with gradients and state",
-                "device_copies": "of shards in host memory",
+                "weight_copies": "in the compute dtype, for gathers to read",
                 "host": "of these in host memory",
             }
             rows.append((name.replace("_", " "), size(value), comments[name]))

@@ -118,6 +118,7 @@ class _Player:
         self.is_packed = [False] * len(self.buckets)
         self.reducing: list[int] = []
         self.arrived: set[int] = set()  # buckets with a gradient
+        self.refreshed: set[int] = set()  # fused buckets gathered over replicas since the last step
         self.prefetched: list[_Node] = []
         self.forward_order, self.backward_order = Order(), Order()
         self.now = self.peak = Peak()
@@ -131,6 +132,7 @@ class _Player:
             backward, reduces = self._measure(self._backward)
             result = Step(forward, backward, gathers, reduces)
             self.arrived.clear()
+            self.refreshed.clear()
             self._change(reduced=-self.now.reduced)
         return result
 
@@ -175,7 +177,14 @@ class _Player:
         bucket = self.buckets[i]
         if bucket.ranks == 1 or not bucket.full_bytes:
             return
-        ranks = bucket.spread if self.is_spread[i] and bucket.spread else bucket.ranks
+        ranks = bucket.spread if self.is_spread[i] and bucket.spread else bucket.gather_ranks
+        if bucket.fused > 1 and i not in self.refreshed:
+            self.refreshed.add(i)
+            copied = bucket.weight_copy_bytes
+            moved = copied - copied // bucket.fused
+            self.traffic[i] += Communication(gathers=1, gather_bytes=moved)
+        if ranks == 1:
+            return
         moved = bucket.full_bytes - bucket.full_bytes // ranks
         self.traffic[i] += Communication(gathers=1, gather_bytes=moved)
 
@@ -324,8 +333,11 @@ class _Player:
         self.reducing.append(i)
         self._change(received=bucket.received_bytes)
         done = Communication()
-        if bucket.ranks > 1 and bucket.flat_bytes:
-            moved = bucket.flat_bytes - bucket.flat_bytes // bucket.ranks
+        if bucket.gather_ranks > 1 and bucket.flat_bytes:
+            moved = bucket.flat_bytes - bucket.flat_bytes // bucket.gather_ranks
+            done += Communication(reduces=1, reduce_bytes=moved)
+        if bucket.fused > 1 and bucket.flat_bytes:
+            moved = bucket.grad_shard_bytes * (bucket.fused - 1)
             done += Communication(reduces=1, reduce_bytes=moved)
         if bucket.replicas > 1:
             moved = 2 * bucket.grad_shard_bytes * (bucket.replicas - 1) // bucket.replicas
@@ -339,9 +351,16 @@ class _Player:
             arrived = 0 if i in self.arrived or bucket.on_host else bucket.grad_shard_bytes
             self.arrived.add(i)
             freed = {"received": -bucket.received_bytes, "packed": -bucket.flat_bytes}
-            if bucket.converts_gradients:
-                self._change(reduced=bucket.grad_shard_bytes)
-                self._change(reduced=arrived - bucket.grad_shard_bytes, **freed)
+            summed = bucket.grad_shard_bytes * bucket.fused
+            if bucket.fused > 1:
+                sums = summed if bucket.converts_gradients else 0
+                senders = bucket.fused - 1 if bucket.point_to_point else 1
+                others = bucket.grad_shard_bytes * senders
+                self._change(reduced=sums + others)
+                self._change(reduced=arrived - sums - others, **freed)
+            elif bucket.converts_gradients:
+                self._change(reduced=summed)
+                self._change(reduced=arrived - summed, **freed)
             else:
                 self._change(reduced=arrived, **freed)
 

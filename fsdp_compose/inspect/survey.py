@@ -38,6 +38,7 @@ class PlannedBucket:
         shard_numel: elements per rank, padding included.
         ranks: that the bucket is cut over.
         replicas: that hold the same shards.
+        fused: replicas of what is gathered from, where parameters are cut over these too; else 1.
         spread: ranks that share it between forward and backward, where fewer than ``ranks`` do.
         in_place: parameters in compute are the shard itself, and nothing is gathered.
         point_to_point: gradients arrive as one contribution of every rank, summed on arrival.
@@ -56,6 +57,7 @@ class PlannedBucket:
     shard_numel: int
     ranks: int
     replicas: int
+    fused: int
     spread: int | None
     in_place: bool
     point_to_point: bool
@@ -99,10 +101,16 @@ class PlannedBucket:
         return self.shard_numel * self.ranks * self.reduce.itemsize * parts
 
     @property
+    def gather_ranks(self) -> int:
+        """That weights are gathered from and gradients are summed over first."""
+        return self.ranks // self.fused
+
+    @property
     def received_bytes(self) -> int:
         """What a reduction under way receives into."""
-        share = self.flat_bytes // self.ranks
-        return share * (self.ranks - 1) if self.point_to_point else share * (self.ranks > 1)
+        ranks = self.gather_ranks
+        share = self.flat_bytes // ranks
+        return share * (ranks - 1) if self.point_to_point else share * (ranks > 1)
 
     @property
     def converts_gradients(self) -> bool:
@@ -116,8 +124,10 @@ class PlannedBucket:
         return 0 if self.spread is None else self.full_bytes // self.spread
 
     @property
-    def device_copy_bytes(self) -> int:
-        return self.shard_numel * self.compute.itemsize if self.device_copy else 0
+    def weight_copy_bytes(self) -> int:
+        """What a gather reads, where that is not the shard: in the compute dtype, for good."""
+        copied = self.fused if self.fused > 1 else self.device_copy
+        return self.shard_numel * self.compute.itemsize * copied
 
 
 @dataclass(frozen=True)
@@ -407,7 +417,8 @@ def _of_bucket(bucket: Bucket, names: _NamesOf) -> PlannedBucket:
         numel=sum(entry.spec.numel for entry in bucket.entries),
         trained=trained,
         shard_numel=bucket.layout.shard_numel,
-        spread=None if bucket.inner is None else bucket.inner.group.size,
+        spread=None if bucket.spread is None else bucket.spread.size,
+        is_fused=bucket.mesh.axes is not None,
         in_place=bucket.in_place,
     )
 
@@ -430,6 +441,7 @@ def _of_plan(plan: UnitPlan, bucket: BucketPlan) -> PlannedBucket:
         trained=numel if needs_grad else 0,
         shard_numel=bucket.layout.shard_numel,
         spread=plan.options.placement.spread,
+        is_fused=plan.options.placement.fused,
         in_place=bucket.layout.world_size == 1 and same and stays,
     )
 
@@ -445,9 +457,11 @@ def _bucket(
     trained: int,
     shard_numel: int,
     spread: int | None,
+    is_fused: bool,
     in_place: bool,
 ) -> PlannedBucket:
     dtypes = mp.dtypes_for(storage)
+    fused = mesh.replicate_axis.size if is_fused else 1
     return PlannedBucket(
         unit=unit,
         parameters=parameters,
@@ -458,8 +472,9 @@ def _bucket(
         numel=numel,
         trained_numel=trained,
         shard_numel=shard_numel,
-        ranks=mesh.shard.size,
-        replicas=mesh.replicate.size,
+        ranks=mesh.shard.size if mesh.axes else mesh.shard.size * fused,
+        replicas=mesh.replicate.size // fused,
+        fused=fused,
         spread=spread,
         in_place=in_place,
         point_to_point=is_point_to_point(mesh.shard),
