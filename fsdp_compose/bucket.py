@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_compose.comm import Exchange
+from fsdp_compose.comm import Caller, Exchange
 from fsdp_compose.layout import Layout
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.policy import MixedPrecision, Offload
@@ -145,6 +145,7 @@ class Bucket:
     packed: bool = False  # ``grads`` holds gradients that were not reduced
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
     mirror: Mirror | None = None
+    caller: Caller | None = None  # of its collectives; None where ranks do not compare them
 
     def __repr__(self) -> str:
         """Without its tensors: reading one whose storage holds 0 bytes would crash."""

@@ -4,13 +4,17 @@ A buffer is one flat tensor of ``group.size`` equal parts, part ``r`` belonging 
 Gathers move bytes, so that any dtype travels. On gloo both directions go point to point: its own
 all-gather and reduce-scatter move the data two to three times, and summing here lets low
 precision travel while fp32 accumulates, in rank order, so that results do not depend on timing.
+
+Buffers that go point to point are preceded by a head: what the sender is doing. Where heads differ,
+the ranks run different units. The buffers behind them never meet, since their tags are made of the
+heads, and the receiver says so instead of waiting for ever or reading what is not meant for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,27 +60,84 @@ class Traffic:
 traffic = Traffic()
 
 
+Head = tuple[int, ...]
+"""Eight integers; the last tells a comparison of heads alone from one ahead of data."""
+
+HEAD = 8
+_DATA, _COMPARISON = 0, 1
+
+
+class Caller(Protocol):
+    """Whose collectives these are; see verify.Log."""
+
+    epoch: int  # counts disagreements: what was sent before one is never read after it
+
+    def head(self) -> Head:
+        """What this rank is doing, without the last integer; equal on ranks that do the same."""
+
+    def disagree(self, group: Group) -> NoReturn:
+        """A rank of ``group`` does something else, as every rank of it knows."""
+
+
+@dataclass(slots=True)
+class Heads:
+    """Of one exchange: what this rank sent, and what arrives from each peer."""
+
+    caller: Caller
+    group: Group
+    sent: torch.Tensor
+    received: torch.Tensor  # by peer
+    works: Sequence[Any]
+    peers: Sequence[int]
+    purpose: str
+    epoch: int  # of the caller, when it was sent
+
+    def rows(self) -> list[list[int]]:
+        _wait(self.works, self.peers, self.purpose)
+        return self.received.tolist()
+
+    def check(self) -> bool:
+        """Raise unless every peer does the same; False if ranks have disagreed since it was sent.
+
+        Some of them may never have come to this exchange then, and nobody is to read its data.
+        """
+        if self.caller.epoch != self.epoch:
+            return False
+        mine = self.sent.tolist()
+        if any(row != mine for row in self.rows()):
+            self.caller.disagree(self.group)
+        return True
+
+
 @dataclass(slots=True)
 class Exchange:
     """Communication under way; ``wait`` makes its data safe to read on the current stream.
 
     Raises:
-        RuntimeError: another rank has died, or did not answer within the group's timeout.
+        RuntimeError: another rank has died, did not answer within the group's timeout, or
+            communicates something else.
     """
 
     works: Sequence[Any] = ()
     purpose: str = "communicate"
     peers: Sequence[int] = ()  # global rank each work is with; empty: all at once
+    heads: Heads | None = None
 
     def wait(self) -> None:
-        works, self.works = self.works, ()
+        works, heads, self.works, self.heads = self.works, self.heads, (), None
+        if heads is None or heads.check():
+            _wait(works, self.peers, self.purpose)
+
+
+def _wait(works: Sequence[Any], peers: Sequence[int], purpose: str) -> None:
+    if works:
         for index, work in enumerate(works):
             try:
                 work.wait()
             except RuntimeError as error:
-                who = f"rank {self.peers[index]}" if self.peers else "another rank"
+                who = f"rank {peers[index]}" if peers else "another rank"
                 raise RuntimeError(
-                    f"rank {dist.get_rank()} waits to {self.purpose}, and {who} does not answer: "
+                    f"rank {dist.get_rank()} waits to {purpose}, and {who} does not answer: "
                     "it has died, is stuck, or runs other units. Look at what it printed; every "
                     "rank must run the same units in the same order. The transport says: "
                     f"{error}"
@@ -117,6 +178,7 @@ def gather_parts(
     own: torch.Tensor,
     group: Group,
     purpose: str = "gather",
+    caller: Caller | None = None,
 ) -> Exchange:
     """Fill every part of ``whole`` from the rank that owns it.
 
@@ -131,7 +193,7 @@ def gather_parts(
     traffic.gathers += 1
     traffic.gather_bytes += whole.numel() - own.numel()
     if is_point_to_point(group):
-        return _swap([own] * group.size, parts, group, purpose)
+        return _swap([own] * group.size, parts, group, purpose, caller)
     return _on_stream(all_gather_single(group.pg, whole, own, GATHER_OPTIONS), whole, purpose)
 
 
@@ -140,6 +202,7 @@ def reduce_scatter_parts(
     parts: Sequence[torch.Tensor],
     group: Group,
     purpose: str = "reduce gradients",
+    caller: Caller | None = None,
 ) -> ReduceScatter:
     """Start summing every rank's ``whole``; this rank receives part ``group.rank`` of the sum.
 
@@ -156,7 +219,8 @@ def reduce_scatter_parts(
     traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     if is_point_to_point(group):
         received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
-        return ReduceScatter(_swap(parts, received, group, purpose), received, group.rank)
+        exchange = _swap(parts, received, group, purpose, caller)
+        return ReduceScatter(exchange, received, group.rank)
     total = torch.empty_like(own)
     work = reduce_scatter_single(group.pg, total, whole, REDUCE_OPTIONS)
     return ReduceScatter(_on_stream(work, whole, purpose), [total])
@@ -182,9 +246,13 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     return list(incoming.chunk(group.size))
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, op: Op = "sum") -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, group: Group, op: Op = "sum", caller: Caller | None = None
+) -> torch.Tensor:
     """Combine ``tensor`` over the group in place and return it."""
     if group.pg is not None:
+        if caller is not None and is_point_to_point(group):
+            _send_heads(caller, (*caller.head(), _DATA), group, "all-reduce").check()
         traffic.all_reduces += 1
         traffic.all_reduce_bytes += (
             2 * tensor.numel() * tensor.element_size() * (group.size - 1) // group.size
@@ -214,13 +282,17 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tens
     return tensor
 
 
-def span(values: Sequence[int], groups: Sequence[Group], device: torch.device) -> torch.Tensor:
+def span(
+    values: Sequence[int], groups: Sequence[Group], device: torch.device, caller: Caller
+) -> torch.Tensor:
     """The largest of each value over all ranks of ``groups``, then the largest of its negative.
 
     The values are written by kernels, so that nothing waits for a device. On an accelerator the
     result is in the order of the current stream.
     """
     both = [*values, *(-value for value in values)]
+    if device.type == "cpu" and all(is_point_to_point(g) for g in groups if g.pg is not None):
+        return torch.tensor(_span_by_heads(both, groups, caller))
     if device.type == "cpu":
         tensor = torch.tensor(both)
     else:
@@ -234,6 +306,19 @@ def span(values: Sequence[int], groups: Sequence[Group], device: torch.device) -
     return tensor
 
 
+def _span_by_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> list[int]:
+    """``span`` by the messages that precede data, so that it meets a rank that sends some."""
+    for group in groups:
+        if group.pg is not None:
+            traffic.control += 1
+            head = (*both, *[0] * (HEAD - 1 - len(both)), _COMPARISON)
+            rows = _send_heads(caller, head, group, "end a step").rows()
+            if any(row[-1] != _COMPARISON for row in rows):
+                caller.disagree(group)
+            both = [max(column) for column in zip(both, *rows, strict=False)]
+    return both
+
+
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step."""
     if group.pg is None or group.backend == "fake":
@@ -245,15 +330,41 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 def _swap(
-    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group, purpose: str
+    outgoing: Sequence[torch.Tensor],
+    incoming: Sequence[torch.Tensor],
+    group: Group,
+    purpose: str,
+    caller: Caller | None = None,
+    tag: int = 0,
 ) -> Exchange:
     """Send ``outgoing[r]`` to every other rank ``r`` and receive ``incoming[r]`` from it."""
     assert group.pg is not None
+    heads = None
+    if caller is not None:
+        head = caller.head()
+        heads = _send_heads(caller, (*head, _DATA), group, purpose)
+        tag = _DATA_TAGS | hash((caller.epoch, *head)) & (_DATA_TAGS - 1)
     peers = [(group.rank + step) % group.size for step in range(1, group.size)]
     senders = peers[::-1]
-    works: list[Any] = [group.pg.recv([incoming[r]], r, 0) for r in senders]
-    works += [group.pg.send([outgoing[r]], r, 0) for r in peers]
-    return Exchange(works, purpose, [group.ranks[r] for r in senders + peers])
+    works: list[Any] = [group.pg.recv([incoming[r]], r, tag) for r in senders]
+    works += [group.pg.send([outgoing[r]], r, tag) for r in peers]
+    return Exchange(works, purpose, [group.ranks[r] for r in senders + peers], heads)
+
+
+_DATA_TAGS = 1 << 30  # those of data behind heads; heads have smaller ones, other data has 0
+
+
+def _send_heads(caller: Caller, head: Head, group: Group, purpose: str) -> Heads:
+    """Tell every other rank of the group what this one does, and start hearing what they do."""
+    sent = torch.tensor(head)
+    received = sent.new_empty(group.size - 1, HEAD)
+    incoming = list(received.unbind())
+    incoming.insert(group.rank, sent)
+    tag = 1 + caller.epoch
+    exchange = _swap([sent] * group.size, incoming, group, purpose, tag=tag)
+    return Heads(
+        caller, group, sent, received, exchange.works, exchange.peers, purpose, caller.epoch
+    )
 
 
 def _on_stream(work: Any, buffer: torch.Tensor, purpose: str) -> Exchange:

@@ -36,6 +36,19 @@ def begin_forward_pass(lane: Lane) -> None:
     if lane.tasks and not any(task.alive for task in lane.tasks.values()):
         recover(lane)
     lane.pass_id += 1
+    _start_over_if_ranks_differed(lane)
+
+
+def _start_over_if_ranks_differed(lane: Lane) -> None:
+    """What each rank gathered ahead and recorded may differ, and so would what follows from it."""
+    disagreements = sum(log.epoch for log in lane.logs.values())
+    if disagreements == lane.disagreements:
+        return
+    lane.disagreements = disagreements
+    recover(lane)
+    lane.forward_order, lane.backward_order = Order(), Order()
+    for unit in lane.units:
+        unit.eval_order = Order()
 
 
 def running_task(lane: Lane) -> Task:
@@ -47,6 +60,8 @@ def running_task(lane: Lane) -> Task:
     if lane.tasks and not any(task.alive for task in lane.tasks.values()):
         recover(lane)
     outermost = not lane.tasks
+    if outermost:
+        _start_over_if_ranks_differed(lane)
     task = lane.tasks[task_id] = Task(task_id)
     lane_ref = weakref.ref(lane)
 

@@ -81,7 +81,11 @@ def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = N
                 flat *= before
                 reduction.scale = scale / before
             reduction.scatter = comm.reduce_scatter_parts(
-                flat, parts, mesh.gather_axis, f"reduce gradients of unit {unit.name!r}"
+                flat,
+                parts,
+                mesh.gather_axis,
+                f"reduce gradients of unit {unit.name!r}",
+                bucket.caller,
             )
         if unit.switches.comm_hook is not None or streams.reduce is not None:
             reduction.result = _combine(reduction)
@@ -125,12 +129,11 @@ def _over_replicas(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
     """The sum over the replicas of what each summed over its own ranks; of it, what is held."""
     mesh = bucket.mesh
     if mesh.axes is None:
-        return comm.all_reduce(grad, mesh.replicate)
+        return comm.all_reduce(grad, mesh.replicate, caller=bucket.caller)
     parts = grad.chunk(mesh.replicate_axis.size)
     purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
-    return comm.reduce_scatter_parts(grad, parts, mesh.replicate_axis, purpose).result(
-        grad.dtype, 1.0
-    )
+    scatter = comm.reduce_scatter_parts(grad, parts, mesh.replicate_axis, purpose, bucket.caller)
+    return scatter.result(grad.dtype, 1.0)
 
 
 def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:

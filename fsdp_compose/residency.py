@@ -170,13 +170,13 @@ def _fill(bucket: Bucket) -> None:
         group, parts = inner.group, inner.parts
         inner.own.copy_(inner.store)
     elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
-        part = bucket.shard_bytes
-        bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, part, group, purpose)
+        own, whole = bucket.shard_bytes, bucket.whole_bytes
+        bucket.gather = comm.gather_parts(whole, parts, own, group, purpose, bucket.caller)
         return
     else:
         bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
     own = parts[group.rank] if parts else bucket.whole_bytes
-    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose)
+    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose, bucket.caller)
 
 
 def _is_stored(bucket: Bucket, inner: Inner) -> bool:
@@ -192,7 +192,8 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
         own.copy_(bucket.shard, non_blocking=True)
         purpose = f"gather unit {bucket.entries[0].spec.unit!r} over the replicas"
         part = parts[inner.source.rank]
-        comm.gather_parts(inner.store.view(torch.uint8), parts, part, inner.source, purpose).wait()
+        whole = inner.store.view(torch.uint8)
+        comm.gather_parts(whole, parts, part, inner.source, purpose, bucket.caller).wait()
         inner.stamp = stamp
     return True
 

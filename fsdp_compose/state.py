@@ -196,6 +196,7 @@ class Unit:
         self.reduce_events: dict[Bucket, tuple[Log, int, int]] = {}
         for index, bucket in enumerate(self.gathered):
             log = log_of(self.lane, bucket.mesh)
+            bucket.caller = log
             if log is None:
                 continue
             if not self.number:
@@ -355,6 +356,7 @@ class Lane:
     units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
     active: list[Unit] = field(default_factory=list)  # units in forward, outermost first
     pass_id: int = 0  # counts outermost forwards
+    disagreements: int = 0  # of ranks, that were told so far
     tasks: dict[int, Task] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
     landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host

@@ -6,7 +6,8 @@ hash of the step's events at its end. Both comparisons send the same message by 
 so that a rank that is about to gather meets one that is about to reduce or to end its step.
 
 A comparison is a maximum over ranks of a few integers. On a CPU it is read at once: a step that
-mixed up its units raises before the optimizer sees its gradients. On an accelerator it runs beside
+mixed up its units raises before the optimizer sees its gradients; on gloo, in every step, the same
+message also goes ahead of each collective, and is read with it. On an accelerator it runs beside
 the compute and is read at the end of the next step, when it has long been there: the host never
 waits for the step that it has just issued.
 """
@@ -17,7 +18,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -92,6 +93,7 @@ class Log:
     hash: int = 0
     events: list[Event] = field(default_factory=list)
     pending: _Pending | None = None
+    epoch: int = 0  # counts disagreements
 
     def number_unit(self) -> int:
         self.units += 1
@@ -137,7 +139,7 @@ class Log:
         values = (code, self.hash, int(_debug))
         streams = self.streams
         with streams.on(streams.reduce):
-            result = comm.span(values, self.groups, streams.device)
+            result = comm.span(values, self.groups, streams.device, self)
             mark = None
             if result.device.type != "cpu":
                 host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -150,13 +152,30 @@ class Log:
         self.is_debugging = debug > 0
         if code == -low_code and hashed == -low_hashed:
             return
-        group = self.groups[0]
-        reports = [(group.ranks[group.rank], comparison.events)]
-        for group in self.groups:
+        self._raise(self.groups, comparison.step, comparison.events, late=not self.is_stepwise)
+
+    def head(self) -> comm.Head:
+        """What this rank has done since the last comparison, and does now."""
+        code = self.events[-1][0] if self.events else 0
+        return (code, self.hash, len(self.events), 0, 0, 0, 0)
+
+    def disagree(self, group: Group) -> NoReturn:
+        """Found ahead of data: the ranks of ``group`` know, and those of other groups do not.
+
+        Raises:
+            RuntimeError: always.
+        """
+        self._raise((group,), self.step, self.events, late=False)
+
+    def _raise(
+        self, groups: Sequence[Group], step: int, events: list[Event], late: bool
+    ) -> NoReturn:
+        reports = [(groups[0].ranks[groups[0].rank], events)]
+        for group in groups:
             reports = [r for part in comm.gather_objects(reports, group) for r in part]
-        late = not self.is_stepwise
         self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
-        raise RuntimeError(explain(comparison.step, sorted(reports), late))
+        self.epoch += 1
+        raise RuntimeError(explain(step, sorted(reports), late))
 
 
 def explain(step: int, reports: Sequence[tuple[int, list[Event]]], late: bool) -> str:

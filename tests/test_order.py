@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
     Prefetch,
@@ -35,6 +36,7 @@ from fsdp_compose.verify import TRIAL_PASSES, explain
 
 from harness import fake_world, rank_errors, run_ranks, single_process
 from models import (
+    WIDTH,
     Block,
     Tower,
     Twin,
@@ -700,8 +702,96 @@ def test_the_right_step_after_the_error() -> None:
     run_ranks(ranks)
 
 
-def test_a_later_step_is_found_at_its_end() -> None:
+class Uneven(Branching):
+    """Its last block is larger, so that what is sent for it fits nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = Block(WIDTH, 5 * WIDTH)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("way", [(1, 0, 2), (2, 1, 0), (1, 2), (0, 1), (), (0, 1, 2, 0)])
+@pytest.mark.parametrize("build", [Branching, Uneven])
+def test_a_later_step_is_found_before_anything_is_read(
+    build: type[Branching], way: tuple[int, ...], world: int
+) -> None:
+    """Other units, of the same size or not, fewer or more: not blended, not waited for."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(build), prefetch=NO_PREFETCH)
+        for seed in range(3):
+            step(model, rank, seed)
+        if rank == 1:
+            model.way = way
+        step(model, rank, 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = message(rank_errors(ranks, world, timeout=10))
+    assert "in step 4: as collective " in text and "rank 1" in text
+    assert "found at the end" not in text
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "HYBRID_SHARD_OPTIMIZER"}])
+def test_a_later_step_on_two_axes(options: dict[str, Any]) -> None:
+    """The ranks of one shard group take another way, alike; the other axis tells."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        named = {k: ShardingStrategy[v] for k, v in options.items()}
+        model = by_block(seeded(Branching), mesh=mesh, prefetch=NO_PREFETCH, **named)
+        optim = sgd(model.parameters())
+        for seed in range(3):
+            step(model, rank, seed)
+            optim.step()
+        if rank >= 2:
+            model.way = (1, 0, 2)
+        step(model, rank, 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for error in rank_errors(ranks, 4, timeout=20):
+            assert error is not None and "ranks run different units in step 4" in error
+            assert "found at the end" not in error
+
+
+def test_a_rank_that_stops_after_its_forward_in_a_later_step() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Branching), strategy=ShardingStrategy.SHARD_GRAD_OP)
+        for seed in range(3):
+            step(model, rank, seed)
+        with torch.set_grad_enabled(rank == 0):
+            loss = square(model, data(3, rank))
+        if rank == 0:
+            loss.backward()
+
+    text = message(rank_errors(ranks, 2, timeout=10))
+    assert "rank 0 reduces unit 'blocks.2' (backward) where rank 1 ends the step" in text
+
+
+def test_the_right_steps_after_an_error_in_a_later_step() -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Uneven)
+        twin.train()
+        for way in ((2, 1, 0), (0,)):
+            twin.model.way = ((0, 1, 2), way)[rank]
+            with pytest.raises(RuntimeError, match="ranks run different units"):
+                step(twin.model, rank)
+            twin.model.way = (0, 1, 2)
+            twin.zero_grad()
+            twin.train()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_ranks(ranks)
+
+
+def test_without_point_to_point_it_is_found_at_the_end_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Blocks of one size blend silently; the step ends with an error before anyone uses it."""
+    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Branching), prefetch=NO_PREFETCH)
@@ -739,6 +829,7 @@ def test_on_an_accelerator_it_is_read_a_step_later(monkeypatch: pytest.MonkeyPat
         return comparison
 
     monkeypatch.setattr(verify.Log, "_compare", later)
+    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Branching), prefetch=NO_PREFETCH)
@@ -760,7 +851,13 @@ def test_on_an_accelerator_it_is_read_a_step_later(monkeypatch: pytest.MonkeyPat
     assert "found at the end of the step" in text
 
 
-def test_blended_weights_in_inference_are_found_at_its_end() -> None:
+@pytest.mark.parametrize("heads", [True, False])
+def test_blended_weights_in_inference_are_found(
+    heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not heads:
+        monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+
     def ranks(rank: int) -> None:
         model = by_block(seeded(Branching), prefetch=NO_PREFETCH)
         step(model, rank)
@@ -768,7 +865,8 @@ def test_blended_weights_in_inference_are_found_at_its_end() -> None:
         with torch.no_grad():
             model(data(0, rank))
 
-    assert "found at the end" in message(rank_errors(ranks, 2, timeout=10))
+    text = message(rank_errors(ranks, 2, timeout=10))
+    assert ("found at the end" in text) is not heads
 
 
 @pytest.mark.parametrize("way", [(1, 0, 2), (1, 2), (0, 1, 2, 0)])
@@ -813,8 +911,6 @@ def test_a_copy_is_told_from_its_original() -> None:
 
 def test_replicas_that_differ_are_found_over_both_axes() -> None:
     def ranks(rank: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = by_block(seeded(Branching), mesh=mesh)
         if rank >= 2:
