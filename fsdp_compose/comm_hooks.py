@@ -26,7 +26,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
 
     Args:
         state: passed to every call of ``hook``, None if it needs none. One with ``state_dict`` and
-            ``load_state_dict`` methods is saved and loaded by ``comm_hook_state_dict``.
+            ``load_state_dict`` methods is saved in checkpoints, each rank's own.
         hook: see the top of this file; runs in backward, on the reduce stream of a device.
 
     Raises:
@@ -59,9 +59,11 @@ def register_post_reduce_hook(
 
 
 def comm_hook_state_dict(module: nn.Module) -> dict[str, Any]:
-    """What the communication hooks of ``module``'s units remember, by unit name; rank-local."""
-    found = {u.name: u.switches.comm_state for u in _units(module, "comm_hook_state_dict")}
-    return {name: state.state_dict() for name, state in found.items() if _has_state(state)}
+    """What the communication hooks of ``module``'s units remember, by unit name; rank-local.
+
+    ``save_checkpoint`` saves it and ``load_checkpoint`` loads it.
+    """
+    return _states(_units(module, "comm_hook_state_dict"))
 
 
 def load_comm_hook_state_dict(module: nn.Module, saved: dict[str, Any]) -> None:
@@ -69,6 +71,48 @@ def load_comm_hook_state_dict(module: nn.Module, saved: dict[str, Any]) -> None:
     for unit in _units(module, "load_comm_hook_state_dict"):
         if unit.name in saved and _has_state(unit.switches.comm_state):
             unit.switches.comm_state.load_state_dict(saved[unit.name])
+
+
+def snapshot(module: nn.Module) -> dict[str, Any] | None:
+    """For a checkpoint: what the hooks remember and the layout that it is for; None for nothing."""
+    units = list(iter_units(module))
+    states = _states(units)
+    return {"layout": _layout(units), "states": states} if states else None
+
+
+def restore(module: nn.Module, saved: dict[str, Any]) -> bool:
+    """Restore a ``snapshot`` of this rank; False where the layout is another, which it cannot fit.
+
+    A module without hooks that remember something needs none of it.
+    """
+    units = list(iter_units(module))
+    if not _states(units):
+        return True
+    if saved["layout"] != _layout(units):
+        return False
+    load_comm_hook_state_dict(module, saved["states"])
+    return True
+
+
+def remembers(module: nn.Module) -> bool:
+    """Whether a hook of ``module`` has state that a checkpoint keeps."""
+    return any(_has_state(unit.switches.comm_state) for unit in iter_units(module))
+
+
+def _states(units: list[Unit]) -> dict[str, Any]:
+    found = {unit.name: unit.switches.comm_state for unit in units}
+    return {name: state.state_dict() for name, state in found.items() if _has_state(state)}
+
+
+def _layout(units: list[Unit]) -> dict[str, Any]:
+    """What a rank's packed gradients are, by unit."""
+    return {
+        unit.name: [
+            (b.mesh.gather_axis.size, b.mesh.gather_axis.rank, b.layout.offsets)
+            for b in unit.buckets
+        ]
+        for unit in units
+    }
 
 
 def _has_state(state: Any) -> bool:

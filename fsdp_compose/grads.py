@@ -20,6 +20,7 @@ from fsdp_compose import comm
 from fsdp_compose.bucket import find_entry
 from fsdp_compose.engine import drop_prefetched
 from fsdp_compose.mesh import SELF, Group
+from fsdp_compose.reduction import get_grad, requires_grad
 from fsdp_compose.sharded import ShardedParameter, is_sharded, spec_of, to_local
 from fsdp_compose.state import _lanes, owner_of
 from fsdp_compose.unshard import is_open
@@ -226,7 +227,8 @@ def _first_nonfinite(grads: list[_Grad]) -> str:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse to step on gradients that wait to be reduced, and drop weights gathered ahead."""
+    """Refuse a step that would train nothing or without gradients that wait to be reduced, and drop
+    weights gathered ahead."""
     for lane in _lanes.values():
         waits = any(is_open(bucket) for unit in lane.units for bucket in unit.buckets)
         if not waits and not lane.prefetched:
@@ -239,6 +241,26 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                     _check_reduced(param, f"{type(optimizer).__name__}.step()")
                 if lane.prefetched:
                     drop_prefetched(lane)
+    if len(args) < 2 and kwargs.get("closure") is None:
+        _check_any_gradient(optimizer)
+
+
+def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """Raise when no parameter has a gradient, though a sharded one is to be trained (D12)."""
+    idle: nn.Parameter | None = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if get_grad(param) is not None:
+                return
+            if idle is None and type(param) is ShardedParameter and requires_grad(param):
+                idle = param
+    if idle is not None:
+        spec = spec_of(idle)
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step(): no parameter has a gradient, so nothing would be "
+            f"trained; found .grad None for all, {spec.fqn!r} (unit {spec.unit!r}) among them. "
+            "Call loss.backward() between zero_grad() and step(), with a loss that depends on them."
+        )
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,44 @@ def int8_run(rank: int, ranks: int, restart: bool) -> list[Tensor]:
         model.zero_grad()
         total = [a + b for a, b in zip(total, grads)] if total else grads
     return total
+
+
+def int8_saved(rank: int, path: Path, part: int, how: str = "") -> list[Tensor]:
+    """The gradients of two steps: straight on, or from a checkpoint of the first."""
+    if how == "whole":
+        torch.manual_seed(0)
+        model = fc.fully_shard(Tower())
+    else:
+        model = build()
+    if how != "none":
+        state = fc.Int8ErrorFeedback(block=32)
+        fc.register_comm_hook(model, state, fc.int8_error_feedback_hook)
+    if part:
+        fc.load_checkpoint(path, model)
+        if how:
+            return []
+    else:
+        sharded_grads(model, rank, 2)
+        fc.save_checkpoint(path, model)
+        model.zero_grad()
+    return sharded_grads(model, rank, 2)
+
+
+def test_a_checkpoint_keeps_what_hooks_remember(tmp_path: Path) -> None:
+    straight = run_ranks(int8_saved, 2, tmp_path / "saved", 0)
+    resumed = run_ranks(int8_saved, 2, tmp_path / "saved", 1)
+    fresh = run_ranks(sharded_int8, 2)
+    assert all(torch.equal(a, b) for a, b in zip(straight[0], resumed[0]))
+    assert not all(torch.equal(a, b) for a, b in zip(straight[0], fresh[0]))
+    run_ranks(int8_saved, 2, tmp_path / "saved", 1, "none")  # nothing to restore it into
+    for error in rank_errors(int8_saved, 2, tmp_path / "saved", 1, "whole"):
+        assert error is not None and "holds no state of communication hooks" in error
+
+
+def sharded_int8(rank: int) -> list[Tensor]:
+    model = build()
+    fc.register_comm_hook(model, fc.Int8ErrorFeedback(block=32), fc.int8_error_feedback_hook)
+    return sharded_grads(model, rank, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -374,6 +374,38 @@ def test_using_gradients_while_accumulation_is_open_is_an_error(how: str, action
         assert "reduce_grads(module)" in error and "no_sync()" in error
 
 
+def test_a_step_without_any_gradient_is_an_error() -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        square(model, data(0, rank)).backward()
+        optim.step()
+        optim.zero_grad()
+        model.head.bias.grad = torch.zeros_like(model.head.bias)
+        optim.step()  # one is enough
+        optim.zero_grad()
+
+        def closure() -> Tensor:
+            optim.zero_grad()
+            loss = square(model, data(0, rank))
+            loss.backward()
+            return loss
+
+        optim.step(closure)
+        optim.step(closure=closure)
+        optim.zero_grad()
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # somebody else's
+        model.requires_grad_(False)
+        optim.step()  # frozen: there is nothing to train
+        model.requires_grad_(True)
+        optim.step()
+
+    for error in rank_errors(check, 2):
+        assert error is not None
+        assert error.startswith("RuntimeError: SGD.step(): no parameter has a gradient")
+        assert "'first.weight' (unit 'Tower')" in error and "loss.backward()" in error
+
+
 # Switches
 
 

@@ -1,8 +1,8 @@
 """``save_checkpoint`` and ``load_checkpoint``: model, optimizer and anything else, in shards.
 
 On torch.distributed.checkpoint, so that its tools and other libraries read the files: the state is
-``{"model": ..., "optim": ..., "extra": {rank: ...}}``. A save is one commit; a load checks every
-file and every name before it writes anything.
+``{"model": ..., "optim": ..., "extra": {rank: ...}, "comm_hooks": {rank: ...}}``. A save is one
+commit; a load checks every file and every name before it writes anything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import os
 import threading
 import uuid
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from fsdp_compose import comm_hooks
 from fsdp_compose.checkpoint import optim as optimizers
 from fsdp_compose.checkpoint.consensus import TIMEOUT, Shared, assemble, settle, several
 from fsdp_compose.checkpoint.files import (
@@ -86,6 +88,7 @@ def save_checkpoint(
     Args:
         path: on a file system that all ranks see.
         optim: one optimizer or several over ``module``'s parameters.
+        module: its communication hooks' state is saved too, each rank's own.
         extra: anything that pickles (step, scheduler, random state); each rank's own is kept.
         asynchronous: copy the state to the host and return; a thread writes it. The next save or
             load waits for it, and so does ``wait()`` of the result, which raises what went wrong.
@@ -146,12 +149,16 @@ def _state(
         state["optim"] = optimizers.optim_state_dict(module, optim, "sharded")
     if group.rank:
         state = _only_sharded(state)
-    if extra is not None:
-        file = io.BytesIO()
-        torch.save(extra, file)
-        data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        state["extra"] = {str(group.rank): data}
+    for key, value in (("extra", extra), ("comm_hooks", comm_hooks.snapshot(module))):
+        if value is not None:
+            state[key] = {str(group.rank): _pickle(value)}
     return state
+
+
+def _pickle(value: object) -> Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def _only_sharded(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,6 +217,9 @@ def load_checkpoint(
         verify_files: read every file once more and compare checksums, each rank a share.
         process_group, timeout: as for ``save_checkpoint``.
 
+    What communication hooks remember is restored where ranks and units are the same; else a warning
+    says that it was not.
+
     Returns:
         This rank's ``extra``; rank 0's when the number of ranks has changed; None when none was
         saved. It is unpickled: load only files you trust.
@@ -233,12 +243,24 @@ def load_checkpoint(
         targets = None if optim is None else optimizers.targets_of(module, optim)
         given = {} if targets is None else _stage_optim(source, module, targets)
         key = _extra_key(source, group)
+        hooks_key = _comm_hooks_key(source, module, group)
         source.read()
         extra = None if key is None else _unpickle(source.values[key])
+        remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
     values = {name: source.values[key] for name, key in staged.items()}
     write(module, names, values, {name: source.values[key] for name, key in unknown.items()})
     if targets is not None:
         optimizers.commit(targets, {**given, "state": _fill(given["state"], source)})
+    if remembered is None:
+        fits = not comm_hooks.remembers(module)
+    else:
+        fits = comm_hooks.restore(module, remembered)
+    if not fits:
+        warnings.warn(
+            f"{root}: it holds no state of communication hooks for the ranks and units there are "
+            "now, so that the hooks of this module go on with the state they have.",
+            stacklevel=2,
+        )
     return extra
 
 
@@ -311,6 +333,17 @@ def _extra_key(source: Source, group: Group) -> str | None:
     mine = saved.get(str(group.rank)) if len(saved) == group.size else None
     key = mine or saved.get("0") or next(iter(saved.values()))
     source.want(key, None)
+    return key
+
+
+def _comm_hooks_key(source: Source, module: nn.Module, group: Group) -> str | None:
+    """Ask for what this rank's communication hooks remembered, if as many ranks saved it."""
+    saved = {path[-1]: key for path, key in source.below(("comm_hooks",)).items()}
+    if len(saved) != group.size or not comm_hooks.remembers(module):
+        return None
+    key = saved.get(str(group.rank))
+    if key is not None:
+        source.want(key, None)
     return key
 
 
