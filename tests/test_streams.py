@@ -1,0 +1,284 @@
+"""A device with streams, played on the CPU: is all work ordered, and does the host never wait?
+
+The engine asks a device for streams, events and a scope that makes a stream current, as
+``torch.get_device_module`` gives them. Here that is a model of them with vector clocks. Every
+operation, collective, allocation and free is noted on the stream that it was issued on; two that
+touch one storage, of which one writes, must be ordered by what streams waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_compose as fc
+from fsdp_compose import (
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+    comm,
+    residency,
+    state,
+    streams,
+)
+from fsdp_compose.state import Lane
+
+from harness import rank_errors, run_ranks
+from models import Tower, by_block, data, seeded, sgd, square
+
+Clock = dict[int, int]
+"""By stream, the last of its operations that is known to be done before what comes next."""
+
+
+class Stream:
+    """As ``torch.cuda.Stream``, as far as the engine needs one."""
+
+    count = 0
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        Stream.count += 1
+        self.key = Stream.count
+        self.clock: Clock = {self.key: 0}
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> Event:
+        return Event(dict(self.clock))
+
+    def wait_event(self, event: Event) -> None:
+        for key, tick in event.clock.items():
+            self.clock[key] = max(self.clock.get(key, 0), tick)
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for a stream")
+
+
+@dataclass
+class Event:
+    clock: Clock
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for an event")
+
+
+class Device:
+    """As ``torch.cuda``: what ``torch.get_device_module`` returns."""
+
+    Stream = Stream
+
+    def __init__(self) -> None:
+        self.active = self.main = Stream()
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.active
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        outer, self.active = self.active, stream
+        try:
+            yield
+        finally:
+            self.active = outer
+
+
+@dataclass
+class Use:
+    stream: int
+    tick: int
+    what: str
+
+
+@dataclass
+class Memory:
+    """What was done to one storage since it was last written."""
+
+    write: Use | None = None
+    reads: list[Use] = field(default_factory=list)
+    allocated_on: int | None = None
+
+
+class Races(TorchDispatchMode):
+    """Notes every operation on the stream that is current, and what it is not ordered behind."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.memory: dict[int, Memory] = {}
+        self.kept: list[Any] = []  # storages, so that no address is used twice
+        self.found: list[str] = []
+        self.seen: set[tuple[str, bool]] = set()  # (what, whether on the main stream)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            return result
+        written = {id(t) for t in self._written(func, args, kwargs or {})}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        is_view = any(a.alias_info is not None for a in func._schema.returns)
+        name = func.name()
+        if not is_view or written:
+            for tensor in given:
+                self.note(tensor.untyped_storage(), name, id(tensor) in written)
+            for tensor in made if not is_view else ():
+                self.note(tensor.untyped_storage(), name, True)
+        return result
+
+    @staticmethod
+    def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        written = []
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                written += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        return written
+
+    def note(self, storage: Any, what: str, writes: bool) -> None:
+        stream = self.device.active
+        stream.clock[stream.key] += 1
+        use = Use(stream.key, stream.clock[stream.key], what)
+        self.seen.add((what, stream is self.device.main))
+        if storage._cdata not in self.memory:
+            self.kept.append(storage)
+        memory = self.memory.setdefault(storage._cdata, Memory())
+        before = [memory.write] if memory.write is not None else []
+        for earlier in before + (memory.reads if writes else []):
+            if stream.clock.get(earlier.stream, 0) < earlier.tick:
+                self.found.append(f"{what} on {stream.key} races {earlier.what} on {earlier}")
+        if writes:
+            memory.write, memory.reads = use, []
+        else:
+            memory.reads.append(use)
+
+    def resized(self, storage: Any, nbytes: int) -> None:
+        """Memory is allocated and freed on one stream, whose pool it goes back to."""
+        self.note(storage, f"resize to {nbytes}", True)
+        memory, active = self.memory[storage._cdata], self.device.active.key
+        if nbytes:
+            memory.allocated_on = active
+        elif memory.allocated_on not in (None, active):
+            self.found.append(f"allocated on {memory.allocated_on}, freed on {active}")
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
+    """Inside, the CPU is a device with streams, and each use of memory is noted."""
+    device = Device()
+    monkeypatch.setattr(streams, "_module", lambda of: device)
+    cpu = torch.device("cpu")
+    lane = state.Lane(streams.Streams(cpu, Stream(), Stream()))
+    monkeypatch.setitem(state._lanes, cpu, lane)
+    races = Races(device)
+
+    gather, scatter, resize = comm.gather_parts, comm.reduce_scatter_parts, None
+    resize = torch.UntypedStorage.resize_
+
+    def noted_gather(whole: Any, parts: Any, own: Any, *rest: Any) -> Any:
+        races.note(own.untyped_storage(), "gather from", False)
+        races.note(whole.untyped_storage(), "gather into", True)
+        exchange = gather(whole, parts, own, *rest)
+        exchange.wait()  # the host does not wait on a device; here the data must be there
+        return exchange
+
+    def noted_scatter(whole: Any, *rest: Any) -> Any:
+        races.note(whole.untyped_storage(), "reduce", True)
+        return scatter(whole, *rest)
+
+    def noted_resize(storage: Any, nbytes: int) -> Any:
+        races.resized(storage, nbytes)
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(comm, "gather_parts", noted_gather)
+    monkeypatch.setattr(comm, "reduce_scatter_parts", noted_scatter)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", noted_resize)
+    with races:
+        yield races
+
+
+class Checkpointed(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    if "mesh" in options:
+        names = ("replicate", "shard")
+        options = {
+            **options,
+            "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=names),
+        }
+    with pytest.MonkeyPatch.context() as monkeypatch, watched(monkeypatch) as races:
+        model = by_block(seeded(build), **options)
+        optim = sgd(model.parameters())
+        for step in range(4):
+            with fc.no_sync(model):
+                square(model, data(step, rank)).backward()
+            square(model, data(10 + step, rank)).backward()
+            fc.clip_grad_norm_(model, 1.0)
+            optim.step()
+            optim.zero_grad()
+        with torch.no_grad():
+            model(data(0, rank))
+    if options.get("strategy") is not ShardingStrategy.NO_SHARD:
+        assert ("gather into", False) in races.seen and ("gather into", True) not in races.seen
+        assert ("reduce", False) in races.seen and ("reduce", True) not in races.seen
+    assert races.found == []
+
+
+CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
+    "default": (2, {}, Tower),
+    "checkpointed": (2, {}, Checkpointed),
+    "kept": (2, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, Tower),
+    "no shard": (2, {"strategy": ShardingStrategy.NO_SHARD}, Tower),
+    "hybrid": (4, {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": (2, 2)}, Tower),
+    "fused": (4, {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2)}, Tower),
+    "spread": (4, {"reshard_after_forward": 2}, Tower),
+    "low precision": (2, {"mp_policy": MixedPrecision(torch.float32, torch.float32)}, Tower),
+    "no prefetch": (2, {"prefetch": Prefetch(0, 0)}, Tower),
+    "deep prefetch": (2, {"prefetch": Prefetch(3, 3, "post")}, Tower),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_work_on_streams_is_ordered_and_the_host_never_waits(cell: str) -> None:
+    world, options, build = CELLS[cell]
+    run_ranks(train, world, world, build, options)
+
+
+BREAKS: dict[str, tuple[Any, str, Any]] = {
+    "compute does not wait for a gather": (streams.Streams, "wait", lambda self, mark: None),
+    "side streams do not wait for compute": (
+        streams.Streams,
+        "on",
+        lambda self, stream: streams._module(self.device).stream(stream),
+    ),
+    "freed on the compute stream": (
+        residency,
+        "_release",
+        lambda lane, bucket: _release(
+            Lane(streams.Streams(lane.streams.device, None, None)), bucket
+        ),
+    ),
+}
+_release = residency._release
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_missing_wait_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BREAKS[what])
+    for error in rank_errors(train, 2, 2, Tower, {}):
+        assert error is not None and ("races" in error or "freed on" in error)
