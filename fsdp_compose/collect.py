@@ -50,7 +50,8 @@ class Options:
     prefetch: Prefetch
     init: Init
     device: torch.device  # where meta parameters are materialised
-    methods: tuple[str, ...] = ()  # that gather, besides forward
+    param_init_fn: Any = None  # as for fully_shard
+    methods: Sequence[str] = ("forward",)  # that gather; of a unit, without "forward"
 
 
 @dataclass
@@ -229,6 +230,11 @@ def _check_options(options: Options, where: str) -> None:
         )
     if options.init not in INITS:
         raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")
+    if options.param_init_fn is not None and not callable(options.param_init_fn):
+        raise TypeError(
+            f"{where}: param_init_fn is {options.param_init_fn!r}; wanted a function of a module, "
+            "or None."
+        )
 
 
 def _is_function(value: Any) -> bool:
@@ -354,6 +360,8 @@ _OVERRIDABLE = (
     "granularity",
     "prefetch",
     "init",
+    "param_init_fn",
+    "methods",
 )
 
 
@@ -374,6 +382,8 @@ def _override(options: Options, overrides: dict[str, Any], name: str) -> Options
             ("granularity", "granularity"),
             ("prefetch", "prefetch"),
             ("init", "init"),
+            ("param_init_fn", "param_init_fn"),
+            ("methods", "methods"),
         )
         if option in overrides
     }

@@ -144,6 +144,8 @@ def fully_shard(
         prefetch=prefetch,
         init=init,
         device=torch.device("cpu"),
+        param_init_fn=param_init_fn,
+        methods=methods,
     )
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
@@ -157,18 +159,16 @@ def fully_shard(
             options = replace(options, device=compute_device(mesh, options.device))
         if init not in INITS:
             raise ValueError(f"fully_shard: init is {init!r}; wanted one of {INITS}.")
-        if param_init_fn is not None and not callable(param_init_fn):
-            raise TypeError(
-                f"fully_shard: param_init_fn is {param_init_fn!r}; wanted a function of a module, "
-                "or None."
-            )
         plans = plan_shards(modules, options, units, Ignored.of(ignored))
-        chosen = check_methods(methods, [member for plan in plans for member in plan.modules])
+        alike = [m for p in plans if p.options.methods is methods for m in p.modules]
+        every = check_methods(methods, alike)
         for plan in plans:
-            plan.options = replace(plan.options, methods=chosen)
+            own = plan.options.methods
+            found = every if own is methods else check_methods(own, plan.modules)
+            plan.options = replace(plan.options, methods=found)
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
-    made = Made(agree(plans, mesh, problem), param_init_fn)
+    made = Made(agree(plans, mesh, problem))
     for plan in plans:
         _build(plan, made)
     for outer in modules:
@@ -183,7 +183,6 @@ class Made:
     """What becomes of the values that are on the meta device on some rank."""
 
     keys: set[str]
-    init_fn: InitFn | None
     problem: Exception | None = None
     sums: dict[str, tuple[int, Value]] = field(default_factory=dict)
     unwritten: set[str] = field(default_factory=set)
@@ -204,7 +203,7 @@ def _finish(made: Made, mesh: MeshLike | None) -> None:
 def _make_values(plan: UnitPlan, made: Made) -> list[Value]:
     """Materialise the unit and take rank 0's values where asked; what was on the meta device."""
     try:
-        materialise(plan, made.init_fn)
+        materialise(plan, plan.options.param_init_fn)
     except Exception as error:  # raised on every rank, once all units are built
         made.problem = made.problem or error
     values = list(values_of(plan))
@@ -246,7 +245,7 @@ def _build(plan: UnitPlan, made: Made) -> None:
             keep_over_microbatches=plan.options.placement.keep_over_microbatches,
         ),
         slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
-        options=plan.options,
+        options=replace(plan.options, param_init_fn=None),  # which may refer to the model
         left_alone=plan.left_alone(),
     )
     for module in plan.modules:

@@ -86,7 +86,9 @@ def refresh(
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     plans = [change.plan for change in survey]
-    made = Made(agree(plans, units[0].options.mesh, problem), param_init_fn)
+    for plan in plans:
+        plan.options = replace(plan.options, param_init_fn=param_init_fn)
+    made = Made(agree(plans, units[0].options.mesh, problem))
     for lane in {id(unit.lane): unit.lane for unit in units}.values():
         begin_forward_pass(lane)  # clears what a failed step left
         drain(lane)

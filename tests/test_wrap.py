@@ -213,7 +213,7 @@ def test_every_option_can_be_overridden() -> None:
     import inspect
 
     taken = set(inspect.signature(fully_shard).parameters)
-    never = {"module", "units", "param_init_fn", "methods"}  # of the whole call
+    never = {"module", "units"}  # of the whole call
     assert set(_OVERRIDABLE) == taken - never
 
 
@@ -244,6 +244,44 @@ def test_overrides_take_effect_in_their_unit_alone() -> None:
         assert first.switches.keep_after_forward and second.switches.keep_after_forward is None
         assert not is_sharded(weight)
         assert is_sharded(model.blocks[1].up.weight)
+
+    run_ranks(ranks)
+
+
+def test_methods_and_initialisation_of_one_unit() -> None:
+    class Encoder(Block):
+        def encode(self, x: Tensor) -> Tensor:
+            return self.up(x)
+
+    class Model(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Encoder() for _ in range(2))
+
+    def fill(value: float) -> Any:
+        def init(module: nn.Module) -> None:
+            for param in module.parameters(recurse=False):
+                nn.init.constant_(param, value)
+
+        return init
+
+    def ranks(rank: int) -> None:
+        with torch.device("meta"):
+            model = Model().double()
+        policy = wrap.by_fn(
+            lambda fqn, m: {
+                "blocks.0": {"methods": ("encode",), "param_init_fn": fill(2.0)},
+                "blocks.1": True,
+            }.get(fqn, False)
+        )
+        fully_shard(model, units=policy, param_init_fn=fill(1.0))
+        first, second = model.blocks
+        assert first.up.weight.full_tensor().eq(2.0).all()
+        assert second.up.weight.full_tensor().eq(1.0).all()
+        x = data(0, rank)
+        assert first.encode(x).shape[0] == x.shape[0]
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight"):
+            second.encode(x)
 
     run_ranks(ranks)
 
@@ -280,6 +318,8 @@ def test_reshard_of_one_unit_keeps_the_rest_of_the_strategy() -> None:
         ({"wrong": 1}, r"overrides \['wrong'\]"),
         ({"init": "zeros"}, "override of unit 'blocks.0': init is 'zeros'"),
         ({"prefetch": 2}, "prefetch is 2; wanted Prefetch"),
+        ({"methods": ("encode",)}, "methods names 'encode', but no unit of this call has"),
+        ({"param_init_fn": 3}, "override of unit 'blocks.0': param_init_fn is 3"),
         ({"offload_policy": True}, "offload_policy is True; wanted Offload"),
         ({"ignored": [3]}, "ignored holds a int"),
         ({"mp_policy": torch.bfloat16}, "mp_policy is torch.bfloat16; wanted MixedPrecision"),
