@@ -18,6 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import text  # noqa: E402
 import train_gpt  # noqa: E402
 from gpt import GPT, Block, GPTConfig  # noqa: E402
 
@@ -154,16 +155,16 @@ def test_gpt_names_what_is_wrong():
 
 
 def test_documentation_has_every_paragraph_once():
-    text = train_gpt.documentation()
-    assert len(text) > 200_000
-    paragraphs = text.split("\n\n")
+    whole = text.documentation()
+    assert len(whole) > 200_000
+    paragraphs = whole.split("\n\n")
     assert len(set(paragraphs)) == len(paragraphs)
 
 
 def test_split_keeps_every_byte_on_one_side():
-    text = "".join(chr(32 + i % 90) for i in range(1000))
-    corpus = train_gpt.split(text, piece=10, every=5)
-    pieces = [text[i : i + 10].encode() for i in range(0, 1000, 10)]
+    given = "".join(chr(32 + i % 90) for i in range(1000))
+    corpus = text.split(given, piece=10, every=5)
+    pieces = [given[i : i + 10].encode() for i in range(0, 1000, 10)]
     held_out = b"".join(p for i, p in enumerate(pieces) if i % 5 == 4)
     train = b"".join(p for i, p in enumerate(pieces) if i % 5 != 4)
     assert bytes(corpus.held_out.tolist()) == held_out
@@ -172,13 +173,13 @@ def test_split_keeps_every_byte_on_one_side():
 
 def test_split_refuses_a_text_too_short_to_hold_anything_out():
     with pytest.raises(ValueError, match=r"90 bytes long.*longer than 90"):
-        train_gpt.split("x" * 90, piece=10)
-    assert len(train_gpt.split("x" * 91, piece=10).held_out) == 1
+        text.split("x" * 90, piece=10)
+    assert len(text.split("x" * 91, piece=10).held_out) == 1
 
 
 def test_unigram_entropy():
     def entropy(*values):
-        return train_gpt.unigram_entropy(torch.tensor(values, dtype=torch.uint8))
+        return text.unigram_entropy(torch.tensor(values, dtype=torch.uint8))
 
     assert entropy(7, 7, 7) == 0.0
     assert entropy(*range(256)) == pytest.approx(math.log(256))
@@ -187,19 +188,17 @@ def test_unigram_entropy():
 
 def test_batches_are_a_function_of_the_step_and_shares_make_the_whole():
     data = torch.arange(200, dtype=torch.uint8)
-    batches = train_gpt.Batches(data, rows=6, block=5, seed=3)
+    batches = text.Batches(data, rows=6, block=5, seed=3)
     inputs, targets = batches.full(4)
     assert inputs.shape == targets.shape == (6, 5)
     assert torch.equal(targets, inputs + 1)
     assert torch.equal(batches.full(4)[0], inputs)
     assert not torch.equal(batches.full(5)[0], inputs)
-    cpu = torch.device("cpu")
-    worlds = [train_gpt.World(rank, 3, cpu, None) for rank in range(3)]
-    assert torch.equal(torch.cat([batches.share(4, world)[0] for world in worlds]), inputs)
+    assert torch.equal(torch.cat([batches.share(4, rank, 3)[0] for rank in range(3)]), inputs)
 
 
 def test_windows_follow_each_other():
-    inputs, targets = train_gpt.windows(torch.arange(11, dtype=torch.uint8), 3)
+    inputs, targets = text.windows(torch.arange(11, dtype=torch.uint8), 3)
     assert inputs.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert targets.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
@@ -317,9 +316,9 @@ def test_demo_on_two_ranks(tmp_path, dtype):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("[ok]") == 4 and "FAILED" not in done.stdout
     assert "3 of 3 bit-equal, final weights bit-equal" in done.stdout
-    text = (tmp_path / "report.md").read_text()
+    report = (tmp_path / "report.md").read_text()
     for part in ("| ranks | 2 (gloo, cpu) |", "unigram entropy", "## Sample", "[ok]"):
-        assert part in text
+        assert part in report
     assert train_gpt.load_exported(tmp_path / "gpt.pt").config.n_embd == 32
 
 
