@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, alias
 from fsdp_compose.connect import connect, is_running
-from fsdp_compose.gather import gather_flat
+from fsdp_compose.gather import dress_all, gather_flat
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
 from fsdp_compose.sharded import own_slice, to_local
@@ -106,6 +106,8 @@ def gathered(
         _settle_rank0(units, options, failed=True)
         raise
     changes = _replacements(scopes)
+    if writeback and not rank0_only:
+        _take_over_surgery(module, scopes, changes)
     _put_back(scopes)
     with torch.no_grad():
         _leave(scopes, changes, options)
@@ -192,11 +194,14 @@ def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
         for values, name, index in unit.places:
             before[index] = values.get(name)
         tensors = [shown[entry] for entry in unit.entries]
+        is_here = _is_here(unit, options)
+        if is_here:
+            dress_all(unit, tensors)
         unit.opened = scopes[unit] = scope = _Scope(
             tensors=tensors,
             in_forward=True,
             options=options,
-            is_here=_is_here(unit, options),
+            is_here=is_here,
             outer=unit.opened,
             before=before,
         )
@@ -317,6 +322,46 @@ def _replacements(scopes: dict[Unit, _Scope]) -> dict[Entry, Any]:
     return found
 
 
+def _take_over_surgery(
+    module: nn.Module, scopes: dict[Unit, _Scope], changes: dict[Entry, Any]
+) -> None:
+    """Where the body deleted parameters, let it be so; their full tensors may be elsewhere now.
+
+    That is how ``torch.nn.utils.parametrize`` and its kin work. The next forward finds leaves at
+    places that are new to their unit, and names ``refresh``.
+    """
+    gone = {
+        (unit, (id(values), name)): unit.entries[index]
+        for unit in scopes
+        for values, name, index in unit.places
+        if name not in values
+    }
+    if not gone:
+        return
+    for entry in gone.values():
+        if changes.get(entry) is None:
+            changes.pop(entry, None)
+    for unit in dict.fromkeys(unit for unit, _ in gone):
+        unit.slots = [
+            (slot, index)
+            for slot, index in unit.slots
+            if (unit, (id(slot.values), slot.name)) not in gone
+        ]
+        unit.link()
+        unit.watch = None
+    known = {(id(values), name) for unit in scopes for values, name, _ in unit.places}
+    leaves = {
+        id(tensor): entry.param
+        for unit, scope in scopes.items()
+        for tensor, entry in zip(scope.tensors, unit.entries, strict=True)
+    }
+    for submodule in module.modules():
+        values = parameter_slots(submodule)
+        for name, value in values.items():
+            if id(value) in leaves and (id(values), name) not in known:
+                values[name] = leaves[id(value)]
+
+
 def _put_back(scopes: dict[Unit, _Scope]) -> None:
     """Let the modules hold what they held before the scope."""
     for unit, scope in scopes.items():
@@ -365,8 +410,8 @@ def _problem(unit: Unit, scope: _Scope, changes: dict[Entry, Any], options: _Opt
                 found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
                 return (
                     f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
-                    f"{tuple(entry.spec.shape)}. Nothing was written back; to change shapes, call "
-                    "fsdp_compose.undo(module) first."
+                    f"{tuple(entry.spec.shape)}. Nothing was written back; to change shapes, "
+                    "put the new one there outside the scope and call fsdp_compose.refresh(model)."
                 )
             with raw():
                 stepped = entry.param._version != scope.leaf_versions[index]
