@@ -290,7 +290,12 @@ _OURS = frozenset((_ENTRY_KEY, "_shard_spec", "dtype", "device"))
 
 def is_dressed(entry: Entry) -> bool:
     """Whether its module may read more from it than a tensor: a class or attributes of its own."""
-    return entry.kind is not nn.Parameter or not _OURS.issuperset(entry.param.__dict__)
+    return entry.kind is not nn.Parameter or bool(attributes_of(entry.param))
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """What others than this library put on a parameter."""
+    return {name: value for name, value in param.__dict__.items() if name not in _OURS}
 
 
 def dress(tensor: torch.Tensor, entry: Entry) -> None:

@@ -75,7 +75,10 @@ def gathered(
         module: any module; it need not be a unit.
         writeback: on leaving, write tensors that were edited or replaced back to the shards. Each
             rank writes the slice it owns from its own tensors: make the same edit on every rank,
-            or use ``rank0_only``. Not on an exception: the parameters are then as before.
+            or use ``rank0_only``. Not on an exception: the parameters are then as before. Modules
+            may be taken apart too, under ``no_grad``, as ``torch.nn.utils.parametrize`` and
+            ``prune`` do: parameters may be deleted, put in other places, and new ones added.
+            Then call ``refresh``; the next forward says so if it was forgotten.
         with_grads: ``.grad`` holds full gradients; with ``writeback`` they are written back too.
         rank0_only: only rank 0 of each mesh gets full tensors; with ``writeback`` its edits reach
             all ranks.
@@ -325,30 +328,21 @@ def _replacements(scopes: dict[Unit, _Scope]) -> dict[Entry, Any]:
 def _take_over_surgery(
     module: nn.Module, scopes: dict[Unit, _Scope], changes: dict[Entry, Any]
 ) -> None:
-    """Where the body deleted parameters, let it be so; their full tensors may be elsewhere now.
+    """Where the body deleted parameters, let it be so; where it put full tensors, put leaves.
 
     That is how ``torch.nn.utils.parametrize`` and its kin work. The next forward finds leaves at
     places that are new to their unit, and names ``refresh``.
     """
-    gone = {
-        (unit, (id(values), name)): unit.entries[index]
-        for unit in scopes
-        for values, name, index in unit.places
-        if name not in values
-    }
-    if not gone:
-        return
-    for entry in gone.values():
-        if changes.get(entry) is None:
-            changes.pop(entry, None)
-    for unit in dict.fromkeys(unit for unit, _ in gone):
-        unit.slots = [
-            (slot, index)
-            for slot, index in unit.slots
-            if (unit, (id(slot.values), slot.name)) not in gone
-        ]
-        unit.link()
-        unit.watch = None
+    for unit in scopes:
+        gone = {(id(v), name): index for v, name, index in unit.places if name not in v}
+        for index in gone.values():
+            entry = unit.entries[index]
+            if changes.get(entry) is None:
+                changes.pop(entry, None)
+        if gone:
+            unit.slots = [(s, i) for s, i in unit.slots if (id(s.values), s.name) not in gone]
+            unit.link()
+            unit.watch = None
     known = {(id(values), name) for unit in scopes for values, name, _ in unit.places}
     leaves = {
         id(tensor): entry.param
@@ -387,6 +381,9 @@ def _leave(scopes: dict[Unit, _Scope], changes: dict[Entry, Any], options: _Opti
         raise RuntimeError(problem)
     if not options.writeback:
         return
+    shown = {id(tensor) for scope in scopes.values() for tensor in scope.tensors}
+    # Two parameters may have changed places: neither is overwritten before it is read.
+    changes = {e: v.clone() if id(v) in shown else v for e, v in changes.items()}
     for unit, scope in scopes.items():
         _write_back(unit, scope, changes, options)
     for unit, scope in scopes.items():

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.bucket import Bucket, Entry, Mirror, Slot, is_dressed, make_bucket
+from fsdp_compose.bucket import (
+    Bucket,
+    Entry,
+    Mirror,
+    Slot,
+    attributes_of,
+    is_dressed,
+    make_bucket,
+)
 from fsdp_compose.comm import ReduceScatter
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.order import Order
@@ -288,7 +296,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         param = copy.deepcopy(entry.param, memo)
         spec = replace(entry.spec, residence=residence, hooks=Hooks())
         if entry.kind is not torch.nn.Parameter:
-            param.__dict__.update({**entry.param.__dict__, **param.__dict__})
+            param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
         entries.append(Entry(param, spec, entry.names, [], kind=entry.kind))
     copied = make_bucket(
         entries,
