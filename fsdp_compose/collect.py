@@ -543,16 +543,16 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
     if is_opaque(param):
         raise ValueError(
             f"{where} is an instance of {kind.__name__}, whose class computes in "
-            "__torch_dispatch__ and keeps its data elsewhere, so it has no memory that could be cut into slices. Keep that data "
-            "in parameters of the module (nn.Parameter(packed, requires_grad=False), whose bytes "
-            "are sharded as they are) and build the tensor in forward, or leave it whole on every "
-            "rank: fully_shard(..., ignored=[parameter])."
+            "__torch_dispatch__ and keeps its data elsewhere, so it has no memory that could be "
+            "cut into slices. Keep that data in parameters of the module (nn.Parameter(packed, "
+            "requires_grad=False), whose bytes are sharded as they are) and build the tensor in "
+            "forward, or leave it whole on every rank: fully_shard(..., ignored=[parameter])."
         )
     if kind.__basicsize__ != nn.Parameter.__basicsize__:
         raise ValueError(
             f"{where} is an instance of {kind.__name__}, a class with __slots__; sharding keeps "
-            "the object and changes its class for a while, which needs one without them. Remove __slots__, or "
-            "pass it in ignored=."
+            "the object and changes its class for a while, which needs one without them. Remove "
+            "__slots__, or pass it in ignored=."
         )
     if param.layout is not torch.strided:
         raise ValueError(

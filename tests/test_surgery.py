@@ -580,6 +580,13 @@ def test_what_is_frozen_during_accumulation_keeps_what_it_had(
             twin.optim.step()
             twin.plain_optim.step()
             twin.zero_grad()
+        for model in (twin.model, twin.reference):
+            for name, param in model.named_parameters():
+                param.requires_grad_(pattern not in name)
+        twin.backward(square, 3)
+        for name, param in twin.model.named_parameters():
+            assert (param.grad is None) == (pattern in name), name
+        twin.step()
         twin.check()
 
     run_ranks(ranks, 4 if keep == "no_all_reduce" else 2)
@@ -709,7 +716,7 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_reparametrised_before_sharding(change: str) -> None:
-    """In a unit's submodule, and on the unit's own module, whose hooks come before ours or after."""
+    """In a unit's submodule, and on the unit's own module, which has hooks of both."""
     build = blocks_with(lambda block: CHANGES[change](block.up))
 
     def ranks(rank: int) -> None:
