@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+import torch
 from torch import nn
 
 from fsdp_compose.sharded import is_sharded
@@ -36,17 +37,28 @@ def check_additions(unit: Unit) -> None:
                 break
         else:
             return
-    added = missing_from(unit)
+    missing = missing_from(unit)
+    added = [name for name, value in missing if not is_sharded(value)]
     if added:
-        names = ", ".join(map(repr, added[:_MOST]))
-        more = f" and {len(added) - _MOST} more" if len(added) > _MOST else ""
         raise RuntimeError(
             f"unit {unit.name!r} has trainable parameters that were added, or made trainable, "
-            f"after fully_shard and are not sharded: {names}{more}. Their gradients would differ "
-            "between ranks. Call fsdp_compose.refresh(model) on every rank, and give them to the "
-            "optimizer."
+            f"after fully_shard and are not sharded: {_listed(added)}. Their gradients would "
+            "differ between ranks. Call fsdp_compose.refresh(model) on every rank, and give them "
+            "to the optimizer."
+        )
+    if missing:
+        moved = _listed([name for name, _ in missing])
+        raise RuntimeError(
+            f"unit {unit.name!r} has sharded parameters at places where they were not when it was "
+            f"sharded, so it would not gather them there: {moved}. Call "
+            "fsdp_compose.refresh(model) on every rank."
         )
     remember(unit)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(map(repr, names[:_MOST])) + more
 
 
 def managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
@@ -64,9 +76,18 @@ def managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
             inner = [
                 (f"{name}.{key}" if name else key, child)
                 for key, child in child_slots(module).items()
-                if child is not None and find_state(child) is None and not is_ignored(unit, child)
+                if child is not None and not _is_apart(unit, child)
             ]
             pending += reversed(inner)
+
+
+def _is_apart(unit: Unit, child: nn.Module) -> bool:
+    """Whether ``child`` is another unit's, was ignored, or is compiled and has no parameters."""
+    return (
+        find_state(child) is not None
+        or is_ignored(unit, child)
+        or isinstance(child, torch.jit.ScriptModule)
+    )
 
 
 def is_ignored(unit: Unit, item: object) -> bool:
@@ -75,15 +96,18 @@ def is_ignored(unit: Unit, item: object) -> bool:
     return ref is not None and ref() is item
 
 
-def missing_from(unit: Unit) -> list[str]:
-    """Names of trainable parameters of the unit's modules that are in no bucket."""
+def missing_from(unit: Unit) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of the unit's modules that forward would leave out, though they are trainable,
+    or that it would read sharded."""
+    known = {(id(values), name) for values, name, _ in unit.places}
     return [
-        f"{prefix}.{name}" if prefix else name
+        (f"{prefix}.{name}" if prefix else name, value)
         for prefix, module in managed(unit)
-        for name, value in parameter_slots(module).items()
+        for values in (parameter_slots(module),)
+        for name, value in values.items()
         if isinstance(value, nn.Parameter)
-        and value.requires_grad
-        and not is_sharded(value)
+        and (id(values), name) not in known
+        and (value.requires_grad or is_sharded(value))
         and not is_ignored(unit, value)
     ]
 

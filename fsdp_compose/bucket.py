@@ -71,6 +71,7 @@ class Entry:
     owner: weakref.ref[Bucket] | None = None
     pin: weakref.ref[nn.Parameter] | None = None  # torch.utils.swap_tensors refuses what has one
     index: int = 0  # within the owner
+    kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,6 +137,7 @@ class Bucket:
     device_shard: torch.Tensor | None = None  # of offloaded shards, in the compute dtype
     device_stamp: object = None  # of the shard when ``device_shard`` was copied
     waiting_grad: torch.Tensor | None = None  # of microbatches, not yet in ``.grad``
+    owed: set[Entry] = field(default_factory=set)  # have a part in them, frozen since or not
     phase: Phase = Phase.SHARDED
     holders: int = 0
     gather: Exchange = field(default_factory=Exchange)
@@ -281,6 +283,29 @@ def find_entry(param: nn.Parameter) -> Entry:
 def forget_entry(param: nn.Parameter) -> None:
     """The parameter is plain again."""
     param.__dict__.pop(_ENTRY_KEY, None)
+
+
+_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "dtype", "device"))
+
+
+def is_dressed(entry: Entry) -> bool:
+    """Whether its module may read more from it than a tensor: a class or attributes of its own."""
+    return entry.kind is not nn.Parameter or bool(attributes_of(entry.param))
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """What others than this library put on a parameter."""
+    return {name: value for name, value in param.__dict__.items() if name not in _OURS}
+
+
+def dress(tensor: torch.Tensor, entry: Entry) -> None:
+    """Let a full tensor read as the parameter: its class, and its attributes, which they share."""
+    if entry.kind is not nn.Parameter:
+        tensor.__class__ = entry.kind
+    is_parameter = "_is_param" in tensor.__dict__  # for isinstance
+    tensor.__dict__ = entry.param.__dict__
+    if is_parameter:
+        tensor._is_param = True
 
 
 def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner | None:

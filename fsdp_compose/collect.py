@@ -34,7 +34,7 @@ from fsdp_compose.policy import (
 )
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state, lane_of, owner_of
-from fsdp_compose.torch_private import parameter_slots
+from fsdp_compose.torch_private import is_opaque, parameter_slots
 from fsdp_compose.wrap import Decide, Policy
 
 
@@ -437,6 +437,9 @@ def _collect(plan: UnitPlan, taken: set[int]) -> None:
         members = list(walk(module, lambda m: _is_elsewhere(m, plan.ignored, taken)))
         plan.members.append(members)
         for name, submodule in members:
+            if isinstance(submodule, torch.jit.ScriptModule):
+                _check_script(plan, name, submodule)
+                continue
             for key, param in parameter_slots(submodule).items():
                 if param is None or id(param) in plan.ignored.params:
                     continue
@@ -445,6 +448,17 @@ def _collect(plan: UnitPlan, taken: set[int]) -> None:
                 item.slots.append(Slot.of(submodule, key))
     taken.update(id(module) for module in plan.modules)
     plan.found = list(found.values())
+
+
+def _check_script(plan: UnitPlan, name: str, module: nn.Module) -> None:
+    """A compiled module reads its parameters where gathered ones cannot be put; others may stay."""
+    if any(True for _ in module.parameters()) or any(module is m for m in plan.modules):
+        where = f" as {name!r}" if name else ""
+        raise ValueError(
+            f"fully_shard: unit {plan.name!r} has a ScriptModule{where}, whose compiled code reads "
+            "its parameters where gathered ones cannot be put. Shard the Python module instead "
+            "(and compile it, if you like, with module.compile()), or pass it in ignored=."
+        )
 
 
 def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
@@ -519,6 +533,27 @@ def _check_nesting(plan: UnitPlan, item: Found) -> None:
 
 
 def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
+    """Raise for what is no dense tensor in memory of its own; no attribute of it is read before."""
+    kind, where = type(param), f"fully_shard: parameter {name!r} of unit {plan.name!r}"
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"{where} is an {kind.__name__}, which has no shape yet; run one forward of the model "
+            "before fully_shard, so that its lazy modules are initialised."
+        )
+    if is_opaque(param):
+        raise ValueError(
+            f"{where} is an instance of {kind.__name__}, whose class computes in "
+            "__torch_dispatch__ and keeps its data elsewhere, so it has no memory that could be "
+            "cut into slices. Keep that data in parameters of the module (nn.Parameter(packed, "
+            "requires_grad=False), whose bytes are sharded as they are) and build the tensor in "
+            "forward, or leave it whole on every rank: fully_shard(..., ignored=[parameter])."
+        )
+    if kind.__basicsize__ != nn.Parameter.__basicsize__:
+        raise ValueError(
+            f"{where} is an instance of {kind.__name__}, a class with __slots__; sharding keeps "
+            "the object and changes its class for a while, which needs one without them. Remove "
+            "__slots__, or pass it in ignored=."
+        )
     if param.layout is not torch.strided:
         raise ValueError(
             f"fully_shard: parameter {name!r} of unit {plan.name!r} has layout {param.layout}; "

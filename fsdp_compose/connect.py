@@ -72,6 +72,8 @@ def _receive(reach: Reach, grads: Tensors) -> Tensors:
         return _reduce_now(unit, bucket, entries, grads)
     by_entry = dict(zip(entries, grads, strict=True))
     pack(bucket, [by_entry.get(entry) for entry in bucket.entries])
+    if not unit.switches.is_last:
+        bucket.owed.update(entries)
     if unit.switches.sync:
         if unit.live is not None and unit.live.pass_id:
             task.packed.append((unit, bucket))  # goes with what its forward's backward brings

@@ -286,8 +286,9 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
             group=mesh.shard,
             residence=residence,
         )
-        entry = Entry(item.param, spec, tuple(item.names), item.slots)
-        entries.append(entry)
+        entries.append(
+            Entry(item.param, spec, tuple(item.names), item.slots, kind=type(item.param))
+        )
     leaf_hooks = [take_leaf_hooks(param) for param in params]
     grads = [param.grad for param in params]
     del flats, flat
@@ -424,6 +425,7 @@ def _restore(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
         with raw():
             param.grad = None
             untag(param)
+            param.__class__ = entry.kind  # type: ignore[assignment]
             param.data = torch.empty_strided(
                 spec.shape, spec.stride, dtype=full.dtype, device=full.device
             )

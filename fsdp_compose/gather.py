@@ -14,12 +14,13 @@ and sets ``.grad`` itself; autograd is told None. When the caller asked for the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import Bucket, Entry
+from fsdp_compose.bucket import Bucket, Entry, dress
 from fsdp_compose.engine import close_backward, running_task
 from fsdp_compose.reduction import (
     drain,
@@ -51,6 +52,7 @@ def trained_entries(unit: Unit) -> tuple[int, ...]:
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     if not trained:
+        dress_all(unit, unit.aliases)
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
             unit.live = Live(unit.aliases, unit.lane.pass_id)
         return unit.aliases
@@ -61,8 +63,15 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
         tensors = list(unit.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
+    dress_all(unit, tensors)
     unit.live = Live(tensors, unit.lane.pass_id)
     return tensors
+
+
+def dress_all(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    """Let full tensors, by entry, have the classes and attributes that modules look for on them."""
+    for index in unit.dressed:
+        dress(tensors[index], unit.entries[index])
 
 
 class Gather(torch.autograd.Function):
@@ -115,6 +124,8 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors) -> Tensors:
     routes = routes_of(unit, trained)
     for route in routes:
         pack(route.bucket, route.pick(grads))
+        if not unit.switches.is_last:
+            route.bucket.owed.update(unit.entries[i] for i in trained)
     nested = unit.task is not None and unit.task is not task and unit.task.alive
     if nested:
         # A checkpointed part of the unit runs its own backward inside the unit's: what it sends

@@ -32,7 +32,14 @@ from fsdp_compose.engine import (
     running_task,
     use_carried,
 )
-from fsdp_compose.gather import DELETED, Boundary, gather_flat, trained_entries, view_parameters
+from fsdp_compose.gather import (
+    DELETED,
+    Boundary,
+    dress_all,
+    gather_flat,
+    trained_entries,
+    view_parameters,
+)
 from fsdp_compose.order import Change, Order
 from fsdp_compose.policy import FullPrecision
 from fsdp_compose.residency import (
@@ -151,7 +158,9 @@ def _enter_full_precision(unit: Unit) -> None:
             fulls.update((e, alias(flat, e.spec.offset, e.spec)) for e in bucket.entries)
     if torch.is_grad_enabled():
         fulls = connect([unit], fulls, [])
-    install(unit, [fulls[entry] for entry in unit.entries])
+    tensors = [fulls[entry] for entry in unit.entries]
+    dress_all(unit, tensors)
+    install(unit, tensors)
 
 
 def _leave_full_precision(unit: Unit, output: Any) -> Any:
@@ -185,7 +194,9 @@ def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
     opened.calls += 1
     if opened.calls == 1:
         pairs = zip(opened.tensors, unit.aliases, strict=True)
-        install(unit, [tensor.to(alias.dtype) for tensor, alias in pairs])
+        tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
+        dress_all(unit, tensors)
+        install(unit, tensors)
     dtype = _input_dtype(unit, not unit.lane.active)
     return None if dtype is None else map_tensors(partial(_cast, dtype), (args, kwargs))
 

@@ -263,7 +263,9 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     with raw():
         for entry, grad in zip(bucket.entries, cut(bucket, flat), strict=True):
             param, leaf_hooks = entry.param, entry.spec.hooks
-            if not requires_grad(param) or (wanted is not None and entry not in wanted):
+            if not requires_grad(param) and entry not in bucket.owed:
+                continue
+            if wanted is not None and entry not in wanted:
                 continue
             if leaf_hooks.gradient:
                 grad = run_gradient_hooks(entry, grad)
@@ -277,6 +279,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         if held:
             with torch.no_grad():
                 torch._foreach_add_(held, added)
+    bucket.owed.clear()
     if mirror is not None:
         mirror.settle(flat)
     for entry in ready:
@@ -305,5 +308,6 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 def discard_packed(bucket: Bucket) -> None:
     """Forget gradients that were packed and not reduced."""
     bucket.packed = False
+    bucket.owed.clear()
     assert bucket.grads is not None
     bucket.grads.flat.untyped_storage().resize_(0)

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, alias
 from fsdp_compose.connect import connect, is_running
-from fsdp_compose.gather import gather_flat
+from fsdp_compose.gather import dress_all, gather_flat
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
 from fsdp_compose.sharded import own_slice, to_local
@@ -75,7 +75,10 @@ def gathered(
         module: any module; it need not be a unit.
         writeback: on leaving, write tensors that were edited or replaced back to the shards. Each
             rank writes the slice it owns from its own tensors: make the same edit on every rank,
-            or use ``rank0_only``. Not on an exception: the parameters are then as before.
+            or use ``rank0_only``. Not on an exception: the parameters are then as before. Modules
+            may be taken apart too, under ``no_grad``, as ``torch.nn.utils.parametrize`` and
+            ``prune`` do: parameters may be deleted, put in other places, and new ones added.
+            Then call ``refresh``; the next forward says so if it was forgotten.
         with_grads: ``.grad`` holds full gradients; with ``writeback`` they are written back too.
         rank0_only: only rank 0 of each mesh gets full tensors; with ``writeback`` its edits reach
             all ranks.
@@ -106,6 +109,8 @@ def gathered(
         _settle_rank0(units, options, failed=True)
         raise
     changes = _replacements(scopes)
+    if writeback and not rank0_only:
+        _take_over_surgery(module, scopes, changes)
     _put_back(scopes)
     with torch.no_grad():
         _leave(scopes, changes, options)
@@ -192,11 +197,14 @@ def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
         for values, name, index in unit.places:
             before[index] = values.get(name)
         tensors = [shown[entry] for entry in unit.entries]
+        is_here = _is_here(unit, options)
+        if is_here:
+            dress_all(unit, tensors)
         unit.opened = scopes[unit] = scope = _Scope(
             tensors=tensors,
             in_forward=True,
             options=options,
-            is_here=_is_here(unit, options),
+            is_here=is_here,
             outer=unit.opened,
             before=before,
         )
@@ -317,6 +325,37 @@ def _replacements(scopes: dict[Unit, _Scope]) -> dict[Entry, Any]:
     return found
 
 
+def _take_over_surgery(
+    module: nn.Module, scopes: dict[Unit, _Scope], changes: dict[Entry, Any]
+) -> None:
+    """Where the body deleted parameters, let it be so; where it put full tensors, put leaves.
+
+    That is how ``torch.nn.utils.parametrize`` and its kin work. The next forward finds leaves at
+    places that are new to their unit, and names ``refresh``.
+    """
+    for unit in scopes:
+        gone = {(id(v), name): index for v, name, index in unit.places if name not in v}
+        for index in gone.values():
+            entry = unit.entries[index]
+            if changes.get(entry) is None:
+                changes.pop(entry, None)
+        if gone:
+            unit.slots = [(s, i) for s, i in unit.slots if (id(s.values), s.name) not in gone]
+            unit.link()
+            unit.watch = None
+    known = {(id(values), name) for unit in scopes for values, name, _ in unit.places}
+    leaves = {
+        id(tensor): entry.param
+        for unit, scope in scopes.items()
+        for tensor, entry in zip(scope.tensors, unit.entries, strict=True)
+    }
+    for submodule in module.modules():
+        values = parameter_slots(submodule)
+        for name, value in values.items():
+            if id(value) in leaves and (id(values), name) not in known:
+                values[name] = leaves[id(value)]
+
+
 def _put_back(scopes: dict[Unit, _Scope]) -> None:
     """Let the modules hold what they held before the scope."""
     for unit, scope in scopes.items():
@@ -342,6 +381,9 @@ def _leave(scopes: dict[Unit, _Scope], changes: dict[Entry, Any], options: _Opti
         raise RuntimeError(problem)
     if not options.writeback:
         return
+    shown = {id(tensor) for scope in scopes.values() for tensor in scope.tensors}
+    # Two parameters may have changed places: neither is overwritten before it is read.
+    changes = {e: v.clone() if id(v) in shown else v for e, v in changes.items()}
     for unit, scope in scopes.items():
         _write_back(unit, scope, changes, options)
     for unit, scope in scopes.items():
@@ -365,8 +407,8 @@ def _problem(unit: Unit, scope: _Scope, changes: dict[Entry, Any], options: _Opt
                 found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
                 return (
                     f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
-                    f"{tuple(entry.spec.shape)}. Nothing was written back; to change shapes, call "
-                    "fsdp_compose.undo(module) first."
+                    f"{tuple(entry.spec.shape)}. Nothing was written back; to change shapes, "
+                    "put the new one there outside the scope and call fsdp_compose.refresh(model)."
                 )
             with raw():
                 stepped = entry.param._version != scope.leaf_versions[index]

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.bucket import Bucket, Entry, Mirror, Slot, make_bucket
+from fsdp_compose.bucket import (
+    Bucket,
+    Entry,
+    Mirror,
+    Slot,
+    attributes_of,
+    is_dressed,
+    make_bucket,
+)
 from fsdp_compose.comm import ReduceScatter
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.order import Order
@@ -102,6 +110,11 @@ class Switches:
     comm_hook: Callable[[Any, GradBucket], torch.Tensor] | None = None
     comm_state: Any = None
 
+    @property
+    def is_last(self) -> bool:
+        """Whether a backward brings gradients all the way to ``.grad``."""
+        return self.sync and self.all_reduce and self.last_backward
+
 
 @dataclass(eq=False, repr=False)
 class Opened:
@@ -170,6 +183,7 @@ class Unit:
         """Work out what follows from the buckets; again after one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
         self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
+        self.dressed = [i for i, entry in enumerate(self.entries) if is_dressed(entry)]
         self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
@@ -281,7 +295,9 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     for entry in bucket.entries:
         param = copy.deepcopy(entry.param, memo)
         spec = replace(entry.spec, residence=residence, hooks=Hooks())
-        entries.append(Entry(param, spec, entry.names, []))
+        if entry.kind is not torch.nn.Parameter:
+            param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
+        entries.append(Entry(param, spec, entry.names, [], kind=entry.kind))
     copied = make_bucket(
         entries,
         bucket.layout,

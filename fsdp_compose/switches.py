@@ -185,3 +185,4 @@ def _discard(unit: Unit) -> None:
         if bucket.packed:
             discard_packed(bucket)
         bucket.partial = bucket.waiting_grad = None
+        bucket.owed.clear()

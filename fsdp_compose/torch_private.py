@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported after a group exists, it keeps gloo alive at exit
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.tensor import DTensor
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
@@ -44,6 +46,13 @@ def wanted_leaves(nodes: list[Any]) -> list[bool] | None:
 def parameter_slots(module: torch.nn.Module) -> dict[str, Any]:
     """The dictionary that ``module.name`` reads its parameters from."""
     return module._parameters
+
+
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Whether a class computes by itself what every operator does, and keeps its data elsewhere."""
+    plain: Any = torch.Tensor
+    computes = type(tensor).__torch_dispatch__ is not plain.__torch_dispatch__
+    return computes and not isinstance(tensor, (FakeTensor, DTensor))
 
 
 def buffer_slots(module: torch.nn.Module) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.connect import Reach, connect, is_running
 from fsdp_compose.engine import prefetch
+from fsdp_compose.gather import dress_all
 from fsdp_compose.reduction import drain, land, pack, start_all_reduce, start_reduce
 from fsdp_compose.residency import drop, install_leaves, keep, refresh_stale, wait_gathered
 from fsdp_compose.state import Hold, Lane, Opened, Unit, find_state, iter_units, owner_of
@@ -94,8 +95,10 @@ def _show(unit: Unit) -> None:
     for reach in reaches:
         graphs.add(reach)
         weakref.finalize(reach, _graph_is_gone, weakref.ref(unit)).atexit = False
+    tensors = [shown[entry] for entry in unit.entries]
+    dress_all(unit, tensors)
     unit.opened = Unsharded(
-        tensors=[shown[entry] for entry in unit.entries],
+        tensors=tensors,
         in_forward=False,
         versions=[full._version for full in unit.aliases],
     )

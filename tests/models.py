@@ -168,11 +168,14 @@ class Twin:
 
     def __post_init__(self) -> None:
         self.model = seeded(self.build, self.seed)
-        self.plain = replicas(seeded(self.build, self.seed), self.world)
+        self.plain = self.replicate(seeded(self.build, self.seed))
         self.shard(self.model)
         trained = lambda m: [p for p in m.parameters() if p.requires_grad]  # noqa: E731
         self.optim = self.optimizer(trained(self.model)) if trained(self.model) else None
         self.plain_optim = self.optimizer(trained(self.plain[0])) if self.optim else None
+
+    def replicate(self, model: nn.Module) -> list[nn.Module]:
+        return replicas(model, self.world)
 
     @property
     def reference(self) -> nn.Module:
