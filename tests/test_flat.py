@@ -212,11 +212,8 @@ def test_local_parameters_by_name_in_the_order_of_the_model() -> None:
     assert sum(run_ranks(ranks)) > 0  # empty slices are there too
 
 
-@ways
-def test_decay_for_matrices_only(way: str) -> None:
+def test_decay_for_matrices_only() -> None:
     """As the documentation of local_parameters shows."""
-    if way == "flat":
-        pytest.skip("one flat tensor has one weight decay")
 
     def groups(model: nn.Module, leaves: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         shapes = {name: p.dim() for name, p in model.named_parameters()}

@@ -220,7 +220,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: replace("stamp_of", lambda original: lambda bucket: 0), check_staleness, 2,
     ),
     "no all-reduce over replicas": (
-        lambda: setattr(comm, "all_reduce", lambda tensor, group, op="sum": tensor),
+        lambda: setattr(comm, "all_reduce", lambda tensor, group, op="sum", caller=None: tensor),
         check_hybrid, 4,
     ),
     "sync flag ignored": (no_sync_flag, check_no_sync, 2),

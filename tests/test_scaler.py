@@ -141,7 +141,8 @@ def test_disabled_and_without_gradients() -> None:
         model.zero_grad()
         scaler = make(GradScaler)
         scaler.scale(torch.ones(()))
-        scaler.step(optim)
+        with pytest.raises(RuntimeError, match=r"SGD.step\(\): no parameter has a gradient"):
+            scaler.step(optim)
         scaler.update()
         assert scaler.get_scale() == 2.0**8
 
