@@ -263,7 +263,7 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
     drop(unit, Hold.PREFETCH)
     wait_gathered(unit)
     live = unit.live
-    if trained and live is not None and live.pass_id == lane.pass_id and live.trained == trained:
+    if trained and live is not None and live.pass_id == lane.pass_id:
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
         tensors = view_parameters(unit, trained)

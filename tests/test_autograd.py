@@ -386,7 +386,15 @@ def test_functional_call_computes_with_what_it_is_given(shard: str) -> None:
     run_ranks(ranks)
 
 
-@pytest.mark.parametrize("names", [["head.weight"], ["blocks.0.up.bias", "first.weight"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["head.weight"],
+        ["blocks.0.up.bias", "first.weight"],
+        ["first.weight", "first.bias", "head.weight", "head.bias"],  # all of the outermost unit's
+    ],
+    ids=["one", "two", "outermost"],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_functional_call_with_some_parameters(
@@ -405,8 +413,12 @@ def test_functional_call_with_some_parameters(
         agree(twin, lambda m, x: torch.autograd.grad(
             functional_call(m, given, (x,)).square().mean(), list(given.values())
         ))  # fmt: skip
+        order = units(twin.model)[0].lane.forward_order
+        order.close()
+        recorded = order.recorded
         with torch.no_grad():
             agree(twin, lambda m, x: functional_call(m, given, (x,)))
+        assert order.recorded is recorded  # the order of training is not that of inference
         twin.train()
 
     run_ranks(ranks)
@@ -764,12 +776,22 @@ class Recursive(nn.Module):
 
     def forward(self, x: Tensor, again: bool = True) -> Tensor:
         x = self.block(torch.tanh(self.layer(x)))
-        return x + vmap(lambda row: self(row, False))(x) if again else x
+        return x + grad(lambda z: self(z, False).square().sum())(x) if again else x
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_unit_that_calls_itself_under_a_transform(shard: str) -> None:
-    train(square, Recursive, SHARDS[shard])
+def test_a_unit_that_calls_itself_under_a_transform(shard: str, frozen: bool) -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Recursive().requires_grad_(not frozen), SHARDS[shard])
+        agree(twin, lambda m, x: torch.autograd.grad(square(m, x.requires_grad_()), x))
+        if not frozen:
+            twin.train()
+        with torch.no_grad():
+            agree(twin, lambda m, x: m(x))
+        assert_at_rest(twin.model)
+
+    run_ranks(ranks)
 
 
 # Saved tensors
@@ -789,8 +811,8 @@ def on_cpu(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_saved_tensor_hooks(shard: str, strategy: ShardingStrategy, forward: Forward) -> None:
-    for build in (Tower, Recomputed):
-        train(forward, lambda b=build: b(2), lambda m: SHARDS[shard](m, strategy=strategy))
+    build = Recomputed if forward is copied else Tower
+    train(forward, lambda: build(2), lambda m: SHARDS[shard](m, strategy=strategy))
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -1170,11 +1192,21 @@ def test_calls_whose_gradients_could_go_together_may_also_be_apart(order: tuple[
         twin.backward(together, 3)
         assert comm.traffic.reduces == 1
         twin.step()
-        twin.model.head.requires_grad_(False)  # between two calls: the next has a node of its own
-        first = square(twin.model, data(0, rank))
-        twin.model.head.requires_grad_(True)
-        (first + square(twin.model, data(1, rank))).backward()
-        assert units(twin.model)[0].entries[0].param.grad is not None
+        xs = twin.inputs(5)
+        for models in ([twin.model], twin.plain):  # the second call has a node of its own
+            models[0].head.requires_grad_(False)
+            x = xs[rank:] if len(models) == 1 else xs
+            first = [square(m, y) for m, y in zip(models, x)]
+            models[0].head.requires_grad_(True)
+            second = [square(m, 2 * y) for m, y in zip(models, x)]
+            torch.stack(first + second).mean().backward()
+        twin.step()
+        twin.check()
+        blocks = Twin(rank, 2, tower)
+        blocks.train(together)
+        comm.traffic.reset()
+        blocks.backward(together, 3)  # a model's gradients do not wait for its first forward's
+        assert comm.traffic.reduces == 6
 
     run_ranks(ranks)
 
