@@ -31,7 +31,7 @@ class _Weight:
 
 def shield_weights(unit: Unit) -> None:
     """Keep the unit's weights from the caller's saved-tensor hooks, until ``unshield``."""
-    hooks = saved_tensor_hooks()
+    hooks = saved_tensor_hooks(False)
     if hooks is None or not torch.is_grad_enabled():
         return
     if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
@@ -64,7 +64,7 @@ def recover_shields(lane: Lane) -> None:
     """
     for unit in reversed(lane.active):
         if unit.shield is not None:
-            hooks = saved_tensor_hooks()
+            hooks = saved_tensor_hooks(False)
             if hooks is not None and hooks[0] in unit.shield:
                 pop_saved_tensor_hooks()
             unit.shield = None

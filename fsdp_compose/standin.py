@@ -39,7 +39,10 @@ def find_stand_ins(unit: Unit) -> StandIns:
         RuntimeError: a parameter was replaced for good (D5), or by what cannot stand for it.
     """
     found: StandIns = {}
-    for values, name, index in replaced(unit):
+    places = replaced(unit)
+    if not places:
+        return found
+    for values, name, index in places:
         value = values.get(name)
         scoped = unit.opened is not None and unit.opened.in_forward  # which allows replacing
         if not isinstance(value, torch.Tensor) or not (
@@ -48,7 +51,7 @@ def find_stand_ins(unit: Unit) -> StandIns:
             raise RuntimeError(replaced_message(unit, index, value))
         found[index] = value
         _check(unit, index, value)
-    for values, name, index in unit.places if found else ():
+    for values, name, index in unit.places:
         if index in found and values.get(name) is not found[index]:
             entry = unit.entries[index]
             raise RuntimeError(

@@ -73,11 +73,10 @@ def in_functional_call() -> bool:
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def saved_tensor_hooks() -> SavedHooks | None:
-    """The innermost ``saved_tensors_hooks`` (pack, unpack) in force, the only ones that apply."""
-    hooks: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
-
+saved_tensor_hooks: Callable[[bool], SavedHooks | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
+"""``(False)``: the innermost ``saved_tensors_hooks`` (pack, unpack), the only ones that apply."""
 
 push_saved_tensor_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 """``(pack, unpack)``: until they are popped, these apply in place of those before."""
