@@ -18,7 +18,7 @@ from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.engine import running_task
 from fsdp_compose.gather import Reduce
 from fsdp_compose.reduction import drain, pack, requires_grad, run_gradient_hooks, start_reduce
-from fsdp_compose.state import Unit
+from fsdp_compose.state import Unit, owner_of
 from fsdp_compose.torch_private import raw, wanted_leaves
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -84,12 +84,6 @@ def _receive(reach: Reach, grads: Tensors) -> Tensors:
 
 def _reduce_now(unit: Unit, bucket: Bucket, entries: list[Entry], grads: Tensors) -> Tensors:
     """Reduce on the spot, differentiably, for ``autograd.grad`` and ``create_graph``."""
-    if bucket.packed:
-        raise RuntimeError(
-            f"unit {unit.name!r} has gradients that were accumulated without synchronisation, so "
-            "its gradients cannot be returned by autograd.grad now; call "
-            "fsdp_compose.reduce_grads(module) first."
-        )
     full = [
         grad
         if grad is not None
@@ -110,6 +104,13 @@ def _accumulator(entry: Entry) -> Any:
         with raw(), torch.enable_grad():
             entry.accumulator = torch.autograd.graph.get_gradient_edge(entry.param).node
     return entry.accumulator
+
+
+def owners(unit: Unit) -> list[Unit]:
+    """The unit and those whose parameters it borrows."""
+    lent = {id(owner_of(entry)) for entry in unit.borrowed}
+    others = [u for u in unit.lane.units if any(id(bucket) in lent for bucket in u.buckets)]
+    return [unit, *(other for other in others if other is not unit)]
 
 
 def connect(

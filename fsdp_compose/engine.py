@@ -24,6 +24,7 @@ from fsdp_compose.residency import (
     stamp_of,
     wait_gathered,
 )
+from fsdp_compose.saved import recover_shields
 from fsdp_compose.state import Hold, Lane, Task, Unit
 from fsdp_compose.torch_private import (
     graph_task_id,
@@ -251,6 +252,7 @@ def recover(lane: Lane) -> None:
     lane.reductions.clear()
     lane.landing.clear()
     lane.tasks.clear()
+    recover_shields(lane)
     lane.active.clear()
     lane.prefetched.clear()
     lane.carried.clear()
@@ -263,6 +265,8 @@ def recover(lane: Lane) -> None:
         unit.finished.clear()
         unit.task = None
         unit.live = None
+        while unit.opened is not None and unit.opened.for_call:
+            unit.opened = unit.opened.outer
         forget_inner(unit)
         for reason in tuple(unit.holds - {Hold.USER}):
             drop(unit, reason)

@@ -24,8 +24,8 @@ from fsdp_compose.bucket import Bucket, Entry, dress
 from fsdp_compose.engine import close_backward, running_task
 from fsdp_compose.reduction import (
     drain,
-    finish_reduce,
     pack,
+    reduce_apart,
     requires_grad,
     run_gradient_hooks,
     start_reduce,
@@ -54,7 +54,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
     if not trained:
         dress_all(unit, unit.aliases)
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
-            unit.live = Live(unit.aliases, unit.lane.pass_id)
+            unit.live = Live(unit.aliases, unit.lane.pass_id, ())
         return unit.aliases
     outputs = Gather.apply(weakref.ref(unit), trained, *[unit.entries[i].param for i in trained])
     if len(trained) == len(unit.aliases):
@@ -64,7 +64,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     dress_all(unit, tensors)
-    unit.live = Live(tensors, unit.lane.pass_id)
+    unit.live = Live(tensors, unit.lane.pass_id, trained)
     return tensors
 
 
@@ -111,6 +111,10 @@ class Boundary(torch.autograd.Function):
         if unit is not None:
             close_backward(unit)
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: torch.Tensor | None) -> Any:
+        return tuple([None if t is None else t.view_as(t) for t in tangents])
 
 
 def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors) -> Tensors:
@@ -189,9 +193,7 @@ class Reduce(torch.autograd.Function):
         ctx.unit, ctx.bucket, ctx.given = weakref.ref(unit), weakref.ref(bucket), given
         ctx.dtype = grads[0].dtype if grads else bucket.full.dtype
         by_entry = dict(zip(given, grads, strict=True))
-        assert not bucket.packed, "gradients wait to be reduced in the buffer"
-        pack(bucket, [by_entry.get(entry) for entry in bucket.entries])
-        flat = finish_reduce(start_reduce(unit, bucket))
+        flat = reduce_apart(unit, bucket, [by_entry.get(entry) for entry in bucket.entries])
         pieces = flat.split(bucket.splits)
         return tuple([pieces[bucket.pieces[entry.index]].clone() for entry in given])
 

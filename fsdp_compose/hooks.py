@@ -19,8 +19,6 @@ from torch import nn
 
 from fsdp_compose.adopt import moved_before_backward
 from fsdp_compose.audit import check_additions
-from fsdp_compose.bucket import Entry, alias
-from fsdp_compose.connect import connect
 from fsdp_compose.engine import (
     begin_forward_pass,
     carry_prefetched,
@@ -36,7 +34,6 @@ from fsdp_compose.gather import (
     DELETED,
     Boundary,
     dress_all,
-    gather_flat,
     trained_entries,
     view_parameters,
 )
@@ -44,18 +41,25 @@ from fsdp_compose.order import Change, Order
 from fsdp_compose.policy import FullPrecision
 from fsdp_compose.residency import (
     admit,
-    check_slots,
     drop,
     hold,
     install,
     install_leaves,
     keep,
+    lies_in,
     refresh_stale,
     spread_inner,
     wait_gathered,
 )
-from fsdp_compose.state import Hold, Lane, Opened, Unit, get_state
-from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks
+from fsdp_compose.saved import shield_weights, unshield
+from fsdp_compose.standin import StandIns, close_stand_ins, find_stand_ins, open_stand_ins
+from fsdp_compose.state import Hold, Lane, Live, Opened, Unit, get_state
+from fsdp_compose.torch_private import (
+    graph_task_id,
+    outside_transforms,
+    remove_forward_hooks,
+    transforms_active,
+)
 from fsdp_compose.tree import find_tensors, map_tensors
 
 Expected: TypeAlias = Literal["seen", "hidden", "none"]
@@ -83,29 +87,51 @@ def detach(module: nn.Module) -> None:
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Gather the unit and let its modules read full parameters."""
     unit = get_state(module).unit
-    if unit.opened is not None and unit.opened.in_forward:
-        return _enter_opened(unit, unit.opened, args, kwargs)
-    if unit.mp.full_precision_in_eval and not module.training and not unit.calls:
-        return _enter_full_precision(unit)
+    opened = unit.opened
+    if opened is not None and opened.in_forward:
+        if opened.for_call and unit.lane.active[:1] == [unit] and not _is_running(module):
+            with outside_transforms():
+                recover(unit.lane)  # an interrupt ended a forward without running its hooks
+            return before_forward(module, args, kwargs)
+        given = {} if opened.calls else find_stand_ins(unit)
+        if given:
+            return _enter_apart(unit, given, args, kwargs)
+        return _enter_opened(unit, opened, args, kwargs)
+    stored = unit.mp.full_precision_in_eval and not module.training
+    if stored or transforms_active():
+        if not unit.calls:
+            settled = unit.task is None and not unit.finished
+            given = find_stand_ins(unit) if settled else {}
+            return _enter_apart(unit, given, args, kwargs, stored)
+        if not stored:
+            return _enter_again(unit, args, kwargs)
     recomputing = graph_task_id() != -1
     if unit.calls == 0 and not recomputing:
         admit(unit)
     lane = unit.lane
     if lane.active and lane.active[0] is unit and not _is_running(module):
         recover(lane)  # an interrupt ended a forward without running its hooks
+    trained = trained_entries(unit)
     if not lane.active and not recomputing:
-        begin_forward_pass(lane)
+        if unit.live is None or not _goes_on(unit, unit.live, lane, trained):
+            begin_forward_pass(lane)
     elif not lane.active:
         lane.pass_id += 1
+    if not unit.calls and unit.task is None and not unit.finished:
+        given = find_stand_ins(unit)
+        if given:
+            shown = open_stand_ins(unit, given)
+            if shown is not None:
+                return _enter_shown(unit, shown, args, kwargs)
     lane.active.append(unit)
     unit.calls += 1
-    trained = trained_entries(unit)
     if unit.calls == 1 and not unit.finished:
         try:
             _open_forward(unit, lane, recomputing, trained)
         except BaseException:
             _abandon_forward(unit, lane)
             raise
+        shield_weights(unit)
     dtype = _input_dtype(unit, len(lane.active) == 1)
     is_frozen = not trained and torch.is_grad_enabled()
     if dtype is None and not is_frozen:
@@ -125,49 +151,26 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = get_state(module).unit
     if unit.opened is not None and unit.opened.calls:
         return _leave_opened(unit, unit.opened, output)
-    if unit.full_precision_calls:
-        return _leave_full_precision(unit, output)
     lane = unit.lane
     if unit.calls == 0:
         return None  # the error was raised before this unit opened
     unit.calls -= 1
+    if unit.calls and transforms_active():
+        lane.active.pop()
+        return _cast_output(unit, output)
     while lane.active and lane.active.pop() is not unit:
         pass
     output = _cast_output(unit, output)
     backward = _watch_outputs(unit, output)
     unit.finished.add(id(module))
+    if unit.calls == 0 and unit.shield is not None:
+        unshield(unit)
     if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not lane.active):
         unit.finished.clear()
         _close_forward(unit, lane, backward)
     if not lane.active:
         _end_pass(unit, lane)
     return output
-
-
-def _enter_full_precision(unit: Unit) -> None:
-    """A forward in eval mode that computes in the shards' own dtype, on tensors of its own."""
-    unit.full_precision_calls += 1
-    if unit.full_precision_calls > 1:
-        return
-    admit(unit)
-    check_slots(unit)
-    fulls: dict[Entry, torch.Tensor] = {}
-    with torch.no_grad():
-        for bucket in unit.gathered:
-            flat = gather_flat(bucket, bucket.shard.to(bucket.mesh.device), bucket.shard.dtype)
-            fulls.update((e, alias(flat, e.spec.offset, e.spec)) for e in bucket.entries)
-    if torch.is_grad_enabled():
-        fulls = connect([unit], fulls, [])
-    tensors = [fulls[entry] for entry in unit.entries]
-    dress_all(unit, tensors)
-    install(unit, tensors)
-
-
-def _leave_full_precision(unit: Unit, output: Any) -> Any:
-    unit.full_precision_calls -= 1
-    if unit.full_precision_calls == 0:
-        install_leaves(unit)
-    return output if isinstance(unit.mp, FullPrecision) else _cast_output(unit, output)
 
 
 def _cast_output(unit: Unit, output: Any) -> Any:
@@ -197,20 +200,68 @@ def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
         tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
         dress_all(unit, tensors)
         install(unit, tensors)
+    if opened.stored:
+        return None
     dtype = _input_dtype(unit, not unit.lane.active)
     return None if dtype is None else map_tensors(partial(_cast, dtype), (args, kwargs))
 
 
 def _leave_opened(unit: Unit, opened: Opened, output: Any) -> Any:
     opened.calls -= 1
-    if opened.calls == 0:
+    if opened.calls == 0 and opened.for_call:
+        _leave_apart(unit, opened)
+    elif opened.calls == 0:
         install(unit, opened.tensors)
+    if opened.stored and isinstance(unit.mp, FullPrecision):
+        return output
     return _cast_output(unit, output)
 
 
+def _enter_apart(unit: Unit, given: StandIns, args: Any, kwargs: Any, stored: bool = False) -> Any:
+    """A forward on the caller's tensors or the call's own, which no pass of the unit is for."""
+    if graph_task_id() == -1:
+        with outside_transforms():
+            admit(unit)
+    shown = open_stand_ins(unit, given, stored)
+    assert shown is not None
+    return _enter_shown(unit, shown, args, kwargs)
+
+
+def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    opened, lane = unit.opened, unit.lane
+    assert opened is not None
+    install(unit, shown)
+    lane.active.append(unit)
+    if not opened.stored:
+        _order(lane)  # units inside it that are gathered as always may run without gradients
+    dtype = None if opened.stored else _input_dtype(unit, len(lane.active) == 1)
+    return None if dtype is None else map_tensors(partial(_cast, dtype), (args, kwargs))
+
+
+def _leave_apart(unit: Unit, opened: Opened) -> None:
+    lane = unit.lane
+    install_leaves(unit)
+    close_stand_ins(unit)
+    while lane.active and lane.active.pop() is not unit:
+        pass
+    if not lane.active and not transforms_active():
+        order = _order(lane)
+        if order.is_open:
+            _end_pass(unit, lane)
+        lane.eval_order = None
+
+
+def _enter_again(unit: Unit, args: Any, kwargs: Any) -> Any:
+    """A call under a transform inside the unit's own forward, on what that reads."""
+    unit.calls += 1
+    unit.lane.active.append(unit)
+    dtype = _input_dtype(unit, False)
+    return None if dtype is None else map_tensors(partial(_cast, dtype), (args, kwargs))
+
+
 def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int, ...]) -> None:
-    if unit.task is None:
-        check_slots(unit)
+    standing_in = unit.opened is not None and unit.opened.for_call
+    if unit.task is None and not standing_in:
         check_additions(unit)
     if not recomputing:
         refresh_stale(unit)
@@ -220,10 +271,14 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
     drop(unit, Hold.PREFETCH)
     wait_gathered(unit)
     live = unit.live
-    if live is not None and live.pass_id == lane.pass_id and trained:
+    if trained and live is not None and live.pass_id == lane.pass_id:
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
         tensors = view_parameters(unit, trained)
+    if standing_in:
+        assert unit.opened is not None
+        given = unit.opened.given
+        tensors = [given.get(index, tensor) for index, tensor in enumerate(tensors)]
     install(unit, tensors)
     if recomputing:
         return
@@ -235,6 +290,22 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
     prefetch_forward(unit, order)
 
 
+def _goes_on(unit: Unit, live: Live, lane: Lane, trained: tuple[int, ...]) -> bool:
+    """Whether an outermost forward continues the one before: the same unit, with none inside it.
+
+    A head that is called on chunks of its input: the gradients of all calls are reduced together.
+    """
+    order = lane.forward_order
+    return (
+        live.pass_id == lane.pass_id
+        and live.trained == trained != ()
+        and len(unit.modules) == 1
+        and not lane.tasks
+        and bool(order.current)
+        and len(order.current[-1]) == 1
+    )
+
+
 def _abandon_forward(unit: Unit, lane: Lane) -> None:
     """The unit could not be opened: as if its forward had not been called."""
     unit.calls -= 1
@@ -242,6 +313,8 @@ def _abandon_forward(unit: Unit, lane: Lane) -> None:
     if Hold.FORWARD in unit.holds:
         install_leaves(unit)
         drop(unit, Hold.FORWARD)
+    if unit.opened is not None and unit.opened.for_call:
+        close_stand_ins(unit)
     if not lane.active:
         lane.eval_order = None
 
@@ -265,6 +338,8 @@ def _close_forward(unit: Unit, lane: Lane, backward: Expected) -> None:
             keep(unit, Hold.KEPT)
         elif backward == "seen":
             spread_inner(unit)
+    if unit.opened is not None and unit.opened.for_call:
+        close_stand_ins(unit)
     drop(unit, Hold.FORWARD)
 
 
@@ -357,15 +432,7 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
 
 def _reads_weights(unit: Unit, output: torch.Tensor) -> bool:
     """Whether an output is a view of a gathered weight, which must then outlive the forward."""
-    try:
-        start = output.data_ptr()
-    except RuntimeError:
-        return False  # a tensor without memory of its own: fake, functional, or not strided
-    return any(
-        0 <= start - bucket.full.data_ptr() < bucket.full_nbytes
-        for bucket in unit.gathered
-        if not bucket.in_place
-    )
+    return any(lies_in(bucket, output) for bucket in unit.gathered if not bucket.in_place)
 
 
 def _bound(unit: Unit, inputs: Any) -> Any:

@@ -93,6 +93,22 @@ def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = N
     return reduction
 
 
+def reduce_apart(unit: Unit, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Average ``grads`` over all ranks now, leaving alone what waits for a later reduction."""
+    packed, buffer, partial = bucket.packed, bucket.grads, bucket.partial
+    all_reduces = unit.switches.all_reduce
+    if packed:
+        bucket.grads, bucket.packed = None, False
+    bucket.partial, unit.switches.all_reduce = None, True
+    try:
+        pack(bucket, grads)
+        return finish_reduce(start_reduce(unit, bucket))
+    finally:
+        bucket.partial, unit.switches.all_reduce = partial, all_reduces
+        if packed:
+            bucket.grads, bucket.packed = buffer, True
+
+
 def start_all_reduce(unit: Unit, bucket: Bucket) -> Reduction:
     """Finish over the replicas what was reduced over the shard group only."""
     assert bucket.partial is not None

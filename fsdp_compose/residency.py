@@ -234,6 +234,15 @@ def forget_inner(unit: Unit) -> None:
             bucket.inner.store = None
 
 
+def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in the memory of the bucket's gathered parameters."""
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:
+        return False  # a tensor without memory of its own: fake, functional, or not strided
+    return 0 <= start - bucket.full.data_ptr() < bucket.full_nbytes
+
+
 def _finish_gather(lane: Lane, bucket: Bucket) -> None:
     bucket.gather.wait()
     bucket.move_to(Phase.GATHERED)
@@ -300,16 +309,28 @@ def _shows(unit: Unit, values: dict[str, Any], name: str) -> bool:
     )
 
 
+def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
+    """The places of the unit that hold something else than they should between passes."""
+    held = resting(unit)
+    return [
+        place
+        for place in unit.places
+        if place[0].get(place[1]) is not held[place[2]] and not _shows(unit, *place[:2])
+    ]
+
+
 def check_slots(unit: Unit) -> None:
     """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
-    entries, held = unit.entries, resting(unit)
-    for values, name, index in unit.places:
-        if values.get(name) is not held[index] and not _shows(unit, values, name):
-            found = values.get(name)
-            raise RuntimeError(
-                f"parameter {entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
-                f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
-                "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
-                "with fsdp_compose.gathered(module, writeback=True)), or call "
-                "fsdp_compose.refresh(model) on every rank to shard what is there now."
-            )
+    for values, name, index in replaced(unit):
+        raise RuntimeError(replaced_message(unit, index, values.get(name)))
+
+
+def replaced_message(unit: Unit, index: int, found: object) -> str:
+    return (
+        f"parameter {unit.entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
+        f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
+        "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
+        "with fsdp_compose.gathered(module, writeback=True)), or call "
+        "fsdp_compose.refresh(model) on every rank to shard what is there now; for one call, "
+        "torch.func.functional_call(module, {name: tensor}, args) takes other tensors."
+    )

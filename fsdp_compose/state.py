@@ -69,6 +69,7 @@ class Live:
 
     tensors: list[torch.Tensor]
     pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
+    trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,6 +125,9 @@ class Opened:
     in_forward: bool  # forward reads these too, and nothing is gathered for it
     calls: int = 0  # such forwards that are running
     outer: Opened | None = None  # what was open before
+    for_call: bool = False  # ends with the forward it was made for; see standin.py
+    stored: bool = False  # that forward computes in the shards' own dtype
+    given: dict[int, torch.Tensor] = field(default_factory=dict)  # read in place of the gathered
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -153,10 +157,10 @@ class Unit:
     holds: set[Hold] = field(default_factory=set)
     calls: int = 0  # forwards of its modules that are running
     showing: Sequence[torch.Tensor] | None = None  # what its modules read in a pass under way
-    full_precision_calls: int = 0  # forwards in eval mode that compute in the shards' dtype
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
     opened: Opened | None = None
+    shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
     task: Task | None = None  # the backward that opened the unit
     trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
     warned: set[str] = field(default_factory=set)

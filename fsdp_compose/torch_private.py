@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from types import FrameType
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported after a group exists, it keeps gloo alive at exit
+from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import stateless
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
@@ -41,6 +44,46 @@ def wanted_leaves(nodes: list[Any]) -> list[bool] | None:
         return [execute(node) for node in nodes]
     except RuntimeError:
         return None
+
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the caller runs inside ``torch.func.grad``, ``vmap``, ``jvp`` and the like."""
+
+outside_transforms: Callable[[], AbstractContextManager[Any]] = (
+    pyfunctorch.temporarily_clear_interpreter_stack
+)
+"""Scope in which operations are those of plain autograd, below every ``torch.func`` transform."""
+
+
+def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``torch.func`` transforms wrapped, all wrappings undone."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` is on this thread's stack."""
+    code = stateless._functional_call.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+saved_tensor_hooks: Callable[[bool], SavedHooks | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
+"""``(False)``: the innermost ``saved_tensors_hooks`` (pack, unpack), the only ones that apply."""
+
+push_saved_tensor_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+"""``(pack, unpack)``: until they are popped, these apply in place of those before."""
+
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def parameter_slots(module: torch.nn.Module) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry
-from fsdp_compose.connect import Reach, connect, is_running
+from fsdp_compose.connect import Reach, connect, is_running, owners
 from fsdp_compose.engine import prefetch
 from fsdp_compose.gather import dress_all
 from fsdp_compose.reduction import drain, land, pack, start_all_reduce, start_reduce
 from fsdp_compose.residency import drop, install_leaves, keep, refresh_stale, wait_gathered
-from fsdp_compose.state import Hold, Lane, Opened, Unit, find_state, iter_units, owner_of
+from fsdp_compose.state import Hold, Lane, Opened, Unit, find_state, iter_units
 
 
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
@@ -90,7 +90,7 @@ def _show(unit: Unit) -> None:
     reaches: list[Reach] = []
     fulls = dict(zip(unit.entries, unit.aliases, strict=True))
     with torch.inference_mode(False), torch.enable_grad():
-        shown = connect(_owners(unit), fulls, reaches)
+        shown = connect(owners(unit), fulls, reaches)
     graphs = _graphs.setdefault(unit, weakref.WeakSet())
     for reach in reaches:
         graphs.add(reach)
@@ -104,13 +104,6 @@ def _show(unit: Unit) -> None:
     )
     if not is_running(unit):
         install_leaves(unit)
-
-
-def _owners(unit: Unit) -> list[Unit]:
-    """The unit and those whose parameters it borrows."""
-    lent = {id(owner_of(entry)) for entry in unit.borrowed}
-    others = [u for u in unit.lane.units if any(id(bucket) in lent for bucket in u.buckets)]
-    return [unit, *(other for other in others if other is not unit)]
 
 
 def _graph_is_gone(ref: weakref.ref[Unit]) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from fsdp_compose.comm import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce
-from fsdp_compose.sharded.spec import ShardSpec, refuse, require_group
+from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import (
     HANDLERS,
     Handler,
@@ -309,6 +309,14 @@ def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("is_grads_batched", args[6] if len(args) > 6 else False):
+        spec = first_spec(args, kwargs)
+        raise ShardedWeightError(
+            f"torch.autograd.grad(is_grads_batched=True) of sharded {spec.fqn!r} (unit "
+            f"{spec.unit!r}): a batch of gradients cannot be reduced over the ranks as one; call "
+            "torch.autograd.grad once for each of grad_outputs, with retain_graph=True. Gradients "
+            "of inputs alone can be batched."
+        )
     grads = call_raw(func, (), args, kwargs)
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
