@@ -55,7 +55,7 @@ from fsdp_compose.residency import (
     wait_gathered,
 )
 from fsdp_compose.state import Hold, Lane, Opened, Unit, get_state
-from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks
+from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks, untraced
 from fsdp_compose.tree import find_tensors, map_tensors
 
 Expected: TypeAlias = Literal["seen", "hidden", "none"]
@@ -80,6 +80,7 @@ def detach(module: nn.Module) -> None:
         also_detach(module)
 
 
+@untraced
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Gather the unit and let its modules read full parameters."""
     unit = get_state(module).unit
@@ -117,6 +118,7 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
+@untraced
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """Put the leaves back, release the unit, and see to it that its backward gathers again.
 
@@ -318,6 +320,7 @@ def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
     if unit.trigger is None:
         ref, epoch = weakref.ref(unit), unit.epoch
 
+        @untraced
         def trigger(grad: torch.Tensor) -> None:
             reached = ref()
             if reached is None:

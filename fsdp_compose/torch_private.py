@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from inspect import signature
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_frames: Any = torch._C._dynamo.eval_frame
+_LEAVE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
+
+def untraced(function: Function) -> Function:
+    """Let ``torch.compile`` run ``function``, and all it calls, as the plain Python it is.
+
+    The mark is on the code object, where the interpreter's frame evaluator looks it up: unlike
+    ``torch.compiler.disable`` it costs a call nothing, and it does not import the compiler. A trace
+    that meets a call of it breaks there.
+    """
+    _frames.set_code_exec_strategy(function.__code__, _LEAVE)
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "fsdp_compose gathers, releases and reduces outside graphs"
+    return function
+
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
