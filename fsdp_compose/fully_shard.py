@@ -49,6 +49,8 @@ from fsdp_compose.reduction import drain
 from fsdp_compose.residency import check_slots, drop, install_leaves, settle
 from fsdp_compose.sharded import (
     Residence,
+    ShardedParameter,
+    ShardedTensor,
     ShardSpec,
     give_back_hooks,
     tag,
@@ -65,7 +67,13 @@ from fsdp_compose.state import (
     lane_of,
     owner_of,
 )
-from fsdp_compose.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
+from fsdp_compose.torch_private import (
+    buffer_slots,
+    give_leaf_hooks,
+    hide_from_traces,
+    raw,
+    take_leaf_hooks,
+)
 from fsdp_compose.wrap import Policy
 
 _FULL_PRECISION = MixedPrecision()
@@ -147,6 +155,7 @@ def fully_shard(
         param_init_fn=param_init_fn,
         methods=methods,
     )
+    hide_from_traces("fsdp_compose", ShardedParameter, ShardedTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
     plans: list[UnitPlan] = []

@@ -55,7 +55,12 @@ from fsdp_compose.residency import (
     wait_gathered,
 )
 from fsdp_compose.state import Hold, Lane, Opened, Unit, get_state
-from fsdp_compose.torch_private import graph_task_id, remove_forward_hooks, untraced
+from fsdp_compose.torch_private import (
+    graph_task_id,
+    remove_forward_hooks,
+    untraced,
+    untraced_itself,
+)
 from fsdp_compose.tree import find_tensors, map_tensors
 
 Expected: TypeAlias = Literal["seen", "hidden", "none"]
@@ -178,6 +183,7 @@ def _cast_output(unit: Unit, output: Any) -> Any:
     return map_tensors(partial(_cast, unit.mp.output_dtype), output)
 
 
+@untraced_itself
 def call_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``function`` as if it were ``module``'s forward, which must be a unit's."""
     changed = before_forward(module, args, kwargs)

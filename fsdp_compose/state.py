@@ -33,6 +33,7 @@ from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
 from fsdp_compose.sharded import Hooks, Residence, set_local, to_local
 from fsdp_compose.streams import Streams, make_streams
+from fsdp_compose.torch_private import untraced
 from fsdp_compose.verify import Log, code_of, log_key
 
 STATE_KEY = "_fsdp_compose_state"
@@ -425,6 +426,7 @@ def log_of(lane: Lane, mesh: Mesh) -> Log | None:
     return log
 
 
+@untraced
 def find_state(module: nn.Module) -> _FSDPState | None:
     """The state ``fully_shard`` attached to ``module`` itself, if any."""
     state: _FSDPState | None = module.__dict__.get(STATE_KEY)

@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _frames: Any = torch._C._dynamo.eval_frame
-_LEAVE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_action, _strategy = _frames._FrameAction, _frames._FrameExecStrategy
+_WITH_CALLEES = _strategy(_action.SKIP, _action.SKIP)
+_ALONE = _strategy(_action.SKIP, _action.DEFAULT)
 
 
 def untraced(function: Function) -> Function:
@@ -31,11 +33,31 @@ def untraced(function: Function) -> Function:
     ``torch.compiler.disable`` it costs a call nothing, and it does not import the compiler. A trace
     that meets a call of it breaks there.
     """
-    _frames.set_code_exec_strategy(function.__code__, _LEAVE)
-    marked: Any = function
-    marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "fsdp_compose gathers, releases and reduces outside graphs"
+    return _leave(function, _WITH_CALLEES)
+
+
+def untraced_itself(function: Function) -> Function:
+    """As ``untraced``, but what ``function`` calls is compiled: the forward of a user."""
+    return _leave(function, _ALONE)
+
+
+def _leave(function: Any, strategy: Any) -> Any:
+    _frames.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "fsdp_compose gathers, releases and reduces outside graphs"
     return function
+
+
+def hide_from_traces(package: str, *classes: type) -> None:
+    """Keep the functions of a package, and tensors of these classes, out of compiled graphs.
+
+    Guards compare what a tensor says of its shape with the shape in C++, and these say another.
+    """
+    import torch._dynamo
+
+    if not set(classes) <= torch._dynamo.config.nontraceable_tensor_subclasses:
+        torch._dynamo.config.nontraceable_tensor_subclasses |= set(classes)
+        torch._dynamo.trace_rules.add(package)
 
 
 raw = torch._C.DisableTorchFunctionSubclass
