@@ -6,6 +6,7 @@ one is raised on all, and no module is left half sharded.
 
 from __future__ import annotations
 
+import pkgutil
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -155,7 +156,7 @@ def fully_shard(
         param_init_fn=param_init_fn,
         methods=methods,
     )
-    hide_from_traces("fsdp_compose", ShardedParameter, ShardedTensor)
+    hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
     plans: list[UnitPlan] = []
@@ -185,6 +186,14 @@ def fully_shard(
     if made.keys:
         _finish(made, mesh)
     return module
+
+
+def untraced_modules() -> list[str]:
+    """The files of this package, all of which but one are never part of a compiled graph."""
+    import fsdp_compose
+
+    names = [module.name for module in pkgutil.iter_modules(fsdp_compose.__path__)]
+    return [f"fsdp_compose.{name}" for name in names if name != "traced"]
 
 
 @dataclass

@@ -138,6 +138,16 @@ class Watch:
     strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Traced:
+    """What compiled graphs that a unit is part of refer to it by, and rest on; see traced.py."""
+
+    key: str
+    anchor: torch.Tensor  # empty; its gradient stands for those of the leaves
+    trained: tuple[bool, ...]  # by entry
+    epoch: int
+
+
 @dataclass(eq=False, repr=False)
 class Unit:
     """Modules whose parameters are gathered, released and reduced together."""
@@ -171,6 +181,7 @@ class Unit:
     epoch: int = 0  # counts conversions to another dtype or device
     options: Any = None  # it was sharded with these, collect.Options
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
+    traced: Traced | None = None  # set_traceable was called
     watch: Watch | None = None  # None: look through the modules at the next forward
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ A torch release that moves one of these breaks this file alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _frames: Any = torch._C._dynamo.eval_frame
@@ -48,8 +49,14 @@ def _leave(function: Any, strategy: Any) -> Any:
     return function
 
 
-def hide_from_traces(package: str, *classes: type) -> None:
-    """Keep the functions of a package, and tensors of these classes, out of compiled graphs.
+def uncompiled_as_frame(function: Function) -> Function:
+    """As ``untraced`` where the interpreter calls ``function``; a trace that meets it goes on."""
+    _frames.set_code_exec_strategy(function.__code__, _WITH_CALLEES)
+    return function
+
+
+def hide_from_traces(modules: Iterable[str], *classes: type) -> None:
+    """Keep what ``modules`` define, and tensors of these classes, out of compiled graphs.
 
     Guards compare what a tensor says of its shape with the shape in C++, and these say another.
     """
@@ -57,7 +64,8 @@ def hide_from_traces(package: str, *classes: type) -> None:
 
     if not set(classes) <= torch._dynamo.config.nontraceable_tensor_subclasses:
         torch._dynamo.config.nontraceable_tensor_subclasses |= set(classes)
-        torch._dynamo.trace_rules.add(package)
+        for module in modules:
+            torch._dynamo.trace_rules.add(module)
 
 
 raw = torch._C.DisableTorchFunctionSubclass
@@ -65,6 +73,9 @@ raw = torch._C.DisableTorchFunctionSubclass
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler is recording: ranges cost microseconds even where nothing records them."""
+
+tree_map: Callable[..., Any] = _pytree.tree_map
+"""``(function, tree)``: over the containers that ``torch.compile`` can trace."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the autograd pass running on this thread, -1 outside any."""
@@ -119,6 +130,14 @@ def remove_forward_hooks(module: torch.nn.Module, *functions: Callable[..., Any]
     for table in tables:
         for key in keys & set(table):
             del table[key]
+
+
+def replace_forward_hooks(module: torch.nn.Module, replaced: Mapping[Any, Any]) -> None:
+    """Put other functions in the places of forward and forward-pre hooks."""
+    tables: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for table in tables:
+        for key, hook in table.items():
+            table[key] = replaced.get(hook, hook)
 
 
 def take_leaf_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ LAYERS = [
     "connect.py",
     "audit.py",
     "hooks.py",
+    "traced.py",
     "methods.py",
     "participate.py",
     "trace.py",
