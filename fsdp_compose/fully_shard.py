@@ -34,6 +34,7 @@ from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.mesh import MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.methods import attach_methods, check_methods
+from fsdp_compose.names import clean_name
 from fsdp_compose.policy import (
     INITS,
     GranularityLike,
@@ -367,7 +368,7 @@ def _rename_nested(outer: nn.Module) -> None:
         state = find_state(submodule)
         if state is None or submodule is outer or id(state.unit) in renamed:
             continue
-        unit = state.unit
+        unit, path = state.unit, clean_name(path)
         renamed.add(id(unit))
         unit.name = path
         for bucket in unit.buckets:
@@ -376,7 +377,7 @@ def _rename_nested(outer: nn.Module) -> None:
                 if len(unit.modules) > 1:
                     position, name = name.split(".", 1)
                     member = unit.modules[int(position)]()
-                    path_of = {id(m): p for p, m in outer.named_modules()}
+                    path_of = {id(m): clean_name(p) for p, m in outer.named_modules()}
                     fqn = f"{path_of.get(id(member), path)}.{name}"
                 else:
                     fqn = f"{path}.{name}"

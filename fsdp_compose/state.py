@@ -145,6 +145,9 @@ class Traced:
     key: str
     anchor: torch.Tensor  # empty; its gradient stands for those of the leaves
     trained: tuple[bool, ...]  # by entry
+    sizes: tuple[tuple[int, ...], ...]  # cuts each gathered bucket into entries and gaps
+    views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    """By entry: its bucket, its piece there, the piece's shape and how to permute that."""
     epoch: int
 
 

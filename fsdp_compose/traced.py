@@ -7,8 +7,8 @@ forward reads the outputs of ``fsdp_compose::gather``, whose registered backward
 operator returned is freed with its last use, and unless the unit is kept after forward, the
 compiler is told to gather again in backward instead of saving the outputs.
 
-    fsdp_compose::gather(anchor, unit)          the unit's full parameters, by entry
-    fsdp_compose::reduce(grads, unit)           what the anchor receives; sets ``.grad`` of leaves
+    fsdp_compose::gather(anchor, unit)   the unit's full buckets, of which parameters are views
+    fsdp_compose::reduce(grads, unit)    what the anchor receives; ``.grad`` of leaves is set
 
 The anchor is an empty tensor that requires grad: sharded leaves cannot be inputs of a graph.
 The unit is named by a key that changes whenever what was compiled for it does not hold any more.
@@ -17,6 +17,7 @@ This file alone may be traced; everything it calls in a trace must be, too.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from functools import partial
@@ -27,13 +28,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose.audit import check_additions
-from fsdp_compose.bucket import Entry, alias
+from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.engine import running_task
 from fsdp_compose.gather import gather_flat, trained_entries
 from fsdp_compose.hooks import after_forward, attachments, before_forward
 from fsdp_compose.reduction import drain, pack, start_reduce
 from fsdp_compose.residency import admit, check_slots
-from fsdp_compose.state import STATE_KEY, Traced, Unit, iter_units, routes_of
+from fsdp_compose.state import STATE_KEY, Traced, Unit, iter_units, owner_of, routes_of
 from fsdp_compose.torch_private import (
     remove_forward_hooks,
     replace_forward_hooks,
@@ -47,7 +48,7 @@ _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
 _library = torch.library.Library("fsdp_compose", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the ranks meet in them
 _library.define("gather(Tensor anchor, str unit) -> Tensor[]", tags=_tags)
-_library.define("reduce(Tensor?[] grads, str unit) -> Tensor", tags=_tags)
+_library.define("reduce(Tensor[] grads, str unit) -> Tensor", tags=_tags)
 
 
 def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -> None:
@@ -108,15 +109,51 @@ def _require_traceable(unit: Unit) -> None:
 def _record(unit: Unit) -> Traced:
     with torch.enable_grad():
         trained = trained_entries(unit)
-    key = str(next(_keys))
+    shapes = [(e.spec.shape, e.spec.stride, e.spec.offset) for e in unit.entries]
+    buffers = [(b.layout.numel, b.full.dtype, b.mesh.device) for b in unit.gathered]
+    # Compiled code is cached on disk by the text of its graph, which these would not be part of.
+    digest = hashlib.sha256(repr((shapes, buffers, trained)).encode()).hexdigest()[:16]
+    key = f"{next(_keys)}:{digest}"
     _units[key] = unit
     device = unit.gathered[0].mesh.device if unit.gathered else None
+    cuts = [_cut(bucket) for bucket in unit.gathered]
+    places = [(unit.gathered.index(owner_of(e)), e) for e in unit.entries]
     return Traced(
         key=key,
         anchor=torch.empty(0, device=device, requires_grad=bool(trained)),
         trained=tuple([index in trained for index in range(len(unit.entries))]),
+        sizes=tuple([sizes for sizes, _ in cuts]),
+        views=tuple([(b, cuts[b][1][e.index], *_permutation(e)) for b, e in places]),
         epoch=unit.epoch,
     )
+
+
+def _cut(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
+    """Sizes that split a full bucket, and the position of each entry's piece."""
+    sizes: list[int] = []
+    pieces = [0] * len(bucket.entries)
+    position = 0
+    for entry in sorted(bucket.entries, key=lambda e: (e.spec.offset, e.spec.numel)):
+        offset = entry.spec.offset if entry.spec.numel else position
+        if offset > position:
+            sizes.append(offset - position)
+        pieces[entry.index] = len(sizes)
+        sizes.append(entry.spec.numel)
+        position = offset + entry.spec.numel
+    sizes.append(bucket.layout.numel - position)
+    return tuple(sizes), pieces
+
+
+def _permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape in which an entry is stored, and the order that makes it the parameter's."""
+    shape, stride = entry.spec.shape, entry.spec.stride
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
+    inverse = sorted(range(len(shape)), key=order.__getitem__)
+    return tuple([shape[d] for d in order]), tuple(inverse)
+
+
+def _indices(traced: Traced) -> tuple[int, ...]:
+    return tuple(itertools.compress(itertools.count(), traced.trained))
 
 
 @uncompiled_as_frame
@@ -132,9 +169,13 @@ def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
         fulls = checkpoint(
             _gather, traced.anchor, traced.key, use_reentrant=False, preserve_rng_state=False
         )
+    cut = [full.split_with_sizes(sizes) for full, sizes in zip(fulls, traced.sizes)]  # noqa: B905
+    shown = []
+    for (bucket, piece, shape, order), trained in zip(traced.views, traced.trained):  # noqa: B905
+        full = cut[bucket][piece].view(shape).permute(order)
+        shown.append(full if trained else full.detach())
     for values, name, index in unit.places:
-        full = fulls[index]
-        values[name] = full if traced.trained[index] else full.detach()
+        values[name] = shown[index]
     if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
         return None
     return tree_map(partial(_cast, unit.mp.param_dtype), (args, kwargs))
@@ -185,36 +226,25 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
     check_additions(unit)
     with torch.enable_grad():
         trained = trained_entries(unit)
-    if traced.epoch != unit.epoch or trained != tuple(
-        itertools.compress(itertools.count(), traced.trained)
-    ):
+    if traced.epoch != unit.epoch or trained != _indices(traced):
         raise RuntimeError(
             f"parameters of unit {unit.name!r} were frozen, unfrozen or converted since a graph "
             "was compiled for it; call fsdp_compose.set_traceable(model) again on every rank."
         )
     for _, events, code in unit.gather_events:
         events.note((code, "gather", unit.name, "a compiled graph"))
-    fulls: dict[Entry, torch.Tensor] = {}
     with torch.no_grad():
-        for bucket in unit.gathered:
-            flat = gather_flat(bucket, bucket.shard.to(bucket.mesh.device), bucket.full.dtype)
-            fulls.update((e, alias(flat, e.spec.offset, e.spec)) for e in bucket.entries)
-    return [fulls[entry] for entry in unit.entries]
+        return [
+            gather_flat(bucket, bucket.shard.to(bucket.mesh.device), bucket.full.dtype)
+            for bucket in unit.gathered
+        ]
 
 
 def _fake_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
-    """Shapes, and offsets in the buffer: compiled kernels read alignment from them."""
-    unit, _ = _find(key)
-    fulls: dict[Entry, torch.Tensor] = {}
-    for bucket in unit.gathered:
-        flat = anchor.new_empty(bucket.layout.numel, dtype=bucket.full.dtype)
-        fulls.update(
-            (e, flat.as_strided(e.spec.shape, e.spec.stride, e.spec.offset)) for e in bucket.entries
-        )
-    return [fulls[entry] for entry in unit.entries]
+    return [anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in _find(key)[0].gathered]
 
 
-def _run_reduce(grads: list[torch.Tensor | None], key: str) -> torch.Tensor:
+def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
     unit, traced = _find(key)
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -228,9 +258,12 @@ def _run_reduce(grads: list[torch.Tensor | None], key: str) -> torch.Tensor:
     lane = unit.lane
     task = running_task(lane)
     drain(lane)
-    trained = tuple(itertools.compress(itertools.count(), traced.trained))
+    trained = _indices(traced)
+    flats = [grads[traced.views[index][0]] for index in trained]
+    specs = [unit.entries[index].spec for index in trained]
+    given = [f.as_strided(s.shape, s.stride, s.offset) for f, s in zip(flats, specs, strict=True)]
     for route in routes_of(unit, trained):
-        pack(route.bucket, route.pick(tuple(grads[i] for i in trained)))
+        pack(route.bucket, route.pick(given))
         if not route.is_own:
             task.packed.append((unit, route.bucket))
         elif unit.switches.sync:
@@ -238,7 +271,7 @@ def _run_reduce(grads: list[torch.Tensor | None], key: str) -> torch.Tensor:
     return received
 
 
-def _fake_reduce(grads: list[torch.Tensor | None], key: str) -> torch.Tensor:
+def _fake_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
     return torch.empty(0, device=_find(key)[1].anchor.device)
 
 
@@ -246,7 +279,7 @@ def _remember_key(ctx: Any, inputs: tuple[torch.Tensor, str], output: Any) -> No
     ctx.key = inputs[1]
 
 
-def _reduce(ctx: Any, grads: list[torch.Tensor | None]) -> Any:
+def _reduce(ctx: Any, grads: list[torch.Tensor]) -> Any:
     return torch.ops.fsdp_compose.reduce(grads, ctx.key), None
 
 
