@@ -163,17 +163,14 @@ def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
     traced = unit.traced
     if not torch.compiler.is_compiling() or traced is None or unit.opened is not None:
         return before_forward(module, args, kwargs)
+
+    def show(anchor: torch.Tensor) -> list[torch.Tensor]:
+        return _show(anchor, traced)
+
     if unit.switches.keep_after_forward is True or not torch.is_grad_enabled():
-        fulls = _gather(traced.anchor, traced.key)
+        shown = show(traced.anchor)
     else:  # in a region of its own, whose outputs the compiler makes again instead of saving
-        fulls = checkpoint(
-            _gather, traced.anchor, traced.key, use_reentrant=False, preserve_rng_state=False
-        )
-    cut = [full.split_with_sizes(sizes) for full, sizes in zip(fulls, traced.sizes)]  # noqa: B905
-    shown = []
-    for (bucket, piece, shape, order), trained in zip(traced.views, traced.trained):  # noqa: B905
-        full = cut[bucket][piece].view(shape).permute(order)
-        shown.append(full if trained else full.detach())
+        shown = checkpoint(show, traced.anchor, use_reentrant=False, preserve_rng_state=False)
     for values, name, index in unit.places:
         values[name] = shown[index]
     if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
@@ -199,8 +196,15 @@ _TRACED = (before_traced, after_traced)
 attachments.append((lambda module: None, lambda module: remove_forward_hooks(module, *_TRACED)))
 
 
-def _gather(anchor: torch.Tensor, key: str) -> Any:
-    return torch.ops.fsdp_compose.gather(anchor, key)
+def _show(anchor: torch.Tensor, traced: Traced) -> list[torch.Tensor]:
+    """What the unit's modules read, by entry: views of what the operator returns."""
+    fulls = torch.ops.fsdp_compose.gather(anchor, traced.key)
+    cut = [full.split_with_sizes(sizes) for full, sizes in zip(fulls, traced.sizes, strict=True)]
+    shown = []
+    for (bucket, piece, shape, order), trained in zip(traced.views, traced.trained, strict=True):
+        full = cut[bucket][piece].view(shape).permute(order)
+        shown.append(full if trained else full.detach())
+    return shown
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:
