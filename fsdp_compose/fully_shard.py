@@ -10,6 +10,7 @@ import pkgutil
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -191,10 +192,8 @@ def fully_shard(
 
 def untraced_modules() -> list[str]:
     """The files of this package, all of which but one are never part of a compiled graph."""
-    import fsdp_compose
-
-    names = [module.name for module in pkgutil.iter_modules(fsdp_compose.__path__)]
-    return [f"fsdp_compose.{name}" for name in names if name != "traced"]
+    found = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return [f"{__package__}.{module.name}" for module in found if module.name != "traced"]
 
 
 @dataclass

@@ -774,11 +774,6 @@ def test_operators_have_fake_implementations() -> None:
         for real, planned in zip(full, outputs, strict=True):
             assert real.shape == planned.shape and real.stride() == planned.stride()
             assert real.dtype == planned.dtype
-        with torch.no_grad(), pytest.warns(UserWarning, match="certain side effects"):
-            program = torch.export.export(model, (data(0, rank),), strict=True)
-        with torch.no_grad():
-            x = data(1, rank)
-            assert torch.equal(program.module()(x), model(x))
 
     run_ranks(run, 2)
 
