@@ -552,7 +552,7 @@ def test_fullgraph_over_units(build: Any, prepare: Any) -> None:
 
 def test_fullgraph_on_four_ranks_and_replicas() -> None:
     def run(rank: int) -> None:
-        Trial(rank, 4, Line, traceable, backend="aot_eager", optimizer=adamw).run(graphs=1)
+        Trial(rank, 4, Tower, traceable, backend="aot_eager", optimizer=adamw).run(graphs=1)
         torch._dynamo.reset()
         mesh = init_device_mesh("cpu", (2, 2))
         Trial(rank, 4, Line, sharded_with(mesh=mesh)).run(graphs=1)
