@@ -60,6 +60,7 @@ from fsdp_compose.switches import (
     set_reshard_after_forward,
 )
 from fsdp_compose.trace import ExecutionOrder, TracingConfig, trace_execution_order
+from fsdp_compose.traced import set_traceable
 from fsdp_compose.unshard import UnshardHandle, prefetch_units, reduce_grads, reshard, unshard
 from fsdp_compose.verify import set_debug
 
@@ -132,6 +133,7 @@ __all__ = [
     "set_reshard_after_backward",
     "set_reshard_after_forward",
     "set_state_dict_type",
+    "set_traceable",
     "state_dict",
     "state_dict_type",
     "summon_full_params",

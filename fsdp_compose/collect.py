@@ -20,6 +20,7 @@ from fsdp_compose.mesh import (
     compute_device,
     resolve_mesh,
 )
+from fsdp_compose.names import clean_name
 from fsdp_compose.policy import (
     INITS,
     FullPrecision,
@@ -288,7 +289,7 @@ class _Choice:
         overrides = decision if isinstance(decision, dict) else {}
         options = _override(self.options, overrides, name)
         ignored = self.ignored.and_more(overrides.get("ignored", ()))
-        self.plans.append(UnitPlan(name, [module], options, True, ignored=ignored))
+        self.plans.append(UnitPlan(clean_name(name), [module], options, True, ignored=ignored))
         return 0
 
     def count(self, module: nn.Module, recurse: bool) -> int:
@@ -317,7 +318,7 @@ def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:
         for module in plan.modules:
             for path, member in _instances(module, mp.in_full_precision, plan.ignored, heads):
                 heads.add(id(member))
-                name = f"{plan.name}.{path}" if plan.is_named else path
+                name = clean_name(f"{plan.name}.{path}" if plan.is_named else path)
                 options = _full_precision(plan, member, mp)
                 result.append(UnitPlan(name, [member], options, True, ignored=plan.ignored))
         result.append(plan)
@@ -444,7 +445,7 @@ def _collect(plan: UnitPlan, taken: set[int]) -> None:
                 if param is None or id(param) in plan.ignored.params:
                     continue
                 item = found.setdefault(id(param), Found(param))
-                item.names.append(f"{prefix}{name}.{key}" if name else f"{prefix}{key}")
+                item.names.append(clean_name(f"{prefix}{name}.{key}" if name else f"{prefix}{key}"))
                 item.slots.append(Slot.of(submodule, key))
     taken.update(id(module) for module in plan.modules)
     plan.found = list(found.values())

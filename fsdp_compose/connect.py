@@ -19,7 +19,7 @@ from fsdp_compose.engine import running_task
 from fsdp_compose.gather import Reduce
 from fsdp_compose.reduction import drain, pack, requires_grad, run_gradient_hooks, start_reduce
 from fsdp_compose.state import Unit, owner_of
-from fsdp_compose.torch_private import raw, wanted_leaves
+from fsdp_compose.torch_private import raw, untraced, wanted_leaves
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -44,6 +44,7 @@ class Connect(torch.autograd.Function):
     """Full tensors that are at hand, as functions of the sharded leaves."""
 
     @staticmethod
+    @untraced
     def forward(
         ctx: Any, reach: Reach, fulls: list[torch.Tensor], *leaves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
@@ -52,6 +53,7 @@ class Connect(torch.autograd.Function):
         return tuple([full.detach() for full in fulls])
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         return (None, None, *_receive(ctx.reach, grads))
 

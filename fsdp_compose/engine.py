@@ -29,6 +29,7 @@ from fsdp_compose.state import Hold, Lane, Task, Unit
 from fsdp_compose.torch_private import (
     graph_task_id,
     on_backward_end,
+    untraced,
 )
 
 
@@ -66,6 +67,7 @@ def running_task(lane: Lane) -> Task:
     task = lane.tasks[task_id] = Task(task_id)
     lane_ref = weakref.ref(lane)
 
+    @untraced
     def callback() -> None:
         owner = lane_ref()
         if owner is not None:

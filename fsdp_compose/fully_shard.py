@@ -6,9 +6,11 @@ one is raised on all, and no module is left half sharded.
 
 from __future__ import annotations
 
+import pkgutil
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.mesh import MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.methods import attach_methods, check_methods
+from fsdp_compose.names import clean_name
 from fsdp_compose.policy import (
     INITS,
     GranularityLike,
@@ -49,6 +52,8 @@ from fsdp_compose.reduction import drain
 from fsdp_compose.residency import check_slots, drop, install_leaves, settle
 from fsdp_compose.sharded import (
     Residence,
+    ShardedParameter,
+    ShardedTensor,
     ShardSpec,
     give_back_hooks,
     tag,
@@ -65,7 +70,13 @@ from fsdp_compose.state import (
     lane_of,
     owner_of,
 )
-from fsdp_compose.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
+from fsdp_compose.torch_private import (
+    buffer_slots,
+    give_leaf_hooks,
+    hide_from_traces,
+    raw,
+    take_leaf_hooks,
+)
 from fsdp_compose.wrap import Policy
 
 _FULL_PRECISION = MixedPrecision()
@@ -147,6 +158,7 @@ def fully_shard(
         param_init_fn=param_init_fn,
         methods=methods,
     )
+    hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
     plans: list[UnitPlan] = []
@@ -176,6 +188,12 @@ def fully_shard(
     if made.keys:
         _finish(made, mesh)
     return module
+
+
+def untraced_modules() -> list[str]:
+    """The files of this package, all of which but one are never part of a compiled graph."""
+    found = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return [f"{__package__}.{module.name}" for module in found if module.name != "traced"]
 
 
 @dataclass
@@ -349,7 +367,7 @@ def _rename_nested(outer: nn.Module) -> None:
         state = find_state(submodule)
         if state is None or submodule is outer or id(state.unit) in renamed:
             continue
-        unit = state.unit
+        unit, path = state.unit, clean_name(path)
         renamed.add(id(unit))
         unit.name = path
         for bucket in unit.buckets:
@@ -358,7 +376,7 @@ def _rename_nested(outer: nn.Module) -> None:
                 if len(unit.modules) > 1:
                     position, name = name.split(".", 1)
                     member = unit.modules[int(position)]()
-                    path_of = {id(m): p for p, m in outer.named_modules()}
+                    path_of = {id(m): clean_name(p) for p, m in outer.named_modules()}
                     fqn = f"{path_of.get(id(member), path)}.{name}"
                 else:
                     fqn = f"{path}.{name}"

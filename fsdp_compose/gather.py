@@ -32,7 +32,7 @@ from fsdp_compose.reduction import (
 )
 from fsdp_compose.residency import keep
 from fsdp_compose.state import Hold, Live, Task, Unit, routes_of
-from fsdp_compose.torch_private import raw, wanted_leaves
+from fsdp_compose.torch_private import raw, untraced, wanted_leaves
 
 DELETED = (
     "backward reached a sharded module that was deleted after its forward; keep a reference to the "
@@ -78,6 +78,7 @@ class Gather(torch.autograd.Function):
     """Sharded leaves to the unit's aliases; gradients of the aliases to the reduction."""
 
     @staticmethod
+    @untraced
     def forward(
         ctx: Any, unit_ref: weakref.ref[Unit], trained: tuple[int, ...], *leaves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
@@ -89,6 +90,7 @@ class Gather(torch.autograd.Function):
         return tuple([aliases[i].detach() for i in trained])
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         unit = ctx.unit_ref()
         if unit is None:
@@ -100,12 +102,14 @@ class Boundary(torch.autograd.Function):
     """Identity on the inputs of a unit that trains nothing: its backward ends the unit's."""
 
     @staticmethod
+    @untraced
     def forward(ctx: Any, unit_ref: weakref.ref[Unit], *inputs: torch.Tensor) -> Any:
         ctx.unit_ref = unit_ref
         ctx.set_materialize_grads(False)
         return tuple([tensor.view_as(tensor) for tensor in inputs])
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         unit = ctx.unit_ref()
         if unit is not None:
@@ -187,6 +191,7 @@ class Reduce(torch.autograd.Function):
     """Full gradients of some entries of a bucket to this rank's slices of their average."""
 
     @staticmethod
+    @untraced
     def forward(
         ctx: Any, unit: Unit, bucket: Bucket, given: list[Entry], *grads: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
@@ -198,6 +203,7 @@ class Reduce(torch.autograd.Function):
         return tuple([pieces[bucket.pieces[entry.index]].clone() for entry in given])
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *slices: torch.Tensor) -> Any:
         unit, bucket = ctx.unit(), ctx.bucket()
         return (None, None, None, *Spread.apply(unit, bucket, ctx.given, ctx.dtype, *slices))
@@ -207,6 +213,7 @@ class Spread(torch.autograd.Function):
     """Slices of some entries of a bucket to the full tensors, gathered over the shard group."""
 
     @staticmethod
+    @untraced
     def forward(
         ctx: Any,
         unit: Unit,
@@ -226,6 +233,7 @@ class Spread(torch.autograd.Function):
         )
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         unit, bucket = ctx.unit(), ctx.bucket()
         return (None, None, None, None, *Reduce.apply(unit, bucket, ctx.given, *grads))

@@ -59,6 +59,8 @@ from fsdp_compose.torch_private import (
     outside_transforms,
     remove_forward_hooks,
     transforms_active,
+    untraced,
+    untraced_itself,
 )
 from fsdp_compose.tree import find_tensors, map_tensors
 
@@ -84,6 +86,7 @@ def detach(module: nn.Module) -> None:
         also_detach(module)
 
 
+@untraced
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Gather the unit and let its modules read full parameters."""
     unit = get_state(module).unit
@@ -143,6 +146,7 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
+@untraced
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """Put the leaves back, release the unit, and see to it that its backward gathers again.
 
@@ -179,6 +183,7 @@ def _cast_output(unit: Unit, output: Any) -> Any:
     return map_tensors(partial(_cast, unit.mp.output_dtype), output)
 
 
+@untraced_itself
 def call_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``function`` as if it were ``module``'s forward, which must be a unit's."""
     changed = before_forward(module, args, kwargs)
@@ -393,6 +398,7 @@ def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
     if unit.trigger is None:
         ref, epoch = weakref.ref(unit), unit.epoch
 
+        @untraced
         def trigger(grad: torch.Tensor) -> None:
             reached = ref()
             if reached is None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_compose.hooks import attachments, call_as_forward
 from fsdp_compose.state import find_state
+from fsdp_compose.torch_private import untraced, untraced_itself
 
 _MISSING = object()
 _RESERVED = frozenset(dir(nn.Module)) - {"forward"}
@@ -40,6 +41,7 @@ class Method:
         self.__name__ = name
         self.shadowed = vars(module).get(name, _MISSING)
 
+    @untraced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._owner()
         if find_state(module) is None:  # a copy that was undone elsewhere
@@ -56,6 +58,7 @@ class Method:
         return twin
 
     @property
+    @untraced
     def __wrapped__(self) -> Callable[..., Any]:
         """The method itself; ``inspect.signature`` looks here."""
         if self.shadowed is not _MISSING:
@@ -82,6 +85,7 @@ class Method:
     def __repr__(self) -> str:
         return f"<{self.__name__} of a sharded {type(self._owner()).__name__}>"
 
+    @untraced
     def _owner(self) -> nn.Module:
         module = self._module()
         if module is None:

@@ -28,6 +28,7 @@ from fsdp_compose.fully_shard import (
     _restore,
 )
 from fsdp_compose.init import InitFn
+from fsdp_compose.names import clean_name
 from fsdp_compose.policy import INITS, Init
 from fsdp_compose.reduction import drain
 from fsdp_compose.residency import drop, settle
@@ -147,7 +148,7 @@ def _look_through(unit: Unit, init: Init | None, promised: set[int]) -> _Change:
         for key, param in parameter_slots(submodule).items():
             if isinstance(param, nn.Parameter) and not is_ignored(unit, param):
                 item = found.setdefault(id(param), Found(param))
-                item.names.append(f"{prefix}.{key}" if prefix else key)
+                item.names.append(clean_name(f"{prefix}.{key}" if prefix else key))
                 item.slots.append(Slot.of(submodule, key))
     items = list(found.values())
     plan.found = [item for item in items if not is_sharded(item.param)]

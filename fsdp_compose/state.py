@@ -33,6 +33,7 @@ from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
 from fsdp_compose.sharded import Hooks, Residence, set_local, to_local
 from fsdp_compose.streams import Streams, make_streams
+from fsdp_compose.torch_private import untraced
 from fsdp_compose.verify import Log, code_of, log_key
 
 STATE_KEY = "_fsdp_compose_state"
@@ -141,6 +142,19 @@ class Watch:
     strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Traced:
+    """What compiled graphs that a unit is part of refer to it by, and rest on; see traced.py."""
+
+    key: str
+    anchor: torch.Tensor  # empty; its gradient stands for those of the leaves
+    trained: tuple[bool, ...]  # by entry
+    sizes: tuple[tuple[int, ...], ...]  # cuts each gathered bucket into entries and gaps
+    views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    """By entry: its bucket, its piece there, the piece's shape and how to permute that."""
+    epoch: int
+
+
 @dataclass(eq=False, repr=False)
 class Unit:
     """Modules whose parameters are gathered, released and reduced together."""
@@ -174,6 +188,7 @@ class Unit:
     epoch: int = 0  # counts conversions to another dtype or device
     options: Any = None  # it was sharded with these, collect.Options
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
+    traced: Traced | None = None  # set_traceable was called
     watch: Watch | None = None  # None: look through the modules at the next forward
 
     def __post_init__(self) -> None:
@@ -429,6 +444,7 @@ def log_of(lane: Lane, mesh: Mesh) -> Log | None:
     return log
 
 
+@untraced
 def find_state(module: nn.Module) -> _FSDPState | None:
     """The state ``fully_shard`` attached to ``module`` itself, if any."""
     state: _FSDPState | None = module.__dict__.get(STATE_KEY)

@@ -6,11 +6,11 @@ A torch release that moves one of these breaks this file alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,64 @@ from torch.autograd import Variable
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
+from torch.utils import _pytree
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_frames: Any = torch._C._dynamo.eval_frame
+_action, _strategy = _frames._FrameAction, _frames._FrameExecStrategy
+_WITH_CALLEES = _strategy(_action.SKIP, _action.SKIP)
+_ALONE = _strategy(_action.SKIP, _action.DEFAULT)
+
+
+def untraced(function: Function) -> Function:
+    """Let ``torch.compile`` run ``function``, and all it calls, as the plain Python it is.
+
+    The mark is on the code object, where the interpreter's frame evaluator looks it up: unlike
+    ``torch.compiler.disable`` it costs a call nothing, and it does not import the compiler. A trace
+    that meets a call of it breaks there.
+    """
+    return _leave(function, _WITH_CALLEES)
+
+
+def untraced_itself(function: Function) -> Function:
+    """As ``untraced``, but what ``function`` calls is compiled: the forward of a user."""
+    return _leave(function, _ALONE)
+
+
+def _leave(function: Any, strategy: Any) -> Any:
+    _frames.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "fsdp_compose gathers, releases and reduces outside graphs"
+    return function
+
+
+def uncompiled_as_frame(function: Function) -> Function:
+    """As ``untraced`` where the interpreter calls ``function``; a trace that meets it goes on."""
+    _frames.set_code_exec_strategy(function.__code__, _WITH_CALLEES)
+    return function
+
+
+def hide_from_traces(modules: Iterable[str], *classes: type) -> None:
+    """Keep what ``modules`` define, and tensors of these classes, out of compiled graphs.
+
+    Guards compare what a tensor says of its shape with the shape in C++, and these say another.
+    """
+    import torch._dynamo
+
+    if not set(classes) <= torch._dynamo.config.nontraceable_tensor_subclasses:
+        torch._dynamo.config.nontraceable_tensor_subclasses |= set(classes)
+        for module in modules:
+            torch._dynamo.trace_rules.add(module)
+
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler is recording: ranges cost microseconds even where nothing records them."""
+
+tree_map: Callable[..., Any] = _pytree.tree_map
+"""``(function, tree)``: over the containers that ``torch.compile`` can trace."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the autograd pass running on this thread, -1 outside any."""
@@ -121,6 +173,14 @@ def remove_forward_hooks(module: torch.nn.Module, *functions: Callable[..., Any]
     for table in tables:
         for key in keys & set(table):
             del table[key]
+
+
+def replace_forward_hooks(module: torch.nn.Module, replaced: Mapping[Any, Any]) -> None:
+    """Put other functions in the places of forward and forward-pre hooks."""
+    tables: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for table in tables:
+        for key, hook in table.items():
+            table[key] = replaced.get(hook, hook)
 
 
 def take_leaf_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:

@@ -38,6 +38,7 @@ LAYERS = [
     "standin.py",
     "audit.py",
     "hooks.py",
+    "traced.py",
     "methods.py",
     "participate.py",
     "trace.py",

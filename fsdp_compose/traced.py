@@ -1,0 +1,296 @@
+"""Units inside a compiled graph: gather and reduce as operators, one graph over many units.
+
+Ordinarily hooks and gathers stay outside compiled graphs, which end at every unit. What
+``set_traceable`` was called on can be part of a larger graph instead (``fullgraph=True``): there a
+forward reads the outputs of ``fsdp_compose::gather``, whose registered backward is
+``fsdp_compose::reduce``, which hands the gradients to the engine. Releasing is implied: what the
+operator returned is freed with its last use, and unless the unit is kept after forward, the
+compiler is told to gather again in backward instead of saving the outputs.
+
+    fsdp_compose::gather(anchor, unit)   the unit's full buckets, of which parameters are views
+    fsdp_compose::reduce(grads, unit)    what the anchor receives; ``.grad`` of leaves is set
+
+The anchor is an empty tensor that requires grad: sharded leaves cannot be inputs of a graph.
+The unit is named by a key that changes whenever what was compiled for it does not hold any more.
+This file alone may be traced; everything it calls in a trace must be, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose.audit import check_additions
+from fsdp_compose.bucket import Bucket, Entry
+from fsdp_compose.engine import running_task
+from fsdp_compose.gather import gather_flat, trained_entries
+from fsdp_compose.hooks import after_forward, attachments, before_forward
+from fsdp_compose.reduction import drain, pack, start_reduce
+from fsdp_compose.residency import admit, check_slots
+from fsdp_compose.state import STATE_KEY, Traced, Unit, iter_units, owner_of, routes_of
+from fsdp_compose.torch_private import (
+    remove_forward_hooks,
+    replace_forward_hooks,
+    tree_map,
+    uncompiled_as_frame,
+    wanted_leaves,
+)
+
+_keys = itertools.count()
+_units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
+_library = torch.library.Library("fsdp_compose", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the ranks meet in them
+_library.define("gather(Tensor anchor, str unit) -> Tensor[]", tags=_tags)
+_library.define("reduce(Tensor[] grads, str unit) -> Tensor", tags=_tags)
+
+
+def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -> None:
+    """Whether units become part of the compiled graphs around them, as ``fullgraph=True`` needs.
+
+    By default a compiled graph ends where a unit begins. With this, gathering and reducing are
+    operators in it, without prefetch: each gather is awaited where it stands. A unit that is
+    released after forward is gathered again in backward. Outside compiled code, and for a unit
+    that is itself what was compiled, nothing changes. Call it again when parameters were frozen,
+    unfrozen or converted since: graphs are compiled anew then.
+
+    Args:
+        module: a unit, or with ``recurse`` a module that contains units.
+        value: True, or False, the default state.
+        recurse: also set it for the units nested in ``module``.
+
+    Raises:
+        ValueError: there is no such unit, or a unit's options cannot be followed in a graph.
+    """
+    units = [unit for unit in iter_units(module) if recurse or _is_own(unit, module)]
+    if not units:
+        raise ValueError(
+            f"set_traceable: {type(module).__name__} is not a unit"
+            f"{' and contains none' if recurse else ''}; pass a module that fully_shard was called "
+            "on."
+        )
+    for unit in units if value else ():
+        _require_traceable(unit)
+    for unit in units:
+        unit.traced = _record(unit) if value else None
+        for ref in unit.modules:
+            if (member := ref()) is not None:
+                old, new = (_PLAIN, _TRACED) if value else (_TRACED, _PLAIN)
+                replace_forward_hooks(member, dict(zip(old, new, strict=True)))
+
+
+def _is_own(unit: Unit, module: nn.Module) -> bool:
+    return any(ref() is module for ref in unit.modules)
+
+
+def _require_traceable(unit: Unit) -> None:
+    mp = unit.mp
+    problem = None
+    if mp.cast_forward_inputs == "root":
+        problem = 'MixedPrecision(cast_forward_inputs="root"); use True or False'
+    elif mp.full_precision_in_eval:
+        problem = "MixedPrecision(full_precision_in_eval=True)"
+    elif unit.recurrent:
+        problem = "a recurrent module, which torch.compile does not trace"
+    if problem is not None:
+        raise ValueError(
+            f"set_traceable: unit {unit.name!r} has {problem}, which cannot be followed in a "
+            "compiled graph; leave this unit out, with set_traceable(unit, recurse=False) on the "
+            "others."
+        )
+
+
+def _record(unit: Unit) -> Traced:
+    with torch.enable_grad():
+        trained = trained_entries(unit)
+    shapes = [(e.spec.shape, e.spec.stride, e.spec.offset) for e in unit.entries]
+    buffers = [(b.layout.numel, b.full.dtype, b.mesh.device) for b in unit.gathered]
+    # Compiled code is cached on disk by the text of its graph, which these would not be part of.
+    digest = hashlib.sha256(repr((shapes, buffers, trained)).encode()).hexdigest()[:16]
+    key = f"{next(_keys)}:{digest}"
+    _units[key] = unit
+    device = unit.gathered[0].mesh.device if unit.gathered else None
+    cuts = [_cut(bucket) for bucket in unit.gathered]
+    places = [(unit.gathered.index(owner_of(e)), e) for e in unit.entries]
+    return Traced(
+        key=key,
+        anchor=torch.empty(0, device=device, requires_grad=bool(trained)),
+        trained=tuple([index in trained for index in range(len(unit.entries))]),
+        sizes=tuple([sizes for sizes, _ in cuts]),
+        views=tuple([(b, cuts[b][1][e.index], *_permutation(e)) for b, e in places]),
+        epoch=unit.epoch,
+    )
+
+
+def _cut(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
+    """Sizes that split a full bucket, and the position of each entry's piece."""
+    sizes: list[int] = []
+    pieces = [0] * len(bucket.entries)
+    position = 0
+    for entry in sorted(bucket.entries, key=lambda e: (e.spec.offset, e.spec.numel)):
+        offset = entry.spec.offset if entry.spec.numel else position
+        if offset > position:
+            sizes.append(offset - position)
+        pieces[entry.index] = len(sizes)
+        sizes.append(entry.spec.numel)
+        position = offset + entry.spec.numel
+    sizes.append(bucket.layout.numel - position)
+    return tuple(sizes), pieces
+
+
+def _permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape in which an entry is stored, and the order that makes it the parameter's."""
+    shape, stride = entry.spec.shape, entry.spec.stride
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
+    inverse = sorted(range(len(shape)), key=order.__getitem__)
+    return tuple([shape[d] for d in order]), tuple(inverse)
+
+
+def _indices(traced: Traced) -> tuple[int, ...]:
+    return tuple(itertools.compress(itertools.count(), traced.trained))
+
+
+@uncompiled_as_frame
+def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let the unit's modules read the outputs of the operator, in a trace; else as ever."""
+    unit = getattr(module, STATE_KEY).unit
+    traced = unit.traced
+    if not torch.compiler.is_compiling() or traced is None or unit.opened is not None:
+        return before_forward(module, args, kwargs)
+
+    def show(anchor: torch.Tensor) -> list[torch.Tensor]:
+        return _show(anchor, traced)
+
+    if unit.switches.keep_after_forward is True or not torch.is_grad_enabled():
+        shown = show(traced.anchor)
+    else:  # in a region of its own, whose outputs the compiler makes again instead of saving
+        shown = checkpoint(show, traced.anchor, use_reentrant=False, preserve_rng_state=False)
+    for values, name, index in unit.places:
+        values[name] = shown[index]
+    if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
+        return None
+    return tree_map(partial(_cast, unit.mp.param_dtype), (args, kwargs))
+
+
+@uncompiled_as_frame
+def after_traced(module: nn.Module, args: Any, output: Any) -> Any:
+    """Put the leaves back, in a trace; else as ever."""
+    unit = getattr(module, STATE_KEY).unit
+    if not torch.compiler.is_compiling() or unit.traced is None or unit.opened is not None:
+        return after_forward(module, args, output)
+    for values, name, index in unit.places:
+        values[name] = unit.entries[index].param
+    if unit.mp.output_dtype is None:
+        return output
+    return tree_map(partial(_cast, unit.mp.output_dtype), output)
+
+
+_PLAIN = (before_forward, after_forward)
+_TRACED = (before_traced, after_traced)
+attachments.append((lambda module: None, lambda module: remove_forward_hooks(module, *_TRACED)))
+
+
+def _show(anchor: torch.Tensor, traced: Traced) -> list[torch.Tensor]:
+    """What the unit's modules read, by entry: views of what the operator returns."""
+    fulls = torch.ops.fsdp_compose.gather(anchor, traced.key)
+    cut = [full.split_with_sizes(sizes) for full, sizes in zip(fulls, traced.sizes, strict=True)]
+    shown = []
+    for (bucket, piece, shape, order), trained in zip(traced.views, traced.trained, strict=True):
+        full = cut[bucket][piece].view(shape).permute(order)
+        shown.append(full if trained else full.detach())
+    return shown
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def _find(key: str) -> tuple[Unit, Traced]:
+    unit = _units.get(key)
+    if unit is None or unit.traced is None:
+        raise RuntimeError(
+            "a compiled graph reached a sharded module that was deleted, or is not traceable any "
+            "more; keep a reference to the model until backward has run."
+        )
+    return unit, unit.traced
+
+
+def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
+    unit, traced = _find(key)
+    admit(unit)
+    check_slots(unit)
+    check_additions(unit)
+    with torch.enable_grad():
+        trained = trained_entries(unit)
+    if traced.epoch != unit.epoch or trained != _indices(traced):
+        raise RuntimeError(
+            f"parameters of unit {unit.name!r} were frozen, unfrozen or converted since a graph "
+            "was compiled for it; call fsdp_compose.set_traceable(model) again on every rank."
+        )
+    for _, events, code in unit.gather_events:
+        events.note((code, "gather", unit.name, "a compiled graph"))
+    with torch.no_grad():
+        return [
+            gather_flat(bucket, bucket.shard.to(bucket.mesh.device), bucket.full.dtype)
+            for bucket in unit.gathered
+        ]
+
+
+def _fake_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
+    return [anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in _find(key)[0].gathered]
+
+
+def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
+    unit, traced = _find(key)
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"unit {unit.name!r}: a graph over the backward of a compiled graph was asked for "
+            "(create_graph=True), which torch.compile does not support; run it uncompiled."
+        )
+    received = torch.zeros_like(traced.anchor, requires_grad=False)
+    node = torch.autograd.graph.get_gradient_edge(traced.anchor).node
+    if wanted_leaves([node]) != [True]:
+        return received  # gradients of other tensors were asked for
+    lane = unit.lane
+    task = running_task(lane)
+    drain(lane)
+    trained = _indices(traced)
+    flats = [grads[traced.views[index][0]] for index in trained]
+    specs = [unit.entries[index].spec for index in trained]
+    given = [f.as_strided(s.shape, s.stride, s.offset) for f, s in zip(flats, specs, strict=True)]
+    for route in routes_of(unit, trained):
+        pack(route.bucket, route.pick(given))
+        if not route.is_own:
+            task.packed.append((unit, route.bucket))
+        elif unit.switches.sync:
+            lane.reductions.append(start_reduce(unit, route.bucket))
+    return received
+
+
+def _fake_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
+    return torch.empty(0, device=_find(key)[1].anchor.device)
+
+
+def _remember_key(ctx: Any, inputs: tuple[torch.Tensor, str], output: Any) -> None:
+    ctx.key = inputs[1]
+
+
+def _reduce(ctx: Any, grads: list[torch.Tensor]) -> Any:
+    return torch.ops.fsdp_compose.reduce(grads, ctx.key), None
+
+
+_library.impl("gather", _run_gather, "CompositeExplicitAutograd")
+_library.impl("reduce", _run_reduce, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdp_compose::gather", _fake_gather, lib=_library)
+torch.library.register_fake("fsdp_compose::reduce", _fake_reduce, lib=_library)
+torch.library.register_autograd(
+    "fsdp_compose::gather", _reduce, setup_context=_remember_key, lib=_library
+)
