@@ -143,6 +143,7 @@ class Bucket:
     gather: Exchange = field(default_factory=Exchange)
     gathered_at: Any = None  # stream mark behind the gather
     stamp: object = None  # of the shard when it was gathered
+    filled: tuple[int, ...] = ()  # versions of what ``full`` was gathered from
     unready: list[Entry] = field(default_factory=list)  # left for loading, see adopt.py
     packed: bool = False  # ``grads`` holds gradients that were not reduced
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``

@@ -30,7 +30,7 @@ from fsdp_compose.reduction import (
     run_gradient_hooks,
     start_reduce,
 )
-from fsdp_compose.residency import keep
+from fsdp_compose.residency import check_unwritten, keep, read_versions
 from fsdp_compose.state import Hold, Live, Task, Unit, routes_of
 from fsdp_compose.torch_private import raw, untraced, wanted_leaves
 
@@ -86,6 +86,7 @@ class Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         unit = unit_ref()
         assert unit is not None
+        ctx.versions = read_versions(unit)
         aliases = unit.aliases
         return tuple([aliases[i].detach() for i in trained])
 
@@ -95,6 +96,7 @@ class Gather(torch.autograd.Function):
         unit = ctx.unit_ref()
         if unit is None:
             raise RuntimeError(DELETED)
+        check_unwritten(unit, ctx.versions)
         return (None, None, *receive(unit, ctx.trained, grads))
 
 

@@ -144,8 +144,34 @@ def stamp_of(bucket: Bucket) -> object:
         return None
     if bucket.residence.written:
         return object()
+    return versions_of(bucket)
+
+
+def versions_of(bucket: Bucket) -> tuple[int, ...]:
+    """How often the shard, then each of its parameters, was written in a way autograd can see."""
     with raw():
         return (bucket.shard._version, *[entry.param._version for entry in bucket.entries])
+
+
+def read_versions(unit: Unit) -> list[tuple[int, ...]]:
+    """Versions of the weights that the unit's modules read now, by bucket."""
+    return [versions_of(b) if b.in_place else b.filled for b in unit.gathered]
+
+
+def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
+    """Raise unless backward computed with what forward ``read`` (D8)."""
+    for bucket, before, now in zip(unit.gathered, read, read_versions(unit), strict=False):
+        if before != now and not bucket.residence.written:
+            changed = [
+                e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b
+            ]
+            spec = (changed or bucket.entries)[0].spec
+            raise RuntimeError(
+                f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
+                "forward and this backward, which gathered it anew: the gradients would mix old "
+                "and new weights. Call optimizer.step(), and whatever else writes weights, after "
+                "the backwards of all losses that were computed with them."
+            )
 
 
 def _start_gather(lane: Lane, bucket: Bucket) -> None:
@@ -153,6 +179,7 @@ def _start_gather(lane: Lane, bucket: Bucket) -> None:
     bucket.stamp = None  # in use; ``keep`` notes what was gathered
     if bucket.in_place:
         return
+    bucket.filled = versions_of(bucket)
     streams = lane.streams
     with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
         _fill(bucket)

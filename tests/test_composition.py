@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import Prefetch, ShardingStrategy, comm, fully_shard, wrap
+from fsdp_compose import Prefetch, ShardingStrategy, comm, fully_shard, gathered, wrap
 from fsdp_compose.state import Hold
 
 from harness import run_ranks
@@ -29,6 +29,7 @@ from models import (
     data,
     nested,
     one_unit,
+    seeded,
     square,
     units,
     whole,
@@ -1224,5 +1225,71 @@ def test_a_frozen_model_is_released_after_a_forward_in_grad_mode(
         teacher = by_block(Tower(2).double().requires_grad_(False), strategy=strategy)
         teacher(data(0, rank))
         assert_at_rest(teacher)
+
+    run_ranks(ranks)
+
+
+# Weights that change between forward and backward (D8)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("how", ["optimizer", "by hand", "scope"])
+def test_weights_written_before_backward_are_an_error(strategy: str, how: str) -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower, lambda m: by_block(m, strategy=ShardingStrategy[strategy]))
+        twin.backward(square, 0)
+        loss = square(twin.model, data(1, rank))
+        if how == "optimizer":
+            twin.step()
+        elif how == "by hand":
+            for model in (twin.model, twin.reference):
+                with torch.no_grad():
+                    model.blocks[1].up.weight.mul_(2.0)
+        else:
+            with gathered(twin.model, writeback=True), torch.no_grad():
+                twin.model.blocks[1].up.weight.mul_(2.0)
+            with torch.no_grad():
+                twin.reference.blocks[1].up.weight.mul_(2.0)
+        name = "blocks.1.up.weight" if how == "by hand" else "blocks"  # the others write more
+        with pytest.raises(RuntimeError, match=f"parameter '{name}.*between the unit's forward"):
+            loss.backward()
+        twin.zero_grad()
+        twin.train()
+
+    run_ranks(ranks)
+
+
+def test_weights_that_stayed_gathered_are_those_of_the_forward() -> None:
+    """Plain torch refuses this; kept weights are read by nobody else, so it is exact here."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), strategy=ShardingStrategy.SHARD_GRAD_OP)
+        plain = seeded(Tower)
+        loss = square(model, data(1, rank))
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(2.0)
+        loss.backward()
+        square(plain, torch.cat([data(1, 0), data(1, 1)])).backward()
+        for param, other in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+    run_ranks(ranks)
+
+
+def test_an_optimizer_in_backward_between_two_uses_of_a_weight_is_an_error() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+
+        @torch.no_grad()
+        def step(param: nn.Parameter) -> None:
+            param.sub_(param.grad, alpha=0.1)
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        square(model, data(0, rank)).backward()  # one use: fine
+        model.zero_grad()
+        loss = square(model, data(0, rank)) + square(model, data(1, rank))
+        with pytest.raises(RuntimeError, match="between the unit's forward and this backward"):
+            loss.backward()
 
     run_ranks(ranks)
