@@ -41,13 +41,19 @@ from fsdp_compose.inspect import (
     traffic_report,
 )
 from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
+from fsdp_compose.parallel import declare_tensor_parallel
 from fsdp_compose.participate import participate
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
 from fsdp_compose.refresh import refresh
 from fsdp_compose.scaler import GradScaler
 from fsdp_compose.schedule import seed_order, set_backward_prefetch, set_forward_prefetch
 from fsdp_compose.scopes import gathered, iter_full, summon_full_params
-from fsdp_compose.sharded import ShardedParameter, ShardedTensor, ShardedWeightError
+from fsdp_compose.sharded import (
+    ShardedDTensor,
+    ShardedParameter,
+    ShardedTensor,
+    ShardedWeightError,
+)
 from fsdp_compose.state import get_state, is_fully_sharded
 from fsdp_compose.switches import (
     accumulate,
@@ -73,6 +79,7 @@ __all__ = [
     "Plan",
     "Prefetch",
     "Saving",
+    "ShardedDTensor",
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
@@ -86,6 +93,7 @@ __all__ = [
     "clip_grad_norm_",
     "comm_hook_state_dict",
     "count_traffic",
+    "declare_tensor_parallel",
     "default_hook",
     "explain",
     "flat_parameters",

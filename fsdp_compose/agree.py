@@ -14,7 +14,9 @@ from fsdp_compose import comm
 from fsdp_compose.bucket import Slot, flatten, storage_order
 from fsdp_compose.collect import Options, UnitPlan
 from fsdp_compose.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
+from fsdp_compose.parallel import tensor_parallel_groups
 from fsdp_compose.policy import Placement
+from fsdp_compose.sharded import Parallel, part_of
 from fsdp_compose.torch_private import buffer_slots
 
 
@@ -41,8 +43,17 @@ class Report:
     meta: frozenset[str]  # keys of values on the meta device, or left unwritten
 
 
-def agree(plans: list[UnitPlan], mesh: MeshLike | None, problem: Exception | None) -> set[str]:
+def agree(
+    plans: list[UnitPlan],
+    mesh: MeshLike | None,
+    problem: Exception | None,
+    modules: Sequence[object] = (),
+) -> set[str]:
     """Raise on every rank what any rank found wrong, and check that all start alike.
+
+    Args:
+        modules: what is sharded; where tensor parallelism split some of it, the ranks that hold
+            the other parts are told of problems too.
 
     Returns:
         Keys of the values that are on the meta device on some rank, for ``agree_on_values`` to
@@ -57,6 +68,9 @@ def agree(plans: list[UnitPlan], mesh: MeshLike | None, problem: Exception | Non
         reports = _exchange(_report(problem, structure, plans, real, meta), groups)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         meta = meta.union(*(report.meta for report in reports.values()))
+    for group in tensor_parallel_groups(modules):
+        reports_there = comm.gather_objects(_describe(problem), group)
+        problem = problem or _problem_in(reports_there, group)
     if problem is not None:
         raise problem
     return set(meta)
@@ -131,7 +145,8 @@ _CHUNK = 1 << 20  # words; what a checksum allocates does not grow with the para
 
 @torch.no_grad()
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    flat = flatten(tensor.detach(), storage_order(tensor))
+    plain = part_of(tensor).detach()
+    flat = flatten(plain, storage_order(plain))
     data = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
     whole = data.numel() // 8 * 8
     aligned = data.storage_offset() % 8 == 0
@@ -179,6 +194,7 @@ def _structure(plan: UnitPlan) -> Any:
             tuple(item.param.shape),
             str(item.param.dtype),
             "trained" if item.param.requires_grad else "frozen",
+            *(() if item.parallel is None else (_place(item.parallel),)),
         )
         for item in plan.found
     ]
@@ -187,6 +203,11 @@ def _structure(plan: UnitPlan) -> Any:
         for b in plan.buckets
     ]
     return plan.name, [*_option_values(plan.options), *params, *buckets]
+
+
+def _place(parallel: Parallel) -> str:
+    places = [f"rank {a.group.rank} of {a.group.size}" for a in parallel.axes]
+    return f"of {' and '.join(places)} of tensor parallelism, part at {parallel.offsets}"
 
 
 def _option_values(options: Options) -> list[tuple[str, str]]:
@@ -232,21 +253,38 @@ def _describe(problem: Exception | None) -> tuple[str, str] | None:
 def _first_problem(reports: dict[int, Report]) -> Exception | None:
     for rank, report in reports.items():
         if report.problem is not None:
-            kind, message = report.problem
-            named = message if kind in _KINDS else f"{kind}: {message}"
-            return _KINDS.get(kind, RuntimeError)(f"{named} (found on rank {rank})")
+            return _raised(*report.problem, rank)
     return None
+
+
+def _problem_in(reports: list[tuple[str, str] | None], group: Group) -> Exception | None:
+    for rank, report in zip(group.ranks, reports, strict=True):
+        if report is not None:
+            return _raised(*report, rank)
+    return None
+
+
+def _raised(kind: str, message: str, rank: int) -> Exception:
+    named = message if kind in _KINDS else f"{kind}: {message}"
+    found = "" if "(found on rank" in message else f" (found on rank {rank})"
+    return _KINDS.get(kind, RuntimeError)(f"{named}{found}")
 
 
 def _first_difference(reports: dict[int, Report]) -> Exception | None:
     first = next(iter(reports))
     for rank, report in reports.items():
         if report.structure != reports[first].structure:
+            what = _shorten(reports[first].structure, report.structure)
+            advice = "Build the same model and pass the same arguments on every rank."
+            if "of tensor parallelism" in what:
+                advice += (
+                    " What is sharded together must be the same part: slice both meshes from one, "
+                    "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, "
+                    "mesh=mesh['dp'])."
+                )
             return ValueError(
                 f"fully_shard: rank {rank} shards other units or parameters, or with other "
-                f"options, than rank {first}: "
-                f"{_shorten(reports[first].structure, report.structure)}. Build the same model "
-                "and pass the same arguments on every rank."
+                f"options, than rank {first}: {what}. {advice}"
             )
     for rank, report in reports.items():
         for key, (total, peers) in report.sums.items():

@@ -210,6 +210,12 @@ def alias(base: torch.Tensor, offset: int, spec: ShardSpec) -> torch.Tensor:
     return tensor
 
 
+def full_tensor(base: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The entry's parameter in a gathered flat tensor, as modules read it: an alias, no view."""
+    full = alias(base, entry.spec.offset, entry.spec)
+    return full if entry.spec.parallel is None else entry.spec.parallel.wrap(full)
+
+
 def make_bucket(
     entries: list[Entry],
     layout: Layout,
@@ -286,7 +292,7 @@ def forget_entry(param: nn.Parameter) -> None:
     param.__dict__.pop(_ENTRY_KEY, None)
 
 
-_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "dtype", "device"))
+_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))
 
 
 def is_dressed(entry: Entry) -> bool:

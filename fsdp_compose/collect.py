@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose.bucket import Slot, find_entry
 from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
@@ -21,6 +22,7 @@ from fsdp_compose.mesh import (
     resolve_mesh,
 )
 from fsdp_compose.names import clean_name
+from fsdp_compose.parallel import find_parallel, note_repeated
 from fsdp_compose.policy import (
     INITS,
     FullPrecision,
@@ -33,7 +35,7 @@ from fsdp_compose.policy import (
     Prefetch,
     place,
 )
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import Parallel, is_sharded, part_of
 from fsdp_compose.state import find_state, lane_of, owner_of
 from fsdp_compose.torch_private import is_opaque, parameter_slots
 from fsdp_compose.wrap import Decide, Policy
@@ -62,6 +64,12 @@ class Found:
     param: nn.Parameter
     names: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
+    parallel: Parallel | None = None  # how tensor parallelism split it
+
+    @property
+    def part(self) -> torch.Tensor:
+        """What is to be sharded of it: of a DTensor its local tensor."""
+        return part_of(self.param)
 
 
 @dataclass(frozen=True)
@@ -481,6 +489,7 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
         promised.add(id(param))
         name = item.names[0]
         _check_parameter(plan, name, param)
+        item.parallel = find_parallel(param, name, plan.name)
         devices.setdefault(options.device if param.is_meta else param.device, name)
         if len(devices) > 1:
             (device, first), (other, second) = devices.items()
@@ -505,12 +514,11 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
         check_subgroup(mesh.shard, options.placement.spread)
     if options.placement.fused:
         check_fusable(mesh, options.mesh)
+    note_repeated([i for items in groups.values() for i in items], plan.name, mesh, options.mesh)
     for (storage, _, chosen), items in groups.items():
         compute, reduce, _ = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
-        extents = [
-            Extent(i.names[0], tuple(i.param.shape), _granularity(options, i)) for i in items
-        ]
+        extents = [Extent(i.names[0], tuple(i.part.shape), _granularity(options, i)) for i in items]
         parts = mesh.size if options.placement.fused else mesh.shard.size
         layout = plan_layout(extents, itemsize, parts)
         plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
@@ -549,7 +557,7 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
             "requires_grad=False), whose bytes are sharded as they are) and build the tensor in "
             "forward, or leave it whole on every rank: fully_shard(..., ignored=[parameter])."
         )
-    if kind.__basicsize__ != nn.Parameter.__basicsize__:
+    if not issubclass(kind, DTensor) and kind.__basicsize__ != nn.Parameter.__basicsize__:
         raise ValueError(
             f"{where} is an instance of {kind.__name__}, a class with __slots__; sharding keeps "
             "the object and changes its class for a while, which needs one without them. Remove "
@@ -557,8 +565,7 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
         )
     if param.layout is not torch.strided:
         raise ValueError(
-            f"fully_shard: parameter {name!r} of unit {plan.name!r} has layout {param.layout}; "
-            "wanted a dense parameter. Pass it in ignored=."
+            f"{where} has layout {param.layout}; wanted a dense parameter. Pass it in ignored=."
         )
 
 

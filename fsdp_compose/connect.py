@@ -18,6 +18,7 @@ from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.engine import running_task
 from fsdp_compose.gather import Reduce
 from fsdp_compose.reduction import drain, pack, requires_grad, run_gradient_hooks, start_reduce
+from fsdp_compose.sharded import part_of
 from fsdp_compose.state import Unit, owner_of
 from fsdp_compose.torch_private import raw, untraced, wanted_leaves
 
@@ -128,8 +129,10 @@ def connect(
                 continue
             reach = Reach(weakref.ref(unit), weakref.ref(bucket), entries)
             reaches.append(reach)
-            outputs = Connect.apply(reach, [fulls[e] for e in entries], *[e.param for e in entries])
+            parts = [part_of(fulls[entry]) for entry in entries]
+            outputs = Connect.apply(reach, parts, *[e.param for e in entries])
             for entry, output in zip(entries, outputs, strict=True):
                 output._is_param = True  # isinstance(p, nn.Parameter) holds, as in a plain module
-                connected[entry] = output
+                parallel = entry.spec.parallel
+                connected[entry] = output if parallel is None else parallel.wrap(output)
     return connected

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose import hooks
 from fsdp_compose.adopt import is_unwritten
@@ -52,10 +53,15 @@ from fsdp_compose.reduction import drain
 from fsdp_compose.residency import check_slots, drop, install_leaves, settle
 from fsdp_compose.sharded import (
     Residence,
+    ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
     ShardSpec,
+    close_dtensor,
+    gather_part,
     give_back_hooks,
+    open_dtensor,
+    part_of,
     tag,
     take_over_hooks,
     untag,
@@ -106,6 +112,11 @@ def fully_shard(
     holds this rank's slice. Call it on submodules first, then on what contains them, or once with
     ``units``. All ranks of the mesh must call it.
 
+    Parameters that tensor parallelism split before, over another dimension of the same mesh, are
+    sharded further, and DTensors stay DTensors: ``parallelize_module(model, mesh["tp"], plan)``,
+    then ``fully_shard(model, mesh=mesh["dp"])``. See ``declare_tensor_parallel`` for layers that
+    were split by hand.
+
     Args:
         module: a module, or several that are gathered together as one unit.
         mesh: None for all ranks, a DeviceMesh with dimensions (shard) or (replicate, shard), a
@@ -140,7 +151,8 @@ def fully_shard(
 
     Raises:
         TypeError: ``module`` is not a module, or an argument is of the wrong type.
-        ValueError: the module is sharded already, options contradict each other, ``units`` matches
+        ValueError: the module is sharded already, a DTensor lies on the ranks to shard over,
+            options contradict each other, ``units`` matches
             nothing, parameters lie on several devices or differ between ranks. The same error is
             raised on every rank, and nothing has been changed; except where the initialisation of
             meta parameters failed or differs between ranks, after which the model must be built
@@ -158,7 +170,7 @@ def fully_shard(
         param_init_fn=param_init_fn,
         methods=methods,
     )
-    hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor)
+    hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor, ShardedDTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
     plans: list[UnitPlan] = []
@@ -180,7 +192,7 @@ def fully_shard(
             plan.options = replace(plan.options, methods=found)
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
-    made = Made(agree(plans, mesh, problem))
+    made = Made(agree(plans, mesh, problem, _listed(modules)))
     for plan in plans:
         _build(plan, made)
     for outer in modules:
@@ -194,6 +206,10 @@ def untraced_modules() -> list[str]:
     """The files of this package, all of which but one are never part of a compiled graph."""
     found = pkgutil.iter_modules([str(Path(__file__).parent)])
     return [f"{__package__}.{module.name}" for module in found if module.name != "traced"]
+
+
+def _listed(modules: Any) -> Sequence[object]:
+    return modules if isinstance(modules, Sequence) else ()
 
 
 @dataclass
@@ -230,7 +246,7 @@ def _make_values(plan: UnitPlan, made: Made) -> list[Value]:
             broadcast([value.tensor for value in values if value.mesh == mesh], mesh)
     made_here = [value for value in values if value.key in made.keys]
     for value in made_here:
-        if is_unwritten(value.tensor):
+        if is_unwritten(part_of(value.tensor)):
             made.unwritten.add(value.key)
         if plan.options.init == "verify":
             made.sums[value.key] = (checksum(value.tensor), value)
@@ -280,13 +296,14 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     if plan.options.placement.fused:
         mesh = fuse(mesh, plan.options.mesh)
     params = [item.param for item in bucket_plan.found]
-    strides = [storage_order(param) for param in params]
-    flats = [flatten(p.detach(), s) for p, s in zip(params, strides, strict=True)]
+    parts = [item.part for item in bucket_plan.found]
+    strides = [storage_order(part) for part in parts]
+    flats = [flatten(p.detach(), s) for p, s in zip(parts, strides, strict=True)]
     offload = plan.options.offload
     shard = torch.zeros(
         layout.shard_numel,
         dtype=params[0].dtype,
-        device="cpu" if offload.shards else params[0].device,
+        device="cpu" if offload.shards else parts[0].device,
         pin_memory=offload.shards and offload.pin_memory and mesh.device.type != "cpu",
     )
     residence = Residence()
@@ -297,22 +314,32 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         spec = ShardSpec(
             fqn=_join(plan, item.names[0]),
             unit=plan.name,
-            shape=item.param.shape,
+            shape=parts[index].shape,
             stride=strides[index],
             offset=layout.offsets[index],
             shard_numel=layout.shard_numel,
             group=mesh.shard,
             residence=residence,
+            parallel=item.parallel,
         )
         entries.append(
-            Entry(item.param, spec, tuple(item.names), item.slots, kind=type(item.param))
+            Entry(
+                item.param,
+                spec,
+                tuple(item.names),
+                item.slots,
+                kind=nn.Parameter if spec.is_dtensor else type(item.param),
+            )
         )
     leaf_hooks = [take_leaf_hooks(param) for param in params]
     grads = [param.grad for param in params]
-    del flats, flat
-    for param in params:
+    del flats, flat, parts
+    for param in params:  # free the whole before the bucket's buffers are made
         param.grad = None
-        param.data = shard.new_empty(0)  # free the whole before the bucket's buffers are made
+        if isinstance(param, DTensor):
+            open_dtensor(param)
+        else:
+            param.data = shard.new_empty(0)
     spread = plan.options.placement.spread
     bucket = make_bucket(
         entries,
@@ -439,17 +466,18 @@ def _restore(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
     full = gather_flat(bucket, bucket.shard, bucket.shard.dtype)
     for entry in bucket.entries if only is None else only:
         param, spec = entry.param, entry.spec
-        grad = None if param.grad is None else param.grad.full_tensor()  # type: ignore[attr-defined]
+        grad = None if param.grad is None else gather_part(param.grad)
+        part = torch.empty_strided(spec.shape, spec.stride, dtype=full.dtype, device=full.device)
+        part.as_strided((spec.numel,), (1,)).copy_(full[spec.offset : spec.offset + spec.numel])
         with raw():
             param.grad = None
             untag(param)
-            param.__class__ = entry.kind  # type: ignore[assignment]
-            param.data = torch.empty_strided(
-                spec.shape, spec.stride, dtype=full.dtype, device=full.device
-            )
-            param.detach().as_strided((spec.numel,), (1,)).copy_(
-                full[spec.offset : spec.offset + spec.numel]
-            )
+            if spec.parallel is not None and spec.is_dtensor:
+                close_dtensor(param, part, spec)
+                grad = None if grad is None else spec.parallel.wrap(grad)
+            else:
+                param.__class__ = entry.kind  # type: ignore[assignment]
+                param.data = part
         param.grad = grad
         forget_entry(param)
         tables = give_back_hooks(spec)

@@ -31,7 +31,7 @@ from fsdp_compose.reduction import (
     start_reduce,
 )
 from fsdp_compose.residency import check_unwritten, keep, read_versions
-from fsdp_compose.state import Hold, Live, Task, Unit, routes_of
+from fsdp_compose.state import Hold, Live, Task, Unit, as_read, routes_of
 from fsdp_compose.torch_private import raw, untraced, wanted_leaves
 
 DELETED = (
@@ -49,13 +49,14 @@ def trained_entries(unit: Unit) -> tuple[int, ...]:
         return tuple([i for i, entry in enumerate(unit.entries) if requires_grad(entry.param)])
 
 
-def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
+def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     if not trained:
-        dress_all(unit, unit.aliases)
+        read = as_read(unit, unit.aliases)
+        dress_all(unit, read)
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
-            unit.live = Live(unit.aliases, unit.lane.pass_id, ())
-        return unit.aliases
+            unit.live = Live(read, unit.lane.pass_id, ())
+        return read
     outputs = Gather.apply(weakref.ref(unit), trained, *[unit.entries[i].param for i in trained])
     if len(trained) == len(unit.aliases):
         tensors = list(outputs)
@@ -63,9 +64,10 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> list[torch.Tensor]:
         tensors = list(unit.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
-    dress_all(unit, tensors)
-    unit.live = Live(tensors, unit.lane.pass_id, trained)
-    return tensors
+    read = as_read(unit, tensors)
+    dress_all(unit, read)
+    unit.live = Live(read, unit.lane.pass_id, trained)
+    return read
 
 
 def dress_all(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import find_entry
 from fsdp_compose.engine import drop_prefetched
-from fsdp_compose.mesh import SELF, Group
+from fsdp_compose.mesh import Group
+from fsdp_compose.parallel import find_parallel
 from fsdp_compose.reduction import get_grad, requires_grad
-from fsdp_compose.sharded import ShardedParameter, is_sharded, spec_of, to_local
+from fsdp_compose.sharded import is_sharded, is_sharded_parameter, part_of, spec_of, to_local
 from fsdp_compose.state import _lanes, owner_of
 from fsdp_compose.unshard import is_open
 
@@ -30,11 +32,11 @@ Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Grad:
-    """A gradient's elements on this rank, and the ranks that hold the rest."""
+    """A gradient's elements on this rank, and the groups whose ranks hold the rest."""
 
     name: str
     local: torch.Tensor
-    group: Group
+    groups: tuple[Group, ...]
 
 
 def grad_norm(module_or_params: Params, norm_type: float = 2.0) -> torch.Tensor:
@@ -105,17 +107,38 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
     for name, shown in named:
         param = leaves.get(id(shown), shown)
         sharded = is_sharded(param)
-        if type(param) is ShardedParameter:
+        if isinstance(param, nn.Parameter) and is_sharded_parameter(param):
             _check_reduced(param, caller)
         grad = param.grad
         if grad is None:
             continue
         if sharded:
             spec = spec_of(param)
-            grads.append(_Grad(f"{spec.fqn!r} (unit {spec.unit!r})", to_local(grad), spec.group))
+            grads.append(
+                _Grad(
+                    f"{spec.fqn!r} (unit {spec.unit!r})",
+                    to_local(grad),
+                    _several(spec.whole_groups),
+                )
+            )
         else:
-            grads.append(_Grad(repr(name), grad.detach(), SELF))
+            grads.append(_of_unsharded(repr(name), param, grad))
     return grads
+
+
+def _several(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    return tuple(group for group in groups if group.size > 1)
+
+
+def _of_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> _Grad:
+    """The gradient of a plain parameter, or of one that only tensor parallelism splits."""
+    if not isinstance(param, nn.Parameter):
+        return _Grad(name, part_of(grad.detach()), ())
+    parallel = find_parallel(param, name, "")
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
+    groups = () if parallel is None else tuple(axis.group for axis in parallel.splits)
+    return _Grad(name, part_of(grad.detach()), groups)
 
 
 def _leaves_of_open_units() -> dict[int, nn.Parameter]:
@@ -157,13 +180,13 @@ def _norm(grads: list[_Grad], order: float) -> torch.Tensor:
     device = grads[0].local.device
     wide = torch.float64 if device.type != "mps" else torch.float32
     result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
-    groups = list(dict.fromkeys(grad.group for grad in grads))
     with torch.no_grad():
-        totals = []
-        for group in groups:
-            local = _local_norms([g.local for g in grads if g.group == group], order, wide, device)
-            totals.append(_across(local, order, group))
-        total = torch.cat(totals)
+        norms = _local_norms([grad.local for grad in grads], order, wide, device)
+        members: dict[tuple[Group, ...], list[int]] = {}
+        for index, grad in enumerate(grads):
+            members.setdefault(grad.groups, []).append(index)
+        pending = {groups: _joined(norms[found], order) for groups, found in members.items()}
+        total = torch.cat(_across_all(pending, order))
         if order == 0:
             return (total != 0).sum().to(result)
         if math.isinf(order):
@@ -197,26 +220,48 @@ def _nothing(order: float) -> float:
     return 0.0 if order >= 0 else math.inf
 
 
-def _across(norms: torch.Tensor, order: float, group: Group) -> torch.Tensor:
-    """Combine a group's numbers over its ranks with one all-reduce."""
+def _joined(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """What is combined over ranks: one number for all tensors; where they are counted, one each."""
     if order == 0:
-        return comm.all_reduce(norms, group)
+        return norms
+    if math.isinf(order):
+        return (norms.amax() if order > 0 else norms.amin()).reshape(1)  # NaN where one is
+    return norms.pow(order).sum().reshape(1)
+
+
+def _across_all(pending: dict[tuple[Group, ...], torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Combine numbers over the groups of each, with one all-reduce per group and mesh dimension."""
+    done: list[torch.Tensor] = []
+    while pending:
+        rest: dict[tuple[Group, ...], list[torch.Tensor]] = {}
+        for group in dict.fromkeys(groups[0] for groups in pending if groups):
+            waiting = [groups for groups in pending if groups and groups[0] == group]
+            flat = _across(torch.cat([pending[groups] for groups in waiting]), order, group)
+            pieces = flat.split([pending[groups].numel() for groups in waiting])
+            for groups, piece in zip(waiting, pieces, strict=True):
+                rest.setdefault(groups[1:], []).append(piece)
+        done += [numbers for groups, numbers in pending.items() if not groups]
+        pending = {groups: torch.cat(found) for groups, found in rest.items()}
+    return done
+
+
+def _across(numbers: torch.Tensor, order: float, group: Group) -> torch.Tensor:
+    """Combine a group's numbers over its ranks with one all-reduce."""
     if not math.isinf(order):
-        return comm.all_reduce(norms.pow(order).sum().reshape(1), group)
+        return comm.all_reduce(numbers.clone(), group)
     # A collective's own maximum may lose a NaN, so whether there is one travels beside it.
     sign = 1.0 if order > 0 else -1.0
-    has_nan = norms.isnan().any()
-    extreme = torch.nan_to_num(sign * norms, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    pair = torch.stack([extreme.amax(), has_nan.to(norms.dtype)])
-    pair = comm.all_reduce(pair, group, "max")
-    return torch.where(pair[1] > 0, math.nan, sign * pair[0]).reshape(1)
+    extreme = torch.nan_to_num(sign * numbers, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    both = torch.cat([extreme, numbers.isnan().to(numbers.dtype)])
+    extreme, has_nan = comm.all_reduce(both, group, "max").chunk(2)
+    return torch.where(has_nan > 0, math.nan, sign * extreme)
 
 
 def _first_nonfinite(grads: list[_Grad]) -> str:
     """Name the first parameter whose gradient is not finite, on whatever rank."""
     flags = [not bool(torch.isfinite(grad.local).all()) for grad in grads]
-    for group in dict.fromkeys(grad.group for grad in grads):
-        members = [i for i, grad in enumerate(grads) if grad.group == group]
+    for group in dict.fromkeys(group for grad in grads for group in grad.groups):
+        members = [i for i, grad in enumerate(grads) if group in grad.groups]
         device = grads[members[0]].local.device
         shared = torch.tensor([float(flags[i]) for i in members], device=device)
         for i, flag in zip(members, comm.all_reduce(shared, group, "max").tolist(), strict=True):
@@ -235,7 +280,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             continue
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if type(param) is not ShardedParameter:
+                if not is_sharded_parameter(param):
                     continue
                 if waits:
                     _check_reduced(param, f"{type(optimizer).__name__}.step()")
@@ -252,7 +297,7 @@ def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]:
             if get_grad(param) is not None:
                 return
-            if idle is None and type(param) is ShardedParameter and requires_grad(param):
+            if idle is None and is_sharded_parameter(param) and requires_grad(param):
                 idle = param
     if idle is not None:
         spec = spec_of(idle)

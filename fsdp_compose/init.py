@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm
 from fsdp_compose.adopt import is_unwritten, mark_unwritten
@@ -21,10 +22,12 @@ from fsdp_compose.bucket import flatten, storage_order
 from fsdp_compose.collect import UnitPlan
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import owners, walk_named
+from fsdp_compose.sharded import like_dtensor, part_of
 from fsdp_compose.torch_private import (
     buffer_slots,
     non_persistent,
     parameter_slots,
+    set_local_part,
     swap_contents,
 )
 
@@ -43,7 +46,7 @@ def broadcast(tensors: Iterable[torch.Tensor], mesh: Mesh, chunk_bytes: int = CH
     """
     if not mesh.groups:
         return
-    given = [tensor.detach() for tensor in tensors if tensor.numel()]
+    given = [part_of(tensor).detach() for tensor in tensors if part_of(tensor).numel()]
     flats = [flatten(tensor, storage_order(tensor)) for tensor in given]
     _broadcast_flat(flats, mesh, chunk_bytes)
     for tensor, flat in zip(given, flats, strict=True):
@@ -139,12 +142,16 @@ def materialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
 
 def allocate(tensor: torch.Tensor, device: torch.device) -> None:
     """Move a meta tensor to ``device`` in place, marked as unwritten."""
-    twin = torch.empty_like(tensor, device=device, requires_grad=False)
+    twin = torch.empty_like(part_of(tensor), device=device, requires_grad=False)
     mark_unwritten(twin)
+    if isinstance(tensor, DTensor):
+        twin = like_dtensor(tensor, twin)
     twin.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         tensor.grad = None
     swap_contents(tensor, twin)
+    if isinstance(tensor, DTensor):
+        set_local_part(tensor, part_of(twin))
 
 
 @contextmanager

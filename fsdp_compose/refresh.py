@@ -89,7 +89,7 @@ def refresh(
     plans = [change.plan for change in survey]
     for plan in plans:
         plan.options = replace(plan.options, param_init_fn=param_init_fn)
-    made = Made(agree(plans, units[0].options.mesh, problem))
+    made = Made(agree(plans, units[0].options.mesh, problem, [module]))
     for lane in {id(unit.lane): unit.lane for unit in units}.values():
         begin_forward_pass(lane)  # clears what a failed step left
         drain(lane)
@@ -199,7 +199,7 @@ def _let_go(unit: Unit, read: set[Entry]) -> None:
 
 def _pad(bucket: Bucket, entry: Entry) -> None:
     """A frozen zero that nobody reads, in the place of ``entry``."""
-    spec = replace(entry.spec, fqn=f"{entry.spec.fqn} (removed)", hooks=Hooks())
+    spec = replace(entry.spec, fqn=f"{entry.spec.fqn} (removed)", hooks=Hooks(), parallel=None)
     piece = bucket.shard.split(bucket.splits)[bucket.pieces[entry.index]]
     with raw(), torch.no_grad():
         param = nn.Parameter(piece.new_empty(0), requires_grad=False)

@@ -11,10 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm
 from fsdp_compose.adopt import adopt, moved_before_backward, require_written
 from fsdp_compose.bucket import Bucket, Inner, Phase
+from fsdp_compose.sharded import ShardSpec, part_of
 from fsdp_compose.state import Hold, Lane, Unit, lane_of
 from fsdp_compose.torch_private import (
     flat_weights,
@@ -264,7 +266,7 @@ def forget_inner(unit: Unit) -> None:
 def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is in the memory of the bucket's gathered parameters."""
     try:
-        start = tensor.data_ptr()
+        start = part_of(tensor).data_ptr()
     except RuntimeError:
         return False  # a tensor without memory of its own: fake, functional, or not strided
     return 0 <= start - bucket.full.data_ptr() < bucket.full_nbytes
@@ -346,6 +348,15 @@ def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     ]
 
 
+def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
+    return (
+        f"parameter {spec.fqn!r} of unit {unit.name!r} was replaced by a DTensor after "
+        "fully_shard, as parallelize_module and distribute_module do; wanted the parameter that "
+        "was sharded. Tensor parallelism comes first: build the model again, "
+        "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
+    )
+
+
 def check_slots(unit: Unit) -> None:
     """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
     for values, name, index in replaced(unit):
@@ -353,6 +364,8 @@ def check_slots(unit: Unit) -> None:
 
 
 def replaced_message(unit: Unit, index: int, found: object) -> str:
+    if isinstance(found, DTensor):
+        return _parallelized_late(unit.entries[index].spec, unit)
     return (
         f"parameter {unit.entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
         f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "

@@ -9,7 +9,7 @@ import torch
 from fsdp_compose import comm
 from fsdp_compose.bucket import find_entry
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import ShardedParameter
+from fsdp_compose.sharded import is_sharded_parameter, spec_of
 from fsdp_compose.state import owner_of
 from fsdp_compose.torch_private import raw
 
@@ -52,7 +52,8 @@ def _groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
     groups: dict[Group, torch.device] = {}
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
-            if type(param) is ShardedParameter:
+            if is_sharded_parameter(param):
                 mesh = owner_of(find_entry(param)).mesh
-                groups.update((group, mesh.device) for group in mesh.groups if group not in groups)
+                found = (*mesh.groups, *spec_of(param).whole_groups)
+                groups.update((g, mesh.device) for g in found if g.size > 1 and g not in groups)
     return dict(sorted(groups.items(), key=lambda item: item[0].size))

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import Bucket, Entry, alias
+from fsdp_compose.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.connect import connect, is_running
 from fsdp_compose.gather import dress_all, gather_flat
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
-from fsdp_compose.sharded import own_slice, to_local
+from fsdp_compose.sharded import part_of, part_slice, to_local
 from fsdp_compose.state import Hold, Opened, Unit, _lanes, find_state, owner_of
 from fsdp_compose.torch_private import parameter_slots, raw
 from fsdp_compose.unshard import check_reduced
@@ -226,7 +227,7 @@ def _mark(unit: Unit, scope: _Scope) -> None:
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes when autograd sees a write, and when ``.data`` is assigned."""
-    return tensor._version, tensor.data_ptr()
+    return tensor._version, part_of(tensor).data_ptr()
 
 
 def _is_here(unit: Unit, options: _Options) -> bool:
@@ -250,7 +251,7 @@ def _full_parameters(bucket: Bucket, here: bool, options: _Options) -> dict[Entr
             return {entry: entry.param for entry in bucket.entries}
         if options.offload_to_cpu:
             flat = flat.cpu()
-        return {entry: alias(flat, entry.spec.offset, entry.spec) for entry in bucket.entries}
+        return {entry: full_tensor(flat, entry) for entry in bucket.entries}
 
 
 def _full_grads(bucket: Bucket, here: bool, options: _Options) -> dict[Entry, torch.Tensor | None]:
@@ -267,7 +268,7 @@ def _full_grads(bucket: Bucket, here: bool, options: _Options) -> dict[Entry, to
             flat = gather_flat(bucket, shard, dtype)
             if here:
                 flat = flat.cpu() if options.offload_to_cpu else flat
-                found.update((e, alias(flat, e.spec.offset, e.spec)) for e in given)
+                found.update((e, full_tensor(flat, e)) for e in given)
     return found
 
 
@@ -403,11 +404,11 @@ def _problem(unit: Unit, scope: _Scope, changes: dict[Entry, Any], options: _Opt
         tensor = scope.tensors[index]
         if options.writeback:
             value = changes.get(entry, tensor)
-            if not isinstance(value, torch.Tensor) or value.shape != entry.spec.shape:
+            if not isinstance(value, torch.Tensor) or value.shape != entry.spec.seen:
                 found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
                 return (
                     f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
-                    f"{tuple(entry.spec.shape)}. Nothing was written back; to change shapes, "
+                    f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, "
                     "put the new one there outside the scope and call fsdp_compose.refresh(model)."
                 )
             with raw():
@@ -438,7 +439,7 @@ def _problem(unit: Unit, scope: _Scope, changes: dict[Entry, Any], options: _Opt
 def _is_edited(entry: Entry, tensor: torch.Tensor, index: int, scope: _Scope) -> bool:
     if isinstance(scope.outer, _Scope):
         return False  # it is the outer scope's tensor, which has the edit and answers for it
-    if _version(tensor) != scope.versions[index] or tensor.shape != entry.spec.shape:
+    if _version(tensor) != scope.versions[index] or tensor.shape != entry.spec.seen:
         return True
     if tensor.device.type != "cpu":
         return False
@@ -446,7 +447,8 @@ def _is_edited(entry: Entry, tensor: torch.Tensor, index: int, scope: _Scope) ->
     with raw():
         if entry.param._version != scope.leaf_versions[index]:
             return False  # stepped inside the scope, so the two differ for that reason
-    mine, shown = to_local(entry.param).cpu(), own_slice(tensor.detach(), entry.spec)
+    mine = to_local(entry.param).cpu()
+    shown = part_slice(part_of(tensor).detach(), entry.spec)
     return not torch.equal(mine.view(torch.uint8), shown.contiguous().view(torch.uint8))
 
 
@@ -473,8 +475,10 @@ def _write_back(unit: Unit, scope: _Scope, changes: dict[Entry, Any], options: _
             if scope.is_here and entry in changes:
                 tensor.detach().copy_(changes[entry])
             if options.rank0_only:
-                tensor = _from_rank0(bucket, entry, tensor if scope.is_here else None)
-            to_local(entry.param).copy_(own_slice(tensor.detach(), entry.spec))
+                part = _from_rank0(bucket, entry, part_of(tensor) if scope.is_here else None)
+            else:
+                part = part_of(tensor)
+            to_local(entry.param).copy_(part_slice(part.detach(), entry.spec))
             if options.with_grads:
                 entry.param.grad = tensor.grad
 
@@ -528,6 +532,8 @@ def iter_full(
         unit, entry = entries.get((id(values), name), (None, None))
         if unit is None or entry is None or isinstance(unit.opened, _Scope):
             tensor = values[name].detach()
+            if entry is not None and entry.spec.parallel is not None and not entry.spec.is_dtensor:
+                tensor = entry.spec.parallel.assemble(tensor)
         else:
             bucket = owner_of(entry)
             spec = entry.spec
@@ -540,8 +546,16 @@ def iter_full(
                         shard = current_shard(bucket)
                         flat, last = gather_flat(bucket, shard, shard.dtype), bucket
                 tensor = flat.as_strided(spec.shape, spec.stride, spec.offset)
+            if spec.parallel is not None:
+                tensor = spec.parallel.assemble(tensor)
+        tensor = _whole(tensor)
         kind = dtype if tensor.is_floating_point() else None
         yield full_name, tensor.to(device=device, dtype=kind, copy=True)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor that a scope shows, or that is not sharded, as the plain tensor it stands for."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _one_parameter(bucket: Bucket, entry: Entry) -> torch.Tensor:

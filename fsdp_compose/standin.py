@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_compose.bucket import Bucket, Entry, alias, dress
+from fsdp_compose.bucket import Bucket, Entry, dress, full_tensor
 from fsdp_compose.connect import connect, owners
 from fsdp_compose.gather import Spread, gather_flat
 from fsdp_compose.residency import replaced, replaced_message, resting
@@ -143,7 +143,7 @@ def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry,
             if members:
                 dtype = bucket.shard.dtype if stored else bucket.full.dtype
                 flat = gather_flat(bucket, bucket.shard.to(bucket.mesh.device), dtype)
-                fulls.update((e, alias(flat, e.spec.offset, e.spec)) for e in members)
+                fulls.update((e, full_tensor(flat, e)) for e in members)
     return connect(owners(unit), fulls, []) if torch.is_grad_enabled() else fulls
 
 

@@ -68,7 +68,7 @@ class Route:
 class Live:
     """The parameters a unit's last forward computed with, connected to autograd."""
 
-    tensors: list[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
     pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
     trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
 
@@ -203,6 +203,9 @@ class Unit:
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
         self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
         self.dressed = [i for i, entry in enumerate(self.entries) if is_dressed(entry)]
+        self.dtensors = [
+            (i, e.spec.parallel) for i, e in enumerate(self.entries) if e.spec.is_dtensor
+        ]
         self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
@@ -272,6 +275,17 @@ class Unit:
                 other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]
                 other.link()
         return unit
+
+
+def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What modules read, by entry, for full tensors: DTensors where tensor parallelism split."""
+    if not unit.dtensors:
+        return tensors
+    read = list(tensors)
+    for index, parallel in unit.dtensors:
+        assert parallel is not None
+        read[index] = parallel.wrap(tensors[index])
+    return read
 
 
 def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:

@@ -19,6 +19,7 @@ from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 from torch.utils import _pytree
@@ -304,6 +305,51 @@ def strict_of_load() -> bool:
             return bool(frame.f_locals.get("strict", False))
         frame = frame.f_back
     return False
+
+
+make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
+"""``(cls, tensor, requires_grad)``: another object of class ``cls`` over the tensor's storage."""
+
+disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
+"""As ``__torch_dispatch__`` of a class: its tensors are dispatched as plain ones."""
+
+
+def local_part(dtensor: DTensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, outside autograd."""
+    return dtensor._local_tensor
+
+
+def set_local_part(dtensor: DTensor, local: torch.Tensor | None) -> None:
+    """Give a DTensor object, whatever its class, another local tensor, or none."""
+    slot: Any = DTensor.__dict__["_local_tensor"]
+    if local is None:
+        slot.__delete__(dtensor)
+    else:
+        slot.__set__(dtensor, local)
+
+
+def dtensor_spec(dtensor: DTensor) -> Any:
+    """Mesh, placements and global shape, as one object that DTensors share."""
+    return dtensor._spec
+
+
+def set_dtensor_spec(dtensor: DTensor, spec: Any) -> None:
+    dtensor._spec = spec
+
+
+def is_called_by_dtensor() -> bool:
+    """Whether a function of torch.distributed.tensor is on this thread's stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.tensor."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or itself."""
+    return mesh._get_root_mesh()
 
 
 def default_store() -> Any:

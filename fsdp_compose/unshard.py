@@ -15,7 +15,7 @@ from fsdp_compose.engine import prefetch
 from fsdp_compose.gather import dress_all
 from fsdp_compose.reduction import drain, land, pack, start_all_reduce, start_reduce
 from fsdp_compose.residency import drop, install_leaves, keep, refresh_stale, wait_gathered
-from fsdp_compose.state import Hold, Lane, Opened, Unit, find_state, iter_units
+from fsdp_compose.state import Hold, Lane, Opened, Unit, as_read, find_state, iter_units
 
 
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
@@ -88,7 +88,7 @@ def _show(unit: Unit) -> None:
     if unit.opened is not None:
         return
     reaches: list[Reach] = []
-    fulls = dict(zip(unit.entries, unit.aliases, strict=True))
+    fulls = dict(zip(unit.entries, as_read(unit, unit.aliases), strict=True))
     with torch.inference_mode(False), torch.enable_grad():
         shown = connect(owners(unit), fulls, reaches)
     graphs = _graphs.setdefault(unit, weakref.WeakSet())
@@ -97,11 +97,8 @@ def _show(unit: Unit) -> None:
         weakref.finalize(reach, _graph_is_gone, weakref.ref(unit)).atexit = False
     tensors = [shown[entry] for entry in unit.entries]
     dress_all(unit, tensors)
-    unit.opened = Unsharded(
-        tensors=tensors,
-        in_forward=False,
-        versions=[full._version for full in unit.aliases],
-    )
+    versions = [tensor._version for tensor in tensors]
+    unit.opened = Unsharded(tensors=tensors, in_forward=False, versions=versions)
     if not is_running(unit):
         install_leaves(unit)
 
@@ -141,10 +138,9 @@ def reshard(module: nn.Module) -> None:
         while opened is not None and not isinstance(opened, Unsharded):
             around, opened = opened, opened.outer
         if isinstance(opened, Unsharded):
-            for entry, full, version in zip(
-                unit.entries, unit.aliases, opened.versions, strict=True
-            ):
-                if full._version != version:
+            now = [tensor._version for tensor in opened.tensors]
+            for entry, before, version in zip(unit.entries, opened.versions, now, strict=True):
+                if before != version:
                     edited = edited or entry
             if around is not None:
                 around.outer = None

@@ -43,6 +43,7 @@ LAYERS = [
     "participate.py",
     "trace.py",
     "wrap.py",
+    "parallel.py",
     "collect.py",
     "agree.py",
     "init.py",

@@ -25,11 +25,18 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def groups_of(module: nn.Module) -> list[Group]:
-    """The groups of more than one rank over which ``module``'s parameters are cut or copied."""
+    """The groups of more than one rank over which ``module``'s parameters are cut or copied.
+
+    Those that tensor parallelism split them over come last.
+    """
     found: dict[tuple[int, ...], Group] = {}
-    for unit in iter_units(module):
-        for bucket in unit.gathered:
-            for group in bucket.mesh.groups:
+    buckets = [bucket for unit in iter_units(module) for bucket in unit.gathered]
+    for bucket in buckets:
+        for group in bucket.mesh.groups:
+            found.setdefault(group.ranks, group)
+    for bucket in buckets:
+        for entry in bucket.entries:
+            for group in () if entry.spec.parallel is None else entry.spec.parallel.groups:
                 found.setdefault(group.ranks, group)
     return list(found.values())
 

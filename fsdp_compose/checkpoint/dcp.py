@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm_hooks
 from fsdp_compose.checkpoint import optim as optimizers
@@ -164,7 +165,7 @@ def _pickle(value: object) -> Tensor:
 def _only_sharded(tree: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in tree.items():
-        if is_sharded(value):
+        if is_sharded(value) or isinstance(value, DTensor):
             kept[key] = value
         elif isinstance(value, Mapping) and (inner := _only_sharded(value)):
             kept[key] = inner

@@ -33,9 +33,9 @@ from fsdp_compose.checkpoint.names import clean, names_of
 from fsdp_compose.checkpoint.stream import each_full
 from fsdp_compose.checkpoint.tensorfile import FilePlan, Item, plan_files, read_header, sync
 from fsdp_compose.checkpoint.transfer import broadcast_object
-from fsdp_compose.checkpoint.values import storage_dims, whole
+from fsdp_compose.checkpoint.values import storage_dims, whole, whole_shape
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import is_sharded, own_slice, tag
+from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 
 PathLike = str | os.PathLike[str]
 INDEX = "model.safetensors.index.json"
@@ -104,7 +104,8 @@ def _outlines(
                 "Use save_checkpoint, or move it out of the module's state."
             )
         kept = before.get(name, value.dtype)
-        tensors[name] = (dtype if dtype and kept.is_floating_point else kept, tuple(value.shape))
+        kind = dtype if dtype and kept.is_floating_point else kept
+        tensors[name] = (kind, tuple(whole_shape(value)))
     return tensors
 
 
@@ -284,9 +285,11 @@ def check_sum(file: Path, wanted: Sum) -> None:
 
 def read_for(item: Item, current: Any) -> Tensor:
     """What ``current`` needs of a tensor on disk: its slice when it is sharded, else all."""
-    if not is_sharded(current) or tuple(current.shape) != item.shape:
+    if not is_sharded(current) or tuple(whole_shape(current)) != item.shape:
         return item.read().view(item.shape)
     spec = current._shard_spec
+    if spec.parallel is not None and spec.parallel.splits:
+        return tag(whole_slice(item.read().view(item.shape), spec).clone(), spec)
     if storage_dims(spec) == list(range(len(spec.shape))):
         return tag(item.read(spec.start, spec.stop), spec)
     full = item.read().view(item.shape)

@@ -45,10 +45,21 @@ def describe(unit: Unit) -> dict[str, Any]:
                 "shapes": [list(entry.spec.shape) for entry in bucket.entries],
                 "strides": [list(entry.spec.stride) for entry in bucket.entries],
                 "offsets": list(bucket.layout.offsets),
+                **_parts(bucket),
             }
             for bucket in unit.buckets
         ],
     }
+
+
+def _parts(bucket: Bucket) -> dict[str, Any]:
+    """Where this rank's parts lie in what tensor parallelism split."""
+    found = {
+        entry.names[0]: [list(parallel.shape), list(parallel.offsets)]
+        for entry in bucket.entries
+        if (parallel := entry.spec.parallel) is not None and parallel.splits
+    }
+    return {"parts": found} if found else {}
 
 
 def local_values(unit: Unit) -> dict[str, Any]:
@@ -69,6 +80,7 @@ def flat_spec(bucket: Bucket, name: str) -> ShardSpec:
         stride=(1,),
         offset=0,
         hooks=type(first.hooks)(),
+        parallel=None,
     )
 
 

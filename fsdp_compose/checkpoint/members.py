@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_compose.bucket import Bucket, Entry, find_entry
 from fsdp_compose.checkpoint.names import closest, parameter_names
+from fsdp_compose.checkpoint.values import whole_shape
 from fsdp_compose.sharded import ShardSpec, is_sharded
 from fsdp_compose.state import iter_units
 
@@ -91,7 +92,7 @@ def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
         for position, param in enumerate(group["params"]):
             if id(param) in names:
                 entry = find_entry(param) if is_sharded(param) else None
-                part = Part(tuple(names[id(param)]), param.shape, entry)
+                part = Part(tuple(names[id(param)]), whole_shape(param), entry)
                 members.append(Member(param, (part,)))
                 continue
             if pieces is None:
@@ -139,7 +140,7 @@ def _raw_member(
 
 def _part(entry: Entry, names: dict[int, list[str]], span: slice) -> Part:
     own_names = tuple(names.get(id(entry.param), [entry.spec.fqn]))
-    return Part(own_names, entry.spec.shape, entry, span)
+    return Part(own_names, entry.spec.whole_shape, entry, span)
 
 
 def by_name(groups: Sequence[Sequence[Member]]) -> dict[str, Part]:

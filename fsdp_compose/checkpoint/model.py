@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
@@ -28,7 +29,7 @@ from fsdp_compose.checkpoint.names import (
 )
 from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_state
-from fsdp_compose.checkpoint.values import fit, needs_gather, whole
+from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state
 from fsdp_compose.torch_private import foreign_load_hooks
@@ -96,7 +97,7 @@ def state_dict(
     elif kind == "sharded":
         for name, value in names.values.items():
             if isinstance(value, Tensor):
-                result[name] = value.detach()
+                result[name] = as_whole(value) if is_sharded(value) else value.detach()
     else:
         for name, value in names.values.items():
             if is_sharded(value):
@@ -318,14 +319,14 @@ def _misfit(name: str, value: Any, current: Any) -> str | None:
         return None
     if not isinstance(value, Tensor):
         return f"{name!r} is a {type(value).__name__}; wanted a tensor of {tuple(current.shape)}"
-    shape = tuple(value.shape)
-    if shape != tuple(current.shape) and not (current.ndim == 0 and shape == (1,)):
-        return f"{name!r} has global shape {shape}; wanted {tuple(current.shape)}"
+    shape, want = tuple(whole_shape(value)), tuple(whole_shape(current))
+    if shape != want and not (current.ndim == 0 and shape == (1,)):
+        return f"{name!r} has global shape {shape}; wanted {want}"
     if value.is_complex() and not current.is_complex():
         return f"{name!r} is {value.dtype}; wanted {current.dtype}, which has no imaginary part"
     if is_sharded(value) and needs_gather(value, _spec(current)):
         spec = value._shard_spec
-        if spec.group.pg is None and spec.group.size > 1:
+        if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
             return (
                 f"{name!r} is the slice of rank {spec.group.rank} of {spec.group.size} "
                 f"({spec.held}), loaded without the other ranks, and this rank holds other "
@@ -341,7 +342,11 @@ def prepare(value: Any, current: Any) -> Any:
     if is_sharded(current):
         spec = current._shard_spec
         return fit(value.reshape(()) if current.ndim == 0 != value.ndim else value, spec, True)
-    return whole(value)
+    if isinstance(current, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(
+            whole(value), current.device_mesh, current.placements, src_data_rank=None
+        )
+    return value if isinstance(current, DTensor) else whole(value)
 
 
 def custom_load(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.bucket import Bucket, find_entry
+from fsdp_compose.parallel import check_declared
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import iter_units, owner_of
 
@@ -70,6 +71,7 @@ def names_of(module: nn.Module) -> Names:
     """Walk ``module`` as its own ``state_dict`` does; parameters are leaves even while gathered."""
     with bare():
         native = module.state_dict(keep_vars=True)
+    check_declared(native)
     aliased = aliases_of(module)
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}

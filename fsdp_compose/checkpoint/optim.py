@@ -25,9 +25,9 @@ from fsdp_compose.checkpoint.names import clean, listing, parameter_names
 from fsdp_compose.checkpoint.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
-from fsdp_compose.checkpoint.values import fit, needs_gather, whole
+from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import is_sharded, tag, to_local
+from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
 from fsdp_compose.state import owner_of
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
@@ -102,24 +102,30 @@ def _split(member: Member, values: Mapping[str, Any]) -> Iterable[tuple[Part, di
 def _piece(member: Member, part: Part, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if is_sharded(value) or part.spec is None:
+    if is_sharded(value):
+        return as_whole(value)
+    if part.spec is None:
         return value.detach()
     local = (part.spec.stop - part.spec.start,)
     if member.is_raw:
         if value.shape == member.param.shape and value.ndim:
-            return tag(value.detach()[part.span], part.spec)
+            return as_whole(tag(value.detach()[part.span], part.spec))
     elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
-        return tag(value.detach(), part.spec)  # an optimizer that works on p.to_local()
+        return as_whole(tag(value.detach(), part.spec))  # an optimizer over p.to_local()
     return value.detach()
 
 
 def _layout(parts: Mapping[str, Part]) -> dict[str, Any]:
     """What must be alike where ``kind="local"`` is loaded; not the rank, which the slices know."""
     return {
-        name: (part.spec.group.size, part.spec.offset, part.spec.shard_numel)
+        name: (part.spec.group.size, part.spec.offset, part.spec.shard_numel, *_place(part.spec))
         for name, part in parts.items()
         if part.spec is not None
     }
+
+
+def _place(spec: ShardSpec) -> tuple[object, ...]:
+    return () if spec.parallel is None else spec.parallel.key
 
 
 def _full(
@@ -149,11 +155,12 @@ def _full(
             assert entry is not None
             slices[bucket.pieces[entry.index]].copy_(to_local(value))
         flat = gather_bucket(bucket, shard)
-        for name in values if keep else ():
+        for name in values:
             entry = parts[name].entry
             assert entry is not None
-            view = full_view(bucket, flat, entry.index)
-            state[name][key] = own_copy(view, wanted.cpu_offload)
+            view = full_view(bucket, flat, entry.index)  # a collective where it was split
+            if keep:
+                state[name][key] = own_copy(view, wanted.cpu_offload)
             del view
         del flat
     return {**sharded, "state": state} if keep else {}
@@ -347,13 +354,13 @@ def _misfits(
     for key, value in values.items():
         if not isinstance(value, Tensor):
             continue
-        shape, want = tuple(value.shape), tuple(part.shape)
+        shape, want = tuple(whole_shape(value)), tuple(part.shape)
         cut = is_sharded(value)
         if shape != want and (cut or key in ELEMENTWISE):
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
         elif is_sharded(value) and needs_gather(value, part.spec):
             spec = value._shard_spec
-            if spec.group.pg is None and spec.group.size > 1:
+            if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
                 found.append(
                     f"{key!r} of {part.name!r} is the slice of rank {spec.group.rank} of "
                     f"{spec.group.size} ({spec.held}), loaded without the other ranks; save "
@@ -364,7 +371,7 @@ def _misfits(
 
 def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -> bool:
     """Whether a state value is cut as its parameter is."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != tuple(part.shape):
+    if not isinstance(value, Tensor) or tuple(whole_shape(value)) != tuple(part.shape):
         return False
     if is_sharded(value) or part.shape or key in ELEMENTWISE:
         return True

@@ -28,7 +28,7 @@ from fsdp_compose.checkpoint.model import (
 )
 from fsdp_compose.checkpoint.names import CHECKPOINTED, bare, clean, is_bare
 from fsdp_compose.checkpoint.stream import each_full, own_copy
-from fsdp_compose.checkpoint.values import install_protocol, is_ready
+from fsdp_compose.checkpoint.values import as_whole, install_protocol, is_ready
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import Unit, find_state, get_state
 from fsdp_compose.torch_private import remove_state_dict_hooks, strict_of_load
@@ -119,7 +119,9 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
         for key, (index, values, name) in places.items():
             leaf = unit.entries[index].param
             if values.get(name) is not leaf:  # gathered now; what is in place will not last
-                state_dict[key] = leaf.detach()
+                state_dict[key] = as_whole(leaf)
+            elif unit.entries[index].spec.parallel is not None:
+                state_dict[key] = as_whole(leaf)  # torch took what it reads as
     elif wanted.kind == "local":
         for key in places:
             del state_dict[key]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fsdp_compose.checkpoint.files import describe_failures
 from fsdp_compose.checkpoint.names import clean
+from fsdp_compose.checkpoint.values import as_whole, whole_shape
 from fsdp_compose.sharded import is_sharded, tag
 from fsdp_compose.torch_private import load_checkpoint_plan
 
@@ -131,10 +132,10 @@ class Source:
             self._wanted[key] = None
             return
         dtype = dtype or (entry.properties.dtype if like is None else like.dtype)
-        if is_sharded(like) and like.shape == entry.size:
+        if is_sharded(like) and whole_shape(like) == entry.size:
             spec = like._shard_spec
             local = torch.empty(spec.stop - spec.start, dtype=dtype)
-            self._wanted[key] = tag(local, spec)
+            self._wanted[key] = as_whole(tag(local, spec))
         else:
             self._wanted[key] = torch.empty(entry.size, dtype=dtype)
 

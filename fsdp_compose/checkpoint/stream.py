@@ -18,7 +18,8 @@ def each_full(
 ) -> None:
     """Call ``visit`` with each leaf and its full tensor, in the parameter's shape and strides.
 
-    The tensor is valid during the call only. Every rank must pass the same leaves.
+    Of parameters that tensor parallelism split it is the whole too. The tensor is valid during the
+    call only. Every rank must pass the same leaves.
     """
     leaves = list(leaves)
     by_bucket: dict[int, list[nn.Parameter]] = {}
@@ -41,9 +42,10 @@ def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
 
 
 def full_view(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:
-    """Parameter ``index`` of the bucket, as a view of a gathered flat tensor."""
+    """Parameter ``index`` of the bucket in a gathered flat tensor: a view, unless it was split."""
     spec = bucket.entries[index].spec
-    return flat.as_strided(spec.shape, spec.stride, spec.offset)
+    part = flat.as_strided(spec.shape, spec.stride, spec.offset)
+    return part if spec.parallel is None else spec.parallel.assemble(part)
 
 
 def own_copy(tensor: torch.Tensor, cpu: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_compose import comm
 from fsdp_compose.checkpoint.consensus import settle
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import is_sharded, own_slice, tag
+from fsdp_compose.sharded import is_sharded, spec_of, tag, whole_slice
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def broadcast_state(
             else torch.empty(value.shape, dtype=value.dtype, device=device)
         )
         broadcast_tensor(tensor, groups)
-        if is_sharded(target) and tuple(target.shape) == value.shape:
+        if is_sharded(target) and tuple(spec_of(target).whole_shape) == value.shape:
             spec = target._shard_spec
-            tensor = tag(own_slice(tensor, spec).clone(), spec)
+            tensor = tag(whole_slice(tensor, spec).clone(), spec)
         result[name] = tensor
     return result
 

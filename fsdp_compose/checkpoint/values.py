@@ -7,6 +7,7 @@ communication, and any other cut of the same shape reads the boxes that it overl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.layout import Box, boxes
 from fsdp_compose.sharded import (
+    ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
     ShardSpec,
+    gather_part,
     is_sharded,
-    own_slice,
+    spec_of,
     tag,
     to_local,
+    whole_slice,
 )
 
 READY = "_fsdp_compose_ready"
@@ -40,8 +44,9 @@ def storage_dims(spec: ShardSpec) -> list[int]:
 
 
 def chunks_of(tensor: Any) -> list[tuple[Box, Tensor]]:
-    """The boxes of the original shape that a sharded tensor holds, each with a view of its data."""
+    """The boxes of the whole shape that a sharded tensor holds, each with a view of its data."""
     spec: ShardSpec = tensor._shard_spec
+    first = (0,) * len(spec.shape) if spec.parallel is None else spec.parallel.offsets
     dims, local = storage_dims(spec), to_local(tensor)
     back = [dims.index(d) for d in range(len(dims))]
     shape = [spec.shape[d] for d in dims]
@@ -53,16 +58,18 @@ def chunks_of(tensor: Any) -> list[tuple[Box, Tensor]]:
             numel *= size
         data = local[position : position + numel].view(box.sizes).permute(back)
         position += numel
-        offsets = tuple(box.offsets[i] for i in back)
+        offsets = tuple(box.offsets[i] + first[at] for at, i in enumerate(back))
         found.append((Box(offsets, tuple(box.sizes[i] for i in back)), data))
-    if spec.numel == 0 and spec.group.rank == 0:
+    if spec.whole_shape.numel() == 0 and spec.group.rank == 0:
         empty = Box((0,) * len(spec.shape), tuple(spec.shape))
         found.append((empty, local.view(spec.shape)))
     return found
 
 
 def _create_write_items(self: Any, fqn: str, object: Any) -> list[WriteItem]:
-    local = to_local(self)
+    local, spec = to_local(self), spec_of(self)
+    if spec.parallel is not None and not spec.parallel.is_first:
+        return []  # other ranks hold, and write, the same; their boxes may be cut elsewhere
     return [
         WriteItem(
             index=MetadataIndex(fqn, torch.Size(box.offsets)),
@@ -70,7 +77,7 @@ def _create_write_items(self: Any, fqn: str, object: Any) -> list[WriteItem]:
             tensor_data=TensorWriteData(
                 chunk=_chunk(box),
                 properties=TensorProperties.create_from_tensor(local),
-                size=self._shard_spec.shape,
+                size=spec.whole_shape,
             ),
         )
         for box, _ in chunks_of(self)
@@ -97,7 +104,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 def install_protocol() -> None:
     """Teach sharded tensors the protocol by which torch.distributed.checkpoint knows DTensor."""
-    for cls in (ShardedTensor, ShardedParameter):
+    for cls in (ShardedTensor, ShardedParameter, ShardedDTensor):
         kind: Any = cls
         kind.__create_write_items__ = _create_write_items
         kind.__create_chunk_list__ = _create_chunk_list
@@ -113,9 +120,29 @@ def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
 
 def whole(value: Tensor) -> Tensor:
     """The full plain tensor behind a sharded value or a DTensor; a collective for those."""
-    if is_sharded(value) or isinstance(value, DTensor):
+    if is_sharded(value):
+        parallel = spec_of(value).parallel
+        return value.full_tensor() if parallel is None else parallel.assemble(gather_part(value))
+    if isinstance(value, DTensor):
         return value.full_tensor()
     return value
+
+
+def whole_shape(value: Tensor) -> torch.Size:
+    """The shape of ``whole(value)``; a parameter that was split by hand reads as less."""
+    return spec_of(value).whole_shape if is_sharded(value) else value.shape
+
+
+def as_whole(tensor: Tensor) -> Tensor:
+    """A detached slice for a state dict: of a parameter split by hand, one that reads as the whole.
+
+    What loads a state dict compares that shape with the one in the file.
+    """
+    spec = spec_of(tensor)
+    if spec.parallel is None or spec.is_dtensor:
+        return tensor.detach()
+    shown = replace(spec, parallel=replace(spec.parallel, reads_whole=True))
+    return tag(to_local(tensor), shown)
 
 
 def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
@@ -124,16 +151,16 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
     The data is shared with ``value`` where it can be.
 
     Args:
-        value: plain and of shape ``spec.shape``, a sharded tensor of that global shape cut in any
-            way, or a DTensor of it. What is cut differently is gathered: a collective.
+        value: plain and of shape ``spec.whole_shape``, a sharded tensor of that global shape cut
+            in any way, or a DTensor of it. What is cut differently is gathered: a collective.
         ready: mark the result as fitted.
     """
     if is_sharded(value) and value._shard_spec.key == spec.key:
         local = to_local(value)
     elif needs_gather(value, spec):
-        local = own_slice(whole(value).detach(), spec).clone()
+        local = whole_slice(whole(value).detach(), spec).clone()
     else:
-        local = own_slice(value.detach(), spec)
+        local = whole_slice(value.detach(), spec)
     fitted = tag(local, spec)
     if ready:
         fitted.__dict__[READY] = True

@@ -15,6 +15,7 @@ from fsdp_compose.inspect.survey import Survey, survey_units
 from fsdp_compose.inspect.text import plain, plural, size, table
 from fsdp_compose.reduction import get_grad
 from fsdp_compose.residency import stamp_of
+from fsdp_compose.sharded import part_of
 from fsdp_compose.state import Hold, Lane, Unit, iter_units
 from fsdp_compose.torch_private import raw
 
@@ -202,7 +203,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _other(survey: Survey) -> int:
     outside = list(survey.outside.values())
     grads = [p.grad for p in outside if p.grad is not None]
-    return survey.buffer_bytes + sum(t.numel() * t.element_size() for t in [*outside, *grads])
+    return survey.buffer_bytes + sum(t.nbytes for t in map(part_of, [*outside, *grads]))
 
 
 def _now(lane: Lane) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_compose.inspect.survey import PlannedBucket, Record, Survey
 from fsdp_compose.inspect.text import count, dtype_name, plural, size
+from fsdp_compose.sharded import part_of
 
 MUCH_PADDING = 0.01
 LARGE_UNIT = 0.5
@@ -18,6 +19,7 @@ def notes_on(survey: Survey) -> tuple[str, ...]:
         *_left_out(survey),
         *_largest(survey),
         *_far_apart(survey),
+        *_split(survey),
         *_ties(survey),
         *_dtypes(survey),
         *_frozen(survey),
@@ -41,7 +43,7 @@ def _left_out(survey: Survey) -> Iterator[str]:
     ):  # fmt: skip
         if names:
             nbytes = sum(
-                survey.outside[n].numel() * survey.outside[n].dtype.itemsize for n in names
+                part_of(survey.outside[n]).numel() * survey.outside[n].dtype.itemsize for n in names
             )
             kind = "trained" if names is trained else "frozen"
             yield (
@@ -52,6 +54,16 @@ def _left_out(survey: Survey) -> Iterator[str]:
 
 def _own(survey: Survey, record: Record) -> list[PlannedBucket]:
     return [survey.buckets[i] for i in record.held]
+
+
+def _split(survey: Survey) -> Iterator[str]:
+    """What tensor parallelism split before it was sharded."""
+    if survey.split:
+        ranks = " or ".join(str(n) for n in sorted(set(survey.split.values())))
+        yield (
+            f"tensor parallelism splits {plural(len(survey.split), 'parameter')} over {ranks} "
+            f"ranks: {some(list(survey.split))}; what is counted is this rank's part of them."
+        )
 
 
 def _largest(survey: Survey) -> Iterator[str]:

@@ -6,6 +6,7 @@ order in which the plan takes them to run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -19,6 +20,7 @@ from fsdp_compose.comm import is_point_to_point
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import clean_name
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch
+from fsdp_compose.sharded import Parallel
 from fsdp_compose.state import Unit, owner_of
 from fsdp_compose.torch_private import buffer_slots, parameter_slots, raw
 
@@ -198,6 +200,7 @@ class Survey:
     records: list[Record] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     outside: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters of no unit
+    split: dict[str, int] = field(default_factory=dict)  # by tensor parallelism, over this many
     buffer_bytes: int = 0
 
     def events_of(self, record: Record) -> list[Event]:
@@ -215,6 +218,8 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             if id(bucket) not in index:
                 index[id(bucket)] = len(survey.buckets)
                 survey.buckets.append(_of_bucket(bucket, names))
+                for entry in bucket.entries:
+                    _note_split(survey, names.of(entry), entry.spec.parallel)
     for unit in units:
         modules = [m for ref in unit.modules if (m := ref()) is not None]
         own = [index[id(bucket)] for bucket in unit.buckets]
@@ -269,6 +274,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
             survey.buckets.append(_of_plan(plan, bucket))
             for item in bucket.found:
                 index[id(item.param)] = own[-1]
+                _note_split(survey, _join(plan, item.names[0]), item.parallel)
                 lenders[id(item.param)] = plan, _join(plan, item.names[0])
         places: dict[tuple[int, str], Use] = {}
         loans: list[Loan] = []
@@ -276,7 +282,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
             sharded.add(id(item.param))
             name = _join(plan, item.names[0])
             itemsize = survey.buckets[index[id(item.param)]].compute.itemsize
-            bytes_ = item.param.numel() * itemsize * item.param.requires_grad
+            bytes_ = item.part.numel() * itemsize * item.param.requires_grad
             use = Use(id(item.param), name, index[id(item.param)], bytes_)
             places.update({(id(slot.values), slot.name): use for slot in item.slots})
             lender, lent_as = lenders[id(item.param)]
@@ -308,6 +314,11 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
     _walk(modules, survey, lambda param: id(param) in sharded)
     survey.buffer_bytes = _planned_buffers(modules, plans)
     return survey
+
+
+def _note_split(survey: Survey, name: str, parallel: Parallel | None) -> None:
+    if parallel is not None and parallel.splits:
+        survey.split[name] = math.prod(axis.group.size for axis in parallel.splits)
 
 
 def _walk(

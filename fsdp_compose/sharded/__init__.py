@@ -6,6 +6,7 @@ functions act on the slice, reductions of everything are global (every rank of t
 them) and differentiable, and whatever else would see a slice raises :class:`ShardedWeightError`.
 
     ops.py      tables of torch functions by what they mean on a slice
+    parallel.py where a rank's part of a tensor lies that tensor parallelism split
     spec.py     where a slice lies in its parameter and its bucket
     reduce.py   reductions over the ranks of a group
     tensor.py   the two classes; tag, untag, to_local
@@ -13,13 +14,20 @@ them) and differentiable, and whatever else would see a slice raises :class:`Sha
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
+from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import Hooks, Residence, ShardedWeightError, ShardSpec, refuse
 from fsdp_compose.sharded.tensor import (
+    ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
+    close_dtensor,
+    gather_part,
     give_back_hooks,
     is_sharded,
+    is_sharded_parameter,
+    open_dtensor,
     own_slice,
+    part_slice,
     set_local,
     sharded_hook,
     spec_of,
@@ -28,25 +36,38 @@ from fsdp_compose.sharded.tensor import (
     take_over_hooks,
     to_local,
     untag,
+    whole_slice,
 )
 
 __all__ = [
+    "Axis",
     "Hooks",
+    "Parallel",
     "Residence",
     "ShardSpec",
+    "ShardedDTensor",
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
+    "close_dtensor",
+    "gather_part",
     "give_back_hooks",
     "is_sharded",
+    "is_sharded_parameter",
+    "like_dtensor",
+    "open_dtensor",
     "own_slice",
+    "part_of",
+    "part_slice",
     "refuse",
     "set_local",
     "sharded_hook",
     "spec_of",
+    "split_axes",
     "tag",
     "tag_all",
     "take_over_hooks",
     "to_local",
     "untag",
+    "whole_slice",
 ]

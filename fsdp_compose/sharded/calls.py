@@ -75,8 +75,8 @@ def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
         refuse(func, spec, "the other operand requires grad")
     if value.ndim == 0:
         return value
-    pairs = zip(reversed(value.shape), reversed(spec.shape), strict=False)
-    if value.ndim > len(spec.shape) or any(n not in (1, m) for n, m in pairs):
+    pairs = zip(reversed(value.shape), reversed(spec.seen), strict=False)
+    if value.ndim > len(spec.seen) or any(n not in (1, m) for n, m in pairs):
         refuse(func, spec, f"the other has shape {tuple(value.shape)}")
     return value.reshape(1) if value.numel() == 1 else own_slice(value, spec)
 
@@ -177,7 +177,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gradient scaling: an infinity in any rank's slice is found by every rank of its group."""
     out = _foreach(func, args, kwargs)
     grads, found_inf = args[0], args[1]
-    for group in dict.fromkeys(g._shard_spec.group for g in grads if is_sharded(g)):
+    groups = [group for g in grads if is_sharded(g) for group in g._shard_spec.whole_groups]
+    for group in dict.fromkeys(groups):
         all_reduce(found_inf, group, "max")
     return out
 
@@ -263,7 +264,7 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a one-element tensor holds; every rank must ask."""
-    if args[0]._shard_spec.numel != 1:
+    if args[0]._shard_spec.seen.numel() != 1:
         refuse(func, args[0]._shard_spec, "it has more than one element")
     return func(args[0].full_tensor())
 
@@ -277,7 +278,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         size = rest[0] if rest and not isinstance(rest[0], int) else rest
     with raw():
-        if tuple(size) != tuple(spec.shape):
+        if tuple(size) != tuple(spec.seen):
             return func(*args, **kwargs)
         local = (spec.stop - spec.start,)
         if "size" in kwargs:
@@ -295,6 +296,8 @@ def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each complex element is two real ones, so the slice of one is the slice of the other."""
     spec = args[0]._shard_spec
+    if spec.parallel is not None:
+        refuse(func, spec, "it is split by tensor parallelism")
     real = ShardSpec(
         spec.fqn,
         spec.unit,

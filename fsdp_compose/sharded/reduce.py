@@ -45,8 +45,16 @@ class _GatherRanks(torch.autograd.Function):
         return total[group.rank] / group.size, None
 
 
-def _across(partial: Tensor, op: str, group: Group) -> Tensor:
+def _across(partial: Tensor, op: str, spec: ShardSpec) -> Tensor:
     """Combine one number (or one vector) per rank."""
+    if spec.parallel is None:
+        return _over(partial, op, spec.group)
+    for group in spec.groups:
+        partial = _over(partial, op, group)
+    return partial
+
+
+def _over(partial: Tensor, op: str, group: Group) -> Tensor:
     if group.size == 1:
         return partial
     if op == "sum" and not (partial.requires_grad and torch.is_grad_enabled()):
@@ -85,7 +93,7 @@ def _sum(
     if not _plain(dim, keepdim) or axis is not None:
         return NotImplemented
     value = local if dtype is None else local.to(dtype)
-    total = _across(_wide(value).sum(), "sum", spec.group)
+    total = _across(_wide(value).sum(), "sum", spec)
     return total.to(value.dtype) if value.dtype in _HALF else total
 
 
@@ -107,7 +115,7 @@ def _mean(
     value = local if dtype is None else local.to(dtype)
     if not (value.is_floating_point() or value.is_complex()):
         return value.mean()  # torch's own error
-    return (_across(_wide(value).sum(), "sum", spec.group) / spec.numel).to(value.dtype)
+    return (_across(_wide(value).sum(), "sum", spec) / spec.seen.numel()).to(value.dtype)
 
 
 def _prod(
@@ -116,7 +124,7 @@ def _prod(
     if not _plain(dim, keepdim):
         return NotImplemented
     value = local if dtype is None else local.to(dtype)
-    total = _across(_wide(value).prod(), "prod", spec.group)
+    total = _across(_wide(value).prod(), "prod", spec)
     return total.to(value.dtype) if value.dtype in _HALF else total
 
 
@@ -124,9 +132,9 @@ def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
     def extreme(local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False) -> Any:
         if not _plain(dim, keepdim):
             return NotImplemented
-        if spec.numel == 0:
+        if spec.seen.numel() == 0:
             return reduce(local)  # torch's own error
-        return _across(reduce(local) if local.numel() else _limit(local, op), op, spec.group)
+        return _across(reduce(local) if local.numel() else _limit(local, op), op, spec)
 
     return extreme
 
@@ -148,7 +156,7 @@ def _every(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
     def every(local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False) -> Any:
         if not _plain(dim, keepdim):
             return NotImplemented
-        return _across(reduce(local), op, spec.group)
+        return _across(reduce(local), op, spec)
 
     return every
 
@@ -156,7 +164,7 @@ def _every(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
 def _count_nonzero(local: Tensor, spec: ShardSpec, dim: Any = None) -> Any:
     if not _plain(dim, False):
         return NotImplemented
-    return _across(local.count_nonzero(), "sum", spec.group)
+    return _across(local.count_nonzero(), "sum", spec)
 
 
 def _var(
@@ -175,9 +183,9 @@ def _var(
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     wide = _wide(local)
-    mean = _across(wide.sum(), "sum", spec.group) / spec.numel
-    squares = _across((wide - mean).abs().square().sum(), "sum", spec.group)
-    return (squares / max(0, spec.numel - correction)).to(_real(local.dtype))
+    mean = _across(wide.sum(), "sum", spec) / spec.seen.numel()
+    squares = _across((wide - mean).abs().square().sum(), "sum", spec)
+    return (squares / max(0, spec.seen.numel() - correction)).to(_real(local.dtype))
 
 
 def _std(local: Tensor, spec: ShardSpec, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +214,7 @@ def _vector_norm(
     order = float(ord)
     accumulate = dtype or (torch.float32 if local.dtype in _HALF else None)
     value = _local_norm(local, order, accumulate)
-    return _combine_norms(value, order, spec.group).to(_real(dtype or local.dtype))
+    return _combine_norms(value, order, spec.groups).to(_real(dtype or local.dtype))
 
 
 def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
@@ -217,16 +225,21 @@ def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
     return torch.linalg.vector_norm(local, order, dtype=dtype)
 
 
-def _combine_norms(norms: Tensor, order: float, group: Group) -> Tensor:
+def _combine_norms(norms: Tensor, order: float, groups: tuple[Group, ...]) -> Tensor:
     """The norm of the whole from the norms of its slices."""
-    if group.size == 1:
-        return norms
+    for group in groups:
+        if group.size > 1:
+            norms = _norms_over(norms, order, group)
+    return norms
+
+
+def _norms_over(norms: Tensor, order: float, group: Group) -> Tensor:
     if order in (0.0, 1.0):
-        return _across(norms, "sum", group)
+        return _over(norms, "sum", group)
     if abs(order) == math.inf:
-        return _across(norms, "max" if order > 0 else "min", group)
+        return _over(norms, "max" if order > 0 else "min", group)
     if order == 2.0 and not (norms.requires_grad and torch.is_grad_enabled()):
-        return _across(norms.double().square(), "sum", group).sqrt()
+        return _over(norms.double().square(), "sum", group).sqrt()
     ranks = _GatherRanks.apply(norms.reshape(-1), group)
     return torch.linalg.vector_norm(ranks, order, dim=0).reshape(norms.shape)
 
@@ -291,14 +304,18 @@ def foreach_reduce(
         return _local_norm(local, order, options["dtype"]) if is_norm else _limit(local, "max")
 
     out = [next(values) if n else empty(t) for t, n in zip(tensors, held, strict=True)]
-    by_group: dict[int, list[int]] = {}
+    by_group: dict[tuple[int, ...], list[int]] = {}
     for i, spec in enumerate(specs):
-        if spec is not None and spec.group.size > 1:
-            by_group.setdefault(id(spec.group), []).append(i)
+        if spec is not None and (spec.group.size > 1 or spec.reads_whole):
+            by_group.setdefault(tuple(map(id, spec.groups)), []).append(i)
     for members in by_group.values():
-        group = specs[members[0]].group  # type: ignore[union-attr]
+        first = specs[members[0]]
+        assert first is not None
         vector = torch.stack([out[i] for i in members])
-        total = _combine_norms(vector, order, group) if is_norm else _across(vector, "max", group)
+        if is_norm:
+            total = _combine_norms(vector, order, first.groups)
+        else:
+            total = _across(vector, "max", first)
         for i, value in zip(members, total.unbind(), strict=True):
             out[i] = value
     wanted = [dtype or kind for kind in kinds] if half or by_group or dtype else ()

@@ -6,6 +6,8 @@ A bucket is one flat buffer of parameters in storage order, cut into equal shard
     ranks    | 0 0 0 0 | 1 1 1 1 | 2 2 2 2 | 3 3 3 3 |    shard_numel 4
 
     b on rank 1: start 0, stop 2, a 1-D tensor of 2 elements; lengths [0, 2, 4, 2]
+
+With tensor parallelism a, b and c are this rank's parts of larger tensors; see parallel.py.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import torch
 from torch.overrides import resolve_name
 
 from fsdp_compose.mesh import Group
+from fsdp_compose.sharded.parallel import Parallel
+from fsdp_compose.torch_private import is_called_by_dtensor
 
 __all__ = ["Hooks", "Residence", "ShardSpec", "ShardedWeightError", "refuse", "require_group"]
 
@@ -62,23 +66,62 @@ class ShardSpec:
     group: Group
     residence: Residence
     hooks: Hooks = field(default_factory=Hooks)
+    parallel: Parallel | None = None
     numel: int = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
     key: tuple[object, ...] = field(init=False)
     """Equal for two specs exactly when their slices hold the same elements on every rank."""
+    seen: torch.Size = field(init=False)
+    """The shape it reads as: of a DTensor the whole shape, else ``shape``."""
 
     def __post_init__(self) -> None:
         numel, rank = math.prod(self.shape), self.group.rank
         start, stop = _cut(self.offset, numel, self.shard_numel, rank)
         layout = (tuple(self.shape), tuple(self.stride), self.offset, self.shard_numel)
+        parallel = self.parallel
+        place = () if parallel is None else parallel.key
         for name, value in (
             ("numel", numel),
             ("start", start),
             ("stop", stop),
-            ("key", (*layout, rank, self.group.size)),
+            ("key", (*layout, rank, self.group.size, *place)),
+            ("seen", self.whole_shape if self.reads_whole else self.shape),
         ):
             object.__setattr__(self, name, value)
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether the parameter is a DTensor, of which the bucket has this rank's part."""
+        return self.parallel is not None and self.parallel.dtensor is not None
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether it reads as what all ranks hold together, not as this rank's part."""
+        return self.is_dtensor or (self.parallel is not None and self.parallel.reads_whole)
+
+    @property
+    def seen_stride(self) -> tuple[int, ...]:
+        return self.parallel.stride if self.parallel and self.reads_whole else self.stride
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Over all ranks, however the parameter was split."""
+        return self.shape if self.parallel is None else self.parallel.shape
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups whose ranks together hold what it reads as."""
+        return (self.group, *self._splits) if self.reads_whole else (self.group,)
+
+    @property
+    def whole_groups(self) -> tuple[Group, ...]:
+        """The groups whose ranks together hold the whole tensor, however it was split."""
+        return (self.group, *self._splits)
+
+    @property
+    def _splits(self) -> tuple[Group, ...]:
+        return () if self.parallel is None else tuple(a.group for a in self.parallel.splits)
 
     @property
     def lengths(self) -> list[int]:
@@ -90,7 +133,10 @@ class ShardSpec:
     def held(self) -> str:
         """What this rank holds, for messages."""
         what = f"elements {self.start}..{self.stop}" if self.stop > self.start else "no elements"
-        return f"{what} of shape {tuple(self.shape)}"
+        if self.parallel is None or not self.parallel.splits:
+            return f"{what} of shape {tuple(self.shape)}"
+        at, whole = self.parallel.offsets, tuple(self.parallel.shape)
+        return f"{what} of the part of shape {tuple(self.shape)} at {at} of shape {whole}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
         """A copied model's buckets are its own; as on plain parameters, hooks are not copied."""
@@ -105,7 +151,15 @@ def _cut(offset: int, numel: int, shard_numel: int, rank: int) -> tuple[int, int
 
 
 def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "") -> NoReturn:
-    """Raise D1 for a function that cannot work on the slice of ``spec``."""
+    """Raise D1 for a function that cannot work on the slice of ``spec``; D9 if DTensor calls it."""
+    if is_called_by_dtensor():
+        raise ShardedWeightError(
+            f"parameter {spec.fqn!r} of unit {spec.unit!r} is sharded, rank {spec.group.rank} "
+            f"holds {spec.held}, and is to become a DTensor now (parallelize_module, "
+            "distribute_module, distribute_tensor); wanted one that is not sharded yet. Tensor "
+            "parallelism comes first: build the model again, parallelize_module(model, "
+            "mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
+        )
     name = (resolve_name(func) or getattr(func, "__name__", repr(func))).removesuffix(".__get__")
     raise ShardedWeightError(
         f"{name} needs the whole of {spec.fqn!r} (unit {spec.unit!r}), of which rank "
@@ -118,7 +172,7 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "") -> NoReturn
 
 def require_group(spec: ShardSpec, what: str) -> None:
     """Raise for a slice that was unpickled, whose other ranks are not here."""
-    if spec.group.pg is None and spec.group.size > 1:
+    if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
         raise RuntimeError(
             f"{what} on {spec.fqn!r}: this is the slice of rank {spec.group.rank} of "
             f"{spec.group.size} ({spec.held}), unpickled without the other ranks. Load it into a "

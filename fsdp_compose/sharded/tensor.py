@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.comm import all_gather_uneven
 from fsdp_compose.mesh import Group
+from fsdp_compose.sharded.parallel import Parallel
 from fsdp_compose.sharded.spec import (
     Hooks,
     Residence,
@@ -28,10 +30,19 @@ from fsdp_compose.sharded.spec import (
 )
 from fsdp_compose.torch_private import (
     call_raw,
+    disabled_torch_dispatch,
+    dtensor_spec,
     enable_torch_function,
+    give_leaf_hooks,
     is_torch_function_enabled,
+    local_part,
+    make_subclass,
     prefer_foreach,
     raw,
+    set_dtensor_spec,
+    set_local_part,
+    swap_contents,
+    take_leaf_hooks,
 )
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -94,15 +105,15 @@ class _Sharded(_Base):
 
     @property
     def shape(self) -> torch.Size:
-        return self._shard_spec.shape
+        return self._shard_spec.seen
 
     @property
     def ndim(self) -> int:
-        return len(self._shard_spec.shape)
+        return len(self._shard_spec.seen)
 
     @property
     def nbytes(self) -> int:
-        return self._shard_spec.numel * self.dtype.itemsize
+        return self._shard_spec.seen.numel() * self.dtype.itemsize
 
     @property
     def is_cuda(self) -> bool:
@@ -154,7 +165,7 @@ class _Sharded(_Base):
         """A whole tensor is written into the slice; a slice takes the place of the slice."""
         spec, mine = self._shard_spec, to_local(self)
         local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
-        whole = type(value) not in _CLASSES and value.shape == spec.shape
+        whole = type(value) not in _CLASSES and value.shape == spec.seen
         if whole and local.dtype == mine.dtype and local.device == mine.device:
             mine.copy_(local)
             return
@@ -164,20 +175,20 @@ class _Sharded(_Base):
             spec.residence.moved |= not (same and local.data_ptr() == mine.data_ptr())
 
     def dim(self) -> int:
-        return len(self._shard_spec.shape)
+        return len(self._shard_spec.seen)
 
     ndimension = dim
 
     def numel(self) -> int:
-        return self._shard_spec.numel
+        return self._shard_spec.seen.numel()
 
     nelement = numel
 
     def size(self, dim: int | None = None) -> Any:
-        return self._shard_spec.shape if dim is None else self._shard_spec.shape[dim]
+        return self._shard_spec.seen if dim is None else self._shard_spec.seen[dim]
 
     def stride(self, dim: int | None = None) -> Any:
-        return self._shard_spec.stride if dim is None else self._shard_spec.stride[dim]
+        return self._shard_spec.seen_stride if dim is None else self._shard_spec.seen_stride[dim]
 
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
         return _outline(self._shard_spec).is_contiguous(memory_format=memory_format)
@@ -189,9 +200,9 @@ class _Sharded(_Base):
         return self.dtype.is_floating_point
 
     def __len__(self) -> int:
-        if not self._shard_spec.shape:
+        if not self._shard_spec.seen:
             raise TypeError("len() of a 0-d tensor")
-        return self._shard_spec.shape[0]
+        return self._shard_spec.seen[0]
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         if is_torch_function_enabled():
@@ -211,18 +222,16 @@ class _Sharded(_Base):
     def full_tensor(self) -> Tensor:
         """The whole tensor, detached, shape and stride as before sharding.
 
-        Every rank of the group must call it; one collective.
+        Every rank of the group must call it; one collective. Of a DTensor the whole plain tensor,
+        which takes another collective per mesh dimension that splits it.
 
         Raises:
             RuntimeError: this is a slice that was unpickled, whose other ranks are not here.
         """
-        spec, local = self._shard_spec, to_local(self)
+        spec = self._shard_spec
         require_group(spec, "full_tensor")
-        if spec.group.size == 1:
-            flat = local.clone()
-        else:
-            flat = all_gather_uneven(local, spec.lengths, spec.group)
-        return flat.as_strided(spec.shape, spec.stride)
+        part = gather_part(self)
+        return spec.parallel.assemble(part) if spec.parallel and spec.reads_whole else part
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """As Tensor.register_hook. A parameter's hooks run on its reduced, sharded gradient."""
@@ -276,7 +285,8 @@ class _Sharded(_Base):
         if local.untyped_storage().nbytes() > local.nbytes:
             local = local.clone()
         place = (spec.fqn, spec.unit, tuple(spec.shape), spec.stride, spec.offset)
-        where = (spec.shard_numel, spec.group.rank, spec.group.size)
+        parallel = None if spec.parallel is None else spec.parallel.to_plain()
+        where = (spec.shard_numel, spec.group.rank, spec.group.size, parallel)
         return rebuild_sharded, (local, self.requires_grad, self._is_parameter, place, where)
 
 
@@ -290,7 +300,32 @@ class ShardedParameter(_Sharded, torch.nn.Parameter):  # type: ignore[misc, over
     _is_parameter = True
 
 
-_CLASSES = frozenset((ShardedTensor, ShardedParameter))
+class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
+    """A slice of a parameter that is a DTensor, and stays one: mesh and placements are as before.
+
+    Underneath it is a plain tensor, which autograd and optimizers handle at their usual speed.
+    """
+
+    __slots__ = ()  # what a class must have in common with DTensor to take its place
+    __torch_dispatch__ = disabled_torch_dispatch  # type: ignore[assignment]
+    _is_parameter = True
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        return to_local(self)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        refuse(DTensor.redistribute, self._shard_spec)
+
+
+_CLASSES = frozenset((ShardedTensor, ShardedParameter, ShardedDTensor))
+
+
+_PLAIN: dict[type, type] = {
+    ShardedTensor: Tensor,
+    ShardedParameter: torch.nn.Parameter,
+    ShardedDTensor: DTensor,
+}
 
 
 def is_sharded(tensor: object) -> TypeGuard[ShardedTensor]:
@@ -307,7 +342,10 @@ def spec_of(tensor: Tensor) -> ShardSpec:
 def tag(tensor: Any, spec: ShardSpec) -> Any:
     """Make this 1-D local slice a sharded tensor, or this Parameter of one a sharded parameter."""
     tensor._shard_spec = spec
-    tensor.__class__ = ShardedTensor if type(tensor) is Tensor else ShardedParameter
+    if type(tensor) is Tensor:
+        tensor.__class__ = ShardedTensor
+    else:
+        tensor.__class__ = ShardedDTensor if isinstance(tensor, DTensor) else ShardedParameter
     return tensor
 
 
@@ -325,8 +363,7 @@ def untag(tensor: Any) -> Any:
         own = tensor.__dict__
         for name in ("_shard_spec", "dtype", "device"):
             own.pop(name, None)
-        is_parameter = type(tensor) is ShardedParameter
-        tensor.__class__ = torch.nn.Parameter if is_parameter else Tensor
+        tensor.__class__ = _PLAIN[type(tensor)]
     return tensor
 
 
@@ -342,8 +379,38 @@ def set_local(tensor: Any, local: Tensor) -> None:
     tensor.__dict__.pop("device", None)
 
 
+def is_sharded_parameter(tensor: object) -> bool:
+    """Whether it is a sharded parameter, not a gradient or a state."""
+    return type(tensor) in _CLASSES and type(tensor) is not ShardedTensor
+
+
+def gather_part(tensor: Tensor) -> Tensor:
+    """What this rank holds without sharding, detached: of a DTensor its local tensor."""
+    spec, local = spec_of(tensor), to_local(tensor)
+    if spec.group.size == 1:
+        flat = local.clone()
+    else:
+        flat = all_gather_uneven(local, spec.lengths, spec.group)
+    return flat.as_strided(spec.shape, spec.stride)
+
+
 def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
-    """This rank's elements of a plain tensor that broadcasts to the original shape."""
+    """This rank's elements of a plain tensor that broadcasts to the shape the parameter reads as.
+
+    Of a DTensor parameter also those of another DTensor on its mesh.
+    """
+    if spec.parallel is not None and spec.reads_whole:
+        full = spec.parallel.cut(full)
+    return part_slice(full, spec)
+
+
+def whole_slice(whole: Tensor, spec: ShardSpec) -> Tensor:
+    """This rank's elements of a plain tensor of the shape that all ranks hold together."""
+    return part_slice(whole if spec.parallel is None else spec.parallel.cut(whole), spec)
+
+
+def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
+    """This rank's elements of what it holds without sharding."""
     order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
     flat = full.expand(spec.shape).permute(order).reshape(-1)
     return flat[spec.start : spec.stop]
@@ -415,7 +482,35 @@ def _add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> Removab
     return handle
 
 
+def open_dtensor(param: Any) -> None:
+    """Let a DTensor parameter be an empty plain tensor underneath, to be tagged; its object stays.
+
+    Its gradient must be taken from it before, and its gradient hooks.
+    """
+    with raw():
+        accumulated = take_leaf_hooks(param)[1]
+        plain = torch.nn.Parameter(local_part(param).new_empty(0), param.requires_grad)
+        swap_contents(param, plain)
+        give_leaf_hooks(param, None, accumulated)
+    set_local_part(param, None)
+
+
+def close_dtensor(param: Any, part: Tensor, spec: ShardSpec) -> None:
+    """Undo ``open_dtensor`` of an untagged parameter, around ``part``."""
+    assert spec.parallel is not None
+    with torch.no_grad():
+        whole: Any = torch.nn.Parameter(spec.parallel.wrap(part.detach()), param.requires_grad)
+        swap_contents(param, whole)
+    set_local_part(param, local_part(whole))
+    set_dtensor_spec(param, dtensor_spec(whole))
+
+
 def _build(cls: type, local: Tensor, spec: ShardSpec, requires_grad: bool) -> Any:
+    if cls is ShardedDTensor and spec.parallel is not None and spec.is_dtensor:
+        twin = make_subclass(ShardedDTensor, local, requires_grad)
+        twin._is_param = True
+        set_dtensor_spec(twin, spec.parallel.dtensor)
+        return tag(twin, spec)
     if issubclass(cls, torch.nn.Parameter):
         return tag(torch.nn.Parameter(local, requires_grad), spec)
     return tag(local.requires_grad_(requires_grad), spec)
@@ -426,20 +521,28 @@ def rebuild_sharded(
 ) -> Any:
     """Unpickle: a slice without its group, on which every reduction and gather raises."""
     fqn, unit, shape, stride, offset = place
-    shard_numel, rank, size = where
+    shard_numel, rank, size, *rest = where
     group = Group(None, rank, size, "none", tuple(range(size)))
     spec = ShardSpec(
-        fqn, unit, torch.Size(shape), tuple(stride), offset, shard_numel, group, Residence()
+        fqn,
+        unit,
+        torch.Size(shape),
+        tuple(stride),
+        offset,
+        shard_numel,
+        group,
+        Residence(),
+        parallel=None if not rest or rest[0] is None else Parallel.from_plain(rest[0]),
     )
     return _build(ShardedParameter if is_parameter else ShardedTensor, local, spec, requires_grad)
 
 
 torch.serialization.add_safe_globals([rebuild_sharded])
-prefer_foreach(ShardedTensor, ShardedParameter)
+prefer_foreach(ShardedTensor, ShardedParameter, ShardedDTensor)
 
 
 def _outline(spec: ShardSpec) -> Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, device="meta")
+    return torch.empty_strided(spec.seen, spec.seen_stride, device="meta")
 
 
 def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:
@@ -449,7 +552,7 @@ def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:
             return value
         found = f"a slice that holds {value._shard_spec.held} (of {value._shard_spec.fqn!r})"
     elif isinstance(value, Tensor):
-        if value.shape == spec.shape:
+        if value.shape == spec.seen:
             return tag(own_slice(value.detach(), spec).clone(), spec)
         if value.shape == (spec.stop - spec.start,) and not is_torch_function_enabled():
             return tag(value.detach(), spec)
@@ -458,7 +561,7 @@ def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:
         raise TypeError(f"{what} {spec.fqn!r} is a {type(value).__name__}; wanted a tensor")
     raise ValueError(
         f"{what} {spec.fqn!r} (unit {spec.unit!r}, rank {spec.group.rank}) is {found}; wanted a "
-        f"plain tensor of shape {tuple(spec.shape)} or a sharded one that holds {spec.held}. "
+        f"plain tensor of shape {tuple(spec.seen)} or a sharded one that holds {spec.held}. "
         "To write the local slice itself: p.to_local().copy_(x)."
     )
 
