@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from fsdp_compose.bucket import Slot, find_entry
-from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
+from fsdp_compose.layout import (
+    Extent,
+    Granularity,
+    Layout,
+    plan_layout,
+    spread_work,
+    whole_work,
+)
 from fsdp_compose.mesh import (
     Mesh,
     MeshLike,
@@ -192,9 +199,10 @@ def plan_shards(
     planned: list[UnitPlan] = []
     taken: set[int] = set()
     promised: set[int] = set()
+    work: dict[tuple[int, ...], list[int]] = {}
     for plan in _split_full_precision(plans):
         _collect(plan, taken)
-        _lay_out(plan, promised)
+        _lay_out(plan, promised, work)
         planned.append(plan)
     return planned
 
@@ -466,8 +474,13 @@ def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
     return find_state(module) is not None or id(module) in taken or id(module) in ignored.modules
 
 
-def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
-    """Sort the unit's own parameters into buckets and plan each with integers."""
+def _lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list[int]]) -> None:
+    """Sort the unit's own parameters into buckets and plan each with integers.
+
+    Args:
+        promised: ids of the parameters that units planned before have taken.
+        work: on whole tensors, by ranks of the shard group; each unit levels what is before it.
+    """
     groups: dict[tuple[Any, ...], list[Found]] = {}
     devices: dict[torch.device, str] = {}
     options = plan.options
@@ -513,6 +526,11 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
         ]
         parts = mesh.size if options.placement.fused else mesh.shard.size
         layout = plan_layout(extents, itemsize, parts)
+        if any(extent.granularity == "tensor" for extent in extents):
+            key = (parts, *mesh.shard.ranks)
+            before = work.get(key, [0] * parts)
+            layout = spread_work(layout, before)
+            work[key] = [sum(loads) for loads in zip(before, whole_work(layout), strict=True)]
         plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
 
 

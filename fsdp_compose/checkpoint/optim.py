@@ -5,7 +5,8 @@ The format is that of a plain optimizer with names for numbers::
     {"state": {fqn: {"step": tensor, "exp_avg": tensor, ...}},
      "param_groups": [{"lr": ..., "params": [fqn, ...]}, ...]}
 
-State that is cut as its parameter is a sharded value; everything else is the same on all ranks.
+State that is cut as its parameter is a sharded value; so is, in its own way, what one rank has all
+of (``owner_step``), which only that rank lists; everything else is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.names import clean, listing, parameter_names
+from fsdp_compose.checkpoint.owned import Owned, complete, owned, restored
 from fsdp_compose.checkpoint.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
@@ -87,6 +89,8 @@ def optim_state_dict(
             result["param_groups"].append({**hyper, "params": names})
         result.update((k, v) for k, v in plain.items() if k not in ("state", "param_groups"))
     if kind == "full":
+        if any(part.owner is not None for part in parts.values()):
+            result["state"] = complete(module, state, parts)
         return _full(module, result, parts, wanted)
     if kind == "local":
         result[WORLD] = _layout(parts)
@@ -96,6 +100,9 @@ def optim_state_dict(
 def _split(member: Member, values: Mapping[str, Any]) -> Iterable[tuple[Part, dict[str, Any]]]:
     """A member's state, for each of its parts."""
     for part in member.parts:
+        if part.owner is not None and part.spec is not None:
+            yield part, owned(part, values)
+            continue
         yield part, {key: _piece(member, part, value) for key, value in values.items()}
 
 
@@ -116,7 +123,7 @@ def _piece(member: Member, part: Part, value: Any) -> Any:
 def _layout(parts: Mapping[str, Part]) -> dict[str, Any]:
     """What must be alike where ``kind="local"`` is loaded; not the rank, which the slices know."""
     return {
-        name: (part.spec.group.size, part.spec.offset, part.spec.shard_numel)
+        name: (part.spec.group.size, part.spec.offset, part.spec.shard_numel, part.owner)
         for name, part in parts.items()
         if part.spec is not None
     }
@@ -194,7 +201,13 @@ def load_optim_state_dict(
     facts: object = None
     try:
         given = _named(module, targets, state_dict)
-        facts = _check(module, targets, given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    if any(part.owner is not None for part in parts_of(targets).values()):
+        settle(problem, groups)
+        given["state"] = complete(module, given["state"], parts_of(targets))
+    try:
+        facts = None if problem else _check(module, targets, given)
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
     settle(problem, groups, facts)
@@ -307,8 +320,9 @@ def _check(
             for part in parts:
                 values = given["state"].get(part.name, {})
                 problems += _misfits(part, values, given, one)
+                spec = None if part.owner is not None else part.spec
                 gathers += sum(
-                    needs_gather(v, part.spec) for v in values.values() if isinstance(v, Tensor)
+                    needs_gather(v, spec) for v in values.values() if isinstance(v, Tensor)
                 )
     if problems:
         shown = "\n  ".join(problems[:8])
@@ -348,10 +362,10 @@ def _misfits(
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(value.shape), tuple(part.shape)
-        cut = is_sharded(value)
+        cut = is_sharded(value) and part.owner is None
         if shape != want and (cut or key in ELEMENTWISE):
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
-        elif is_sharded(value) and needs_gather(value, part.spec):
+        elif is_sharded(value) and (part.owner is not None or needs_gather(value, part.spec)):
             spec = value._shard_spec
             if spec.group.pg is None and spec.group.size > 1:
                 found.append(
@@ -403,6 +417,10 @@ def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[
     before = optim.state.get(member.param, {})
     result: dict[str, Any] = {}
     for part in member.parts:
+        if part.owner is not None and part.spec is not None:
+            values = given["state"].get(part.name, {})
+            whole_values = {key: restored(value, part) for key, value in values.items()}
+            return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
                 if key not in result:
@@ -439,7 +457,9 @@ def _broadcast(module: nn.Module, state_dict: Any, targets: Targets) -> dict[str
 
     def target_of(name: str) -> Any:
         part = parts.get(name.split("\0")[0])
-        return None if part is None or part.entry is None or not part.shape else part.entry.param
+        if part is None or part.entry is None or not part.shape or part.owner is not None:
+            return None
+        return part.entry.param
 
     flat = (
         {f"{n}\0{k}": v for n, vs in given["state"].items() for k, v in vs.items()} if first else {}

@@ -1,0 +1,311 @@
+"""Optimizers of whole matrices, rows and blocks: one rank does each, bit-equal to one process."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structured
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose import comm
+from fsdp_compose.layout import Extent, balance, matrix_work, plan_layout, spread_work, whole_work
+from fsdp_compose.state import iter_units, owner_of
+from fsdp_compose.bucket import find_entry
+
+from harness import rank_errors, run_ranks
+from models import Tolerance, Tower, by_block, compare, data, seeded, whole
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "muon": partial(torch.optim.Muon, lr=0.02, weight_decay=0.1),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.05),
+    "shampoo": partial(structured.Shampoo, lr=0.1),
+    "soap": partial(structured.Soap, lr=0.01),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def wholes(fqn: str, param: nn.Parameter) -> Any:
+    return "tensor" if param.ndim == 2 else 1
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def others(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim != 2]
+
+
+class Pair:
+    """A sharded model stepped by owners, and a plain one that is given the same gradients."""
+
+    def __init__(self, make: Any, rank: int, granularity: Any = wholes, **options: Any) -> None:
+        self.rank = rank
+        self.plain = seeded(Tower)
+        self.model = by_block(seeded(Tower), granularity=granularity, **options)
+        self.optim = fc.owner_step(matrices(self.model), make)
+        self.rest = torch.optim.AdamW(others(self.model), lr=0.01)
+        self.plain_optim = make(matrices(self.plain))
+        self.plain_rest = torch.optim.AdamW(others(self.plain), lr=0.01)
+
+    def step(self, seed: int) -> None:
+        self.model(data(seed, self.rank, 4, 6)).square().mean().backward()
+        for mine, theirs in zip(self.model.parameters(), self.plain.parameters()):
+            theirs.grad = whole(mine.grad)
+        for optim in (self.optim, self.rest, self.plain_optim, self.plain_rest):
+            optim.step()
+            optim.zero_grad()
+        assert all(p.grad is None for p in self.model.parameters())
+
+    def check(self) -> None:
+        for (name, mine), theirs in zip(self.model.named_parameters(), self.plain.parameters()):
+            assert torch.equal(whole(mine), theirs), name
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("granularity", [wholes, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_updates_are_bit_equal_to_one_process(name: str, granularity: Any, ranks: int) -> None:
+    def body(rank: int) -> None:
+        pair = Pair(MAKE[name], rank, granularity)
+        for seed in range(4):
+            pair.step(seed)
+            pair.check()
+
+    run_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("granularity", [wholes, 1])
+def test_training_equals_one_process_on_the_whole_batch(granularity: Any) -> None:
+    """SGD, which shows a wrong gradient scale."""
+
+    def body(rank: int) -> None:
+        plain, model = seeded(Tower), by_block(seeded(Tower), granularity=granularity)
+        optim = fc.owner_step(model.parameters(), MAKE["sgd"])
+        plain_optim = MAKE["sgd"](plain.parameters())
+        for seed in range(3):
+            for m, o, xs in (
+                (model, optim, [data(seed, rank, 4, 6)]),
+                (plain, plain_optim, [data(seed, r, 4, 6) for r in range(2)]),
+            ):
+                m(torch.cat(xs)).square().mean().backward()
+                o.step()
+                o.zero_grad()
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters()):
+            compare(name, whole(mine), theirs.detach(), Tolerance())
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("granularity", [wholes, 1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_matrix_is_computed_once(granularity: Any, ranks: int) -> None:
+    def body(rank: int) -> tuple[int, list[int]]:
+        from torch.optim import _muon
+
+        calls, plain = [], _muon._zeropower_via_newtonschulz
+        _muon._zeropower_via_newtonschulz = lambda g, *a: calls.append(g.shape) or plain(g, *a)
+        model = by_block(seeded(Tower), granularity=granularity)
+        optim = fc.owner_step(matrices(model), MAKE["muon"])
+        model(data(0, rank, 4, 6)).square().mean().backward()
+        optim.step()
+        kept = {tuple(p.shape) for p in optim.state}
+        assert len(optim.state) == len(calls) and kept == {tuple(s) for s in calls}
+        return len(calls), optim.owners
+
+    counts, owners = zip(*run_ranks(body, ranks))
+    assert sum(counts) == len(matrices(Tower()))
+    assert all(o == owners[0] for o in owners)
+    assert list(counts) == [owners[0].count(rank) for rank in range(ranks)]
+    assert min(counts) > 0
+
+
+def test_what_a_step_communicates() -> None:
+    def body(rank: int) -> dict[str, tuple[int, int]]:
+        found = {}
+        for key, granularity in (("whole", "tensor"), ("cut", 1)):
+            model = fc.fully_shard(nn.Linear(6, 4, bias=False), granularity=granularity)
+            optim = fc.owner_step(model.parameters(), MAKE["muon"])
+            model(torch.randn(3, 6)).sum().backward()
+            comm.traffic.reset()
+            optim.step()
+            assert comm.traffic.gathers == comm.traffic.reduces == comm.traffic.control == 0
+            found[key] = comm.traffic.moves, comm.traffic.move_bytes
+        return found
+
+    first, second = run_ranks(body, 2)
+    assert first["whole"] == second["whole"] == (0, 0)
+    assert first["cut"] == (2, 2 * 48)  # the owner gets half of 24 numbers and of their gradients
+    assert second["cut"] == (2, 48)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [fc.ShardingStrategy.NO_SHARD, fc.ShardingStrategy.HYBRID_SHARD, fc.ShardingStrategy.SHARD_GRAD_OP],
+)
+@pytest.mark.parametrize("granularity", [wholes, 1])
+def test_strategies(strategy: Any, granularity: Any) -> None:
+    """Replicas each do the work, and stay equal."""
+
+    def body(rank: int) -> list[Tensor]:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        options: dict[str, Any] = {"strategy": strategy}
+        if strategy is fc.ShardingStrategy.HYBRID_SHARD:
+            options["mesh"] = init_device_mesh("cpu", (2, 2))
+        pair = Pair(MAKE["muon"], rank, granularity, **options)
+        for seed in range(3):
+            pair.step(seed)
+            pair.check()
+        return [whole(p) for p in pair.model.parameters()]
+
+    first, *rest = run_ranks(body, 4)
+    for theirs in rest:
+        assert all(torch.equal(a, b) for a, b in zip(first, theirs))
+
+
+def test_mixed_precision_and_offload() -> None:
+    def body(rank: int) -> None:
+        for options in (
+            {"mp_policy": fc.MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)},
+            {"offload_policy": fc.Offload(params=True, grads=True)},
+        ):
+            for granularity in (wholes, 1):
+                pair = Pair(MAKE["muon"], rank, granularity, **options)
+                for seed in range(2):
+                    pair.step(seed)
+                    pair.check()
+
+    run_ranks(body, 2)
+
+
+def test_schedulers_weight_loads_conversions_and_zero_grad() -> None:
+    """Settings reach the owner; nothing is stale after weights were loaded or moved."""
+
+    def body(rank: int) -> None:
+        for granularity in (wholes, 1):
+            pair = Pair(MAKE["sgd"], rank, granularity)
+            schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5)
+                         for o in (pair.optim, pair.plain_optim)]  # fmt: skip
+            pair.step(0)
+            for schedule in schedules:
+                schedule.step()
+            pair.step(1)
+            pair.check()
+            assert pair.optim.optimizer.param_groups[0]["lr"] == 0.05
+            other = seeded(Tower, 5)
+            pair.model.load_state_dict(other.state_dict())
+            pair.plain.load_state_dict(other.state_dict())
+            pair.step(2)
+            pair.check()
+            pair.model(data(3, rank, 4, 6)).sum().backward()
+            pair.optim.zero_grad()
+            assert all(p.grad is None for p in matrices(pair.model))
+            before = [whole(p) for p in matrices(pair.model)]
+            pair.optim.step()  # no gradients: nothing changes
+            assert all(torch.equal(a, whole(p)) for a, p in zip(before, matrices(pair.model)))
+
+    run_ranks(body, 2)
+
+
+def test_to_another_dtype_between_steps() -> None:
+    def body(rank: int) -> None:
+        for granularity in (wholes, 1):
+            model = by_block(seeded(Tower), granularity=granularity)
+            optim = fc.owner_step(matrices(model), partial(torch.optim.SGD, lr=0.1))
+            plain = seeded(Tower).float()
+            plain_optim = torch.optim.SGD(matrices(plain), lr=0.1)
+            model.float()
+            model(data(0, rank, 4, 6).float()).square().mean().backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters()):
+                theirs.grad = whole(mine.grad)
+            optim.step()
+            plain_optim.step()
+            for mine, theirs in zip(model.parameters(), plain.parameters()):
+                assert mine.dtype == torch.float32 and torch.equal(whole(mine), theirs)
+
+    run_ranks(body, 2)
+
+
+def test_a_unit_that_stays_gathered_sees_the_step() -> None:
+    def body(rank: int) -> None:
+        for granularity in (wholes, 1):
+            model = by_block(seeded(Tower), granularity=granularity)
+            fc.set_reshard_after_backward(model, False)
+            optim = fc.owner_step(matrices(model), MAKE["muon"])
+            x = data(0, rank, 4, 6)
+            model(x).square().mean().backward()
+            optim.step()
+            plain = seeded(Tower)
+            plain.load_state_dict(fc.state_dict(model))
+            torch.testing.assert_close(model(x), plain(x))
+
+    run_ranks(body, 2)
+
+
+def test_closure() -> None:
+    def body(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = fc.owner_step(matrices(model), MAKE["muon"])
+
+        def loss() -> Tensor:
+            optim.zero_grad()
+            value = model(data(0, rank, 4, 6)).square().mean()
+            value.backward()
+            return value
+
+        first = optim.step(loss)
+        assert optim.step(loss) < first
+
+    run_ranks(body, 2)
+
+
+def test_owners_are_levelled_over_the_model() -> None:
+    def body(rank: int) -> tuple[list[int], list[tuple[int, ...]]]:
+        model = by_block(seeded(partial(Tower, 5)))
+        optim = fc.owner_step(matrices(model), MAKE["muon"])
+        return optim.owners, [tuple(p.shape) for p in matrices(model)]
+
+    owners, shapes = run_ranks(body, 4)[0]
+    loads = [sum(matrix_work(s) for s, o in zip(shapes, owners) if o == r) for r in range(4)]
+    assert max(loads) <= sum(loads) / 4 + max(map(matrix_work, shapes))
+    assert max(loads) / (sum(loads) / 4) < 1.25
+
+
+ERRORS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
+    "plain parameter": (
+        lambda m: fc.owner_step(nn.Linear(3, 2).parameters(), MAKE["muon"]),
+        "ValueError", r"shape \(2, 3\) is not sharded.*call fully_shard",
+    ),
+    "not an optimizer": (
+        lambda m: fc.owner_step(matrices(m), lambda groups: None),
+        "TypeError", "make returned NoneType; wanted an optimizer",
+    ),
+    "wrong shape": (
+        lambda m: fc.owner_step(m.parameters(), MAKE["muon"]),
+        "ValueError", "Muon only supports 2D parameters",
+    ),
+    "late group": (
+        lambda m: fc.owner_step(matrices(m), MAKE["muon"]).add_param_group({"params": others(m)}),
+        "RuntimeError", "after the owners were chosen",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_raised_on_every_rank(name: str) -> None:
+    build, kind, message = ERRORS[name]
+    for error in rank_errors(lambda rank: build(by_block(Tower())), 2):
+        assert error is not None and error.startswith(f"{kind}: ") and re.search(message, error)
