@@ -42,6 +42,11 @@ class Shampoo(torch.optim.Optimizer):
                 p.sub_(left @ grad @ right, alpha=group["lr"])
 
 
+def basis(vectors: Tensor) -> Tensor:
+    """Row by row, as checkpoints store it: products of other strides may round otherwise."""
+    return vectors.contiguous()
+
+
 class Soap(torch.optim.Optimizer):
     """Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, algorithm 3.
 
@@ -71,8 +76,8 @@ class Soap(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros(())
             state["left"], state["right"] = grad @ grad.T, grad.T @ grad
-            state["left_basis"] = torch.linalg.eigh(state["left"])[1]
-            state["right_basis"] = torch.linalg.eigh(state["right"])[1]
+            state["left_basis"] = basis(torch.linalg.eigh(state["left"])[1])
+            state["right_basis"] = basis(torch.linalg.eigh(state["right"])[1])
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
             return  # as published: the first gradient only makes the basis
         state["step"] += 1
@@ -86,8 +91,8 @@ class Soap(torch.optim.Optimizer):
         state["left"].lerp_(grad @ grad.T, 1 - second)
         state["right"].lerp_(grad.T @ grad, 1 - second)
         if step % group["every"] == 0:
-            state["left_basis"] = torch.linalg.qr(state["left"] @ left)[0]
-            state["right_basis"] = torch.linalg.qr(state["right"] @ right)[0]
+            state["left_basis"] = basis(torch.linalg.qr(state["left"] @ left)[0])
+            state["right_basis"] = basis(torch.linalg.qr(state["right"] @ right)[0])
 
 
 class RowAdagrad(torch.optim.Optimizer):
@@ -125,11 +130,10 @@ def codebook(signed: bool) -> Tensor:
     """
     values = [0.0, 1.0]
     bits = 6 if signed else 7
-    for zeros in range(bits + 1):
+    for zeros in range(7):
         steps = torch.linspace(0.1, 1.0, 2 ** (bits - zeros) + 1, dtype=torch.float64)
         means = (steps[:-1] + steps[1:]) / 2 * 10.0**-zeros
         values += means.tolist() + ((-means).tolist() if signed else [])
-    values += [0.0] * (256 - len(values))
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 

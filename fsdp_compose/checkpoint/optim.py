@@ -11,7 +11,7 @@ of (``owner_step``), which only that rank lists; everything else is the same on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -23,13 +23,22 @@ from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.names import clean, listing, parameter_names
-from fsdp_compose.checkpoint.owned import Owned, complete, owned, restored
+from fsdp_compose.checkpoint.structure import (
+    block_spec,
+    by_block,
+    complete,
+    fits,
+    owned,
+    restored,
+    row_keys,
+)
 from fsdp_compose.checkpoint.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import fit, needs_gather, whole
+from fsdp_compose.comm import gather_objects
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import is_sharded, tag, to_local
+from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
 from fsdp_compose.state import owner_of
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
@@ -78,9 +87,14 @@ def optim_state_dict(
         groups = members_of(module, one)
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         flat = [member for group in groups for member in group]
-        for number, member in zip(numbers, flat, strict=True):
+        held = [(member, plain["state"].get(n, {})) for n, member in zip(numbers, flat, strict=True)]
+        rows = row_keys(held)
+        if kind == "full" and any(member.is_raw for member in flat):
+            for group in groups_of(module):
+                rows = set().union(*gather_objects(rows, group))
+        for member, found in held:
             parts.update((part.name, part) for part in member.parts)
-            for part, values in _split(member, plain["state"].get(number, {})):
+            for part, values in _split(member, found, rows):
                 if values:
                     state[part.name] = values
         for group, members in zip(plain["param_groups"], groups, strict=True):
@@ -97,22 +111,26 @@ def optim_state_dict(
     return result
 
 
-def _split(member: Member, values: Mapping[str, Any]) -> Iterable[tuple[Part, dict[str, Any]]]:
+def _split(
+    member: Member, values: Mapping[str, Any], rows: Collection[str]
+) -> Iterable[tuple[Part, dict[str, Any]]]:
     """A member's state, for each of its parts."""
     for part in member.parts:
         if part.owner is not None and part.spec is not None:
             yield part, owned(part, values)
             continue
-        yield part, {key: _piece(member, part, value) for key, value in values.items()}
+        yield part, {k: _piece(member, part, k, v, k in rows) for k, v in values.items()}
 
 
-def _piece(member: Member, part: Part, value: Any) -> Any:
+def _piece(member: Member, part: Part, key: str, value: Any, has_rows: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if is_sharded(value) or part.spec is None:
         return value.detach()
     local = (part.spec.stop - part.spec.start,)
     if member.is_raw:
+        if value.ndim and has_rows and len(member.parts) == 1:
+            return by_block(part, key, value)
         if value.shape == member.param.shape and value.ndim:
             return tag(value.detach()[part.span], part.spec)
     elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
@@ -362,6 +380,16 @@ def _misfits(
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(value.shape), tuple(part.shape)
+        rows = _rows(part, key, value, given)
+        if part.span is not None and shape != want and shape and rows is None:
+            found.append(
+                f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
+                f"a row for each of its blocks ({fits(part)}); shard with the granularity it was "
+                "saved with"
+            )
+            continue
+        if rows is not None:
+            want = tuple(rows.shape)
         cut = is_sharded(value) and part.owner is None
         if shape != want and (cut or key in ELEMENTWISE):
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
@@ -374,6 +402,14 @@ def _misfits(
                     "kind='full' or use save_checkpoint to load it anywhere"
                 )
     return found
+
+
+def _rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
+    """How a value is cut that has a row for each block of a raw piece; None if it is not that."""
+    if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
+        return None
+    spec = block_spec(part, key, tuple(value.shape[1:]))
+    return spec if spec is not None and spec.shape == value.shape else None
 
 
 def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -> bool:
@@ -423,7 +459,10 @@ def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[
             return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
-                if key not in result:
+                if isinstance(value, Tensor) and (rows := _rows(part, key, value, given)):
+                    local = to_local(fit(value, rows)).clone()
+                    result[key] = local.view(-1, *rows.shape[1:])
+                elif key not in result:
                     result[key] = whole(value).clone() if isinstance(value, Tensor) else value
                 continue
             piece = fit(value, part.spec).clone()

@@ -1,14 +1,15 @@
-"""Optimizer state that one rank has all of: as sharded values of which the others hold nothing.
+"""Optimizer state in another shape than its parameter: what an owner has all of, and block by block.
 
-Such a value may have any shape. Its slices are those of a buffer of its own, ``size`` times as
-large, of which the owner's part is the whole value: so it is saved, gathered and read like any
-sharded value, on as many ranks as there are.
+An owner's value may have any shape. It is saved as a sharded value whose buffer is ``size`` times
+as large, of which the owner's part is all of it: so it is gathered and read like any other, on as
+many ranks as there are. State with one row for each block that is never cut (scales of 8-bit
+blocks, accumulators of rows) is cut where the parameter is, counted in blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import flatten, storage_order
+from fsdp_compose.bucket import contiguous_strides, flatten, storage_order
 from fsdp_compose.checkpoint.consensus import groups_of
-from fsdp_compose.checkpoint.members import Part
+from fsdp_compose.checkpoint.members import Member, Part
 from fsdp_compose.sharded import Residence, ShardSpec, is_sharded, tag
+from fsdp_compose.state import owner_of
 
 
 class Owned(dict[str, Any]):
@@ -57,6 +59,76 @@ def owned(part: Part, values: Mapping[str, Any]) -> Owned:
                 "tensors, numbers and strings, each under a key of its own."
             )
     return found
+
+
+def _blocks(part: Part) -> tuple[int, int]:
+    """(blocks in the parameter that are never cut, elements of each)."""
+    assert part.entry is not None
+    extent = owner_of(part.entry).layout.extents[part.entry.index]
+    return -(-extent.numel // extent.block), extent.block
+
+
+def row_keys(members: Iterable[tuple[Member, Mapping[str, Any]]]) -> set[str]:
+    """Keys of state with a row for each block, as far as this rank's shapes tell.
+
+    They do not where a slice is empty or one element: there all shapes are alike.
+    """
+    found: set[str] = set()
+    for member, values in members:
+        if member.is_raw and len(member.parts) == 1 and member.param.numel() > 1:
+            shape = member.param.shape
+            found.update(
+                k for k, v in values.items() if isinstance(v, Tensor) and v.ndim and v.shape != shape
+            )
+    return found
+
+
+def block_spec(part: Part, key: str, row: tuple[int, ...]) -> ShardSpec | None:
+    """Where state lies that has a row of shape ``row`` for each block; None without elements."""
+    if part.entry is None or part.spec is None or not part.spec.numel:
+        return None
+    blocks, block = _blocks(part)
+    layout, index = owner_of(part.entry).layout, part.entry.index
+    owners = layout.owners(index)
+    # Cut in two, the first rank may have any number of blocks; beyond that a shard is a multiple.
+    shard = layout.shard_numel // block if len(owners) > 2 else blocks
+    end = (owners[0] + 1) * layout.shard_numel - layout.offsets[index]
+    first = min(end // block, blocks) if len(owners) > 1 else blocks
+    width = math.prod(row)
+    shape = (blocks, *row)
+    return ShardSpec(
+        fqn=f"{key} of {part.spec.fqn}",
+        unit=part.spec.unit,
+        shape=torch.Size(shape),
+        stride=contiguous_strides(shape),
+        offset=((owners[0] + 1) * shard - first) * width,
+        shard_numel=shard * width,
+        group=part.spec.group,
+        residence=Residence(),
+    )
+
+
+def by_block(part: Part, key: str, value: Tensor) -> Any:
+    """This rank's state of its blocks as a sharded value; memory is shared.
+
+    Raises:
+        ValueError: it is not a row for each block.
+    """
+    spec = block_spec(part, key, tuple(value.shape[1:]))
+    if spec is None or spec.stop - spec.start != value.numel():
+        raise ValueError(
+            f"optimizer state: {key!r} of {part.name!r} has shape {tuple(value.shape)} on this "
+            f"rank, which is neither its slice nor a row for each of its blocks ({fits(part)}), so "
+            "it cannot be saved. Shard with the granularity of the blocks, or step whole matrices "
+            "with fsdp_compose.owner_step."
+        )
+    return tag(value.detach().reshape(-1), spec)
+
+
+def fits(part: Part) -> str:
+    """What state of a raw piece may look like, for messages."""
+    blocks, block = _blocks(part)
+    return f"{blocks} of {block} in all"
 
 
 def _spec(
