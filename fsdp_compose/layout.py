@@ -29,6 +29,7 @@ __all__ = [
     "matrix_work",
     "plan_layout",
     "spread_work",
+    "whole_owners",
     "whole_work",
 ]
 
@@ -309,12 +310,18 @@ def balance(work: Sequence[float], holders: Sequence[int | None], ranks: int) ->
     return owners
 
 
-def whole_work(layout: Layout) -> list[int]:
-    """By rank, the work on parameters of granularity ``"tensor"``; see ``matrix_work``."""
-    loads = [0] * layout.world_size
+def whole_owners(layout: Layout) -> Iterator[tuple[int, int]]:
+    """(rank, work) of each parameter of granularity ``"tensor"``; see ``matrix_work``."""
     for index, extent in enumerate(layout.extents):
         if extent.granularity == "tensor" and extent.numel:
-            loads[layout.offsets[index] // layout.shard_numel] += matrix_work(extent.shape)
+            yield layout.offsets[index] // layout.shard_numel, matrix_work(extent.shape)
+
+
+def whole_work(layout: Layout) -> list[int]:
+    """By rank, the work on parameters of granularity ``"tensor"``."""
+    loads = [0] * layout.world_size
+    for rank, work in whole_owners(layout):
+        loads[rank] += work
     return loads
 
 

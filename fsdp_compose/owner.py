@@ -129,9 +129,7 @@ class OwnerOptimizer(Optimizer):
         ]
         plain = [p for group in groups for p in group["params"]]
         self.optimizer = make(groups)
-        if not isinstance(self.optimizer, Optimizer) or plain != [
-            p for group in self.optimizer.param_groups for p in group["params"]
-        ]:
+        if not _is_over(self.optimizer, plain):
             raise TypeError(
                 f"owner_step: make returned {type(self.optimizer).__name__}; wanted an optimizer "
                 "over the groups it was given, such as lambda groups: torch.optim.Muon(groups)."
@@ -165,6 +163,7 @@ class OwnerOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check()
         with torch.no_grad():
             self._hand_over()
             for group in self._groups_with_cuts():
@@ -216,6 +215,16 @@ class OwnerOptimizer(Optimizer):
             costs = [work(piece.entry.spec.shape) for piece in pieces]
             for piece, owner in zip(pieces, balance(costs, holders, group.size), strict=True):
                 piece.owner = owner
+
+    def _check(self) -> None:
+        for piece in self._pieces:
+            if not is_sharded(piece.param) or find_entry(piece.param) is not piece.entry:
+                raise RuntimeError(
+                    f"owner_step: parameter {piece.entry.spec.fqn!r} of unit "
+                    f"{piece.entry.spec.unit!r} was sharded another way, or not at all, after its "
+                    "owner was chosen (undo, refresh); build another owner_step, and carry its "
+                    "state over with optim_state_dict and load_optim_state_dict."
+                )
 
     def _hand_over(self) -> None:
         """Give the optimizer its settings, and the matrices that lie whole in this rank's shard."""
@@ -307,6 +316,13 @@ class _Parcels:
         for pieces, flat in zip(self.incoming, incoming, strict=True):
             for piece, part in zip(pieces, flat.split([p.numel() for p in pieces]), strict=True):
                 piece.copy_(part)
+
+
+def _is_over(optimizer: object, params: list[nn.Parameter]) -> bool:
+    if not isinstance(optimizer, Optimizer):
+        return False
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    return list(map(id, found)) == list(map(id, params))
 
 
 def _grad_of(piece: _Piece) -> Tensor | None:

@@ -123,7 +123,7 @@ BLOCK = 256
 
 
 def codebook(signed: bool) -> Tensor:
-    """256 sorted values in [-1, 1], or [0, 1], dense near 0: powers of ten cut into ever more steps.
+    """256 sorted values in [-1, 1], or [0, 1]: powers of ten, cut more finely away from 0.
 
     The dynamic tree of Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021: an
     exponent of i leading zeros leaves 7 - i bits (6 - i beside a sign) for a linear fraction.

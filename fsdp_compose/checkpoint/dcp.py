@@ -34,8 +34,8 @@ from fsdp_compose.checkpoint.files import (
 from fsdp_compose.checkpoint.members import OptimLike
 from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
 from fsdp_compose.checkpoint.names import Names, clean, names_of
-from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.mesh import Group
 from fsdp_compose.sharded import is_sharded

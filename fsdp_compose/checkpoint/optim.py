@@ -23,6 +23,8 @@ from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.names import clean, listing, parameter_names
+from fsdp_compose.checkpoint.rekey import has_numbers, to_names
+from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.structure import (
     block_spec,
     by_block,
@@ -32,8 +34,6 @@ from fsdp_compose.checkpoint.structure import (
     restored,
     row_keys,
 )
-from fsdp_compose.checkpoint.rekey import has_numbers, to_names
-from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import fit, needs_gather, whole
 from fsdp_compose.comm import gather_objects
@@ -87,7 +87,9 @@ def optim_state_dict(
         groups = members_of(module, one)
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         flat = [member for group in groups for member in group]
-        held = [(member, plain["state"].get(n, {})) for n, member in zip(numbers, flat, strict=True)]
+        held = [
+            (member, plain["state"].get(n, {})) for n, member in zip(numbers, flat, strict=True)
+        ]
         rows = row_keys(held)
         if kind == "full" and any(member.is_raw for member in flat):
             for group in groups_of(module):

@@ -1,4 +1,4 @@
-"""Optimizer state in another shape than its parameter: what an owner has all of, and block by block.
+"""Optimizer state in another shape than its parameter: an owner's, and that of blocks.
 
 An owner's value may have any shape. It is saved as a sharded value whose buffer is ``size`` times
 as large, of which the owner's part is all of it: so it is gathered and read like any other, on as
@@ -78,7 +78,9 @@ def row_keys(members: Iterable[tuple[Member, Mapping[str, Any]]]) -> set[str]:
         if member.is_raw and len(member.parts) == 1 and member.param.numel() > 1:
             shape = member.param.shape
             found.update(
-                k for k, v in values.items() if isinstance(v, Tensor) and v.ndim and v.shape != shape
+                k
+                for k, v in values.items()
+                if isinstance(v, Tensor) and v.ndim and v.shape != shape
             )
     return found
 
