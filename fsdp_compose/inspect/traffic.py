@@ -51,7 +51,7 @@ class TrafficReport:
             ("gather", str(self.gathers), size(self.gather_bytes)),
             ("reduce-scatter", str(self.reduces), size(self.reduce_bytes)),
             ("all-reduce", str(self.all_reduces), size(self.all_reduce_bytes)),
-            ("move", str(self.moves), size(self.move_bytes)),
+            *([("move", str(self.moves), size(self.move_bytes))] if self.moves else []),
             ("all", str(self.collectives), size(self.total_bytes)),
         ]
         return f"{table(rows)}\n  and {self.control} control messages"
