@@ -233,16 +233,19 @@ def test_to_another_dtype_between_steps() -> None:
         for granularity in (wholes, 1):
             model = by_block(seeded(Tower), granularity=granularity)
             optim = fc.owner_step(matrices(model), partial(torch.optim.SGD, lr=0.1))
-            plain = seeded(Tower).float()
+            plain = seeded(Tower)
             plain_optim = torch.optim.SGD(matrices(plain), lr=0.1)
-            model.float()
-            model(data(0, rank, 4, 6).float()).square().mean().backward()
-            for mine, theirs in zip(model.parameters(), plain.parameters()):
-                theirs.grad = whole(mine.grad)
-            optim.step()
-            plain_optim.step()
-            for mine, theirs in zip(model.parameters(), plain.parameters()):
-                assert mine.dtype == torch.float32 and torch.equal(whole(mine), theirs)
+            for dtype in (torch.float64, torch.float32):
+                model.to(dtype)
+                plain.to(dtype)
+                model(data(0, rank, 4, 6).to(dtype)).square().mean().backward()
+                for mine, theirs in zip(model.parameters(), plain.parameters()):
+                    theirs.grad = whole(mine.grad)
+                optim.step()
+                plain_optim.step()
+                for mine, theirs in zip(model.parameters(), plain.parameters()):
+                    assert mine.dtype == dtype and torch.equal(whole(mine), theirs)
+                model.zero_grad()
 
     run_ranks(body, 2)
 
