@@ -11,14 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.bucket import Slot, find_entry
-from fsdp_compose.layout import (
-    Extent,
-    Granularity,
-    Layout,
-    plan_layout,
-    spread_work,
-    whole_work,
-)
+from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout, spread_work
 from fsdp_compose.mesh import (
     Mesh,
     MeshLike,
@@ -526,11 +519,8 @@ def _lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], lis
         ]
         parts = mesh.size if options.placement.fused else mesh.shard.size
         layout = plan_layout(extents, itemsize, parts)
-        if any(extent.granularity == "tensor" for extent in extents):
-            key = (parts, *mesh.shard.ranks)
-            before = work.get(key, [0] * parts)
-            layout = spread_work(layout, before)
-            work[key] = [sum(loads) for loads in zip(before, whole_work(layout), strict=True)]
+        before = work.setdefault((parts, *mesh.shard.ranks), [0] * parts)
+        layout = spread_work(layout, before)
         plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
 
 

@@ -325,17 +325,17 @@ def whole_work(layout: Layout) -> list[int]:
     return loads
 
 
-def spread_work(layout: Layout, before: Sequence[int]) -> Layout:
+def spread_work(layout: Layout, before: list[int]) -> Layout:
     """``layout`` with its shards dealt to other ranks, those with most work to the idlest.
 
     Shards are of one size, so it costs nothing. A shard that shares a parameter with its neighbour
     stays where it is.
 
     Args:
-        before: by rank, the work from the buckets laid out already.
+        before: by rank, the work from the buckets laid out already; that of this one is added.
     """
     work = whole_work(layout)
-    if not any(work) or len(set(before)) == 1:
+    if not any(work):
         return layout
     shared: set[int] = set()
     for index in range(len(layout.extents)):
@@ -350,7 +350,9 @@ def spread_work(layout: Layout, before: Sequence[int]) -> Layout:
     for extent, offset in zip(layout.extents, layout.offsets, strict=True):
         rank = offset // layout.shard_numel if extent.numel else -1
         offsets.append(offset + (moved.get(rank, rank) - rank) * layout.shard_numel)
-    return replace(layout, offsets=tuple(offsets))
+    spread = layout if len(set(before)) == 1 else replace(layout, offsets=tuple(offsets))
+    before[:] = map(sum, zip(before, whole_work(spread), strict=True))
+    return spread
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:

@@ -156,6 +156,7 @@ def test_what_a_step_communicates() -> None:
     [
         fc.ShardingStrategy.NO_SHARD,
         fc.ShardingStrategy.HYBRID_SHARD,
+        fc.ShardingStrategy.HYBRID_SHARD_OPTIMIZER,
         fc.ShardingStrategy.SHARD_GRAD_OP,
     ],
 )
@@ -167,7 +168,7 @@ def test_strategies(strategy: Any, granularity: Any) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         options: dict[str, Any] = {"strategy": strategy}
-        if strategy is fc.ShardingStrategy.HYBRID_SHARD:
+        if "HYBRID" in strategy.name:
             options["mesh"] = init_device_mesh("cpu", (2, 2))
         pair = Pair(MAKE["muon"], rank, granularity, **options)
         for seed in range(3):
@@ -221,9 +222,16 @@ def test_schedulers_weight_loads_conversions_and_zero_grad() -> None:
             pair.model(data(3, rank, 4, 6)).sum().backward()
             pair.optim.zero_grad()
             assert all(p.grad is None for p in matrices(pair.model))
-            before = [whole(p) for p in matrices(pair.model)]
-            pair.optim.step()  # no gradients: nothing changes
-            assert all(torch.equal(a, whole(p)) for a, p in zip(before, matrices(pair.model)))
+            with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+                pair.optim.step()
+            pair.model(data(3, rank, 4, 6)).sum().backward()
+            chosen = matrices(pair.model)
+            before = [whole(p) for p in chosen]
+            for p in chosen[::2]:
+                p.grad = None
+            pair.optim.step()
+            same = [torch.equal(a, whole(p)) for a, p in zip(before, chosen)]
+            assert same == [i % 2 == 0 for i in range(len(chosen))]
 
     run_ranks(body, 2)
 
@@ -580,10 +588,11 @@ def test_spreading_cuts_nothing_pads_nothing_and_levels(units: list[list[Any]], 
     for unit in units:
         extents = [Extent(f"p{i}", shape, how) for i, (shape, how) in enumerate(unit)]
         plan = plan_layout(extents, 4, ranks)
-        spread = spread_work(plan, loads)
+        total = list(loads)
+        spread = spread_work(plan, total)
         assert spread.shard_numel == plan.shard_numel
         assert sorted(whole_work(spread)) == sorted(whole_work(plan))
-        total = [a + b for a, b in zip(loads, whole_work(spread))]
+        assert total == [a + b for a, b in zip(loads, whole_work(spread))]
         assert max(total) <= max(a + b for a, b in zip(loads, whole_work(plan)))
         for index, extent in enumerate(extents):
             if extent.granularity == "tensor":
