@@ -470,9 +470,7 @@ def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
 def _lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list[int]]) -> None:
     """Sort the unit's own parameters into buckets and plan each with integers.
 
-    Args:
-        promised: ids of the parameters that units planned before have taken.
-        work: on whole tensors, by ranks of the shard group; each unit levels what is before it.
+    ``work``, on whole tensors by ranks of the shard group, is levelled over the units.
     """
     groups: dict[tuple[Any, ...], list[Found]] = {}
     devices: dict[torch.device, str] = {}
