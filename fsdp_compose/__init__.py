@@ -41,6 +41,7 @@ from fsdp_compose.inspect import (
     traffic_report,
 )
 from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
+from fsdp_compose.owner import OwnerOptimizer, owner_step
 from fsdp_compose.parallel import declare_tensor_parallel
 from fsdp_compose.participate import participate
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
@@ -76,6 +77,7 @@ __all__ = [
     "Int8ErrorFeedback",
     "MixedPrecision",
     "Offload",
+    "OwnerOptimizer",
     "Plan",
     "Prefetch",
     "Saving",
@@ -115,6 +117,7 @@ __all__ = [
     "named_local_parameters",
     "no_sync",
     "optim_state_dict",
+    "owner_step",
     "parameter_names",
     "parameters_by_name",
     "participate",

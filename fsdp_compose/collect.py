@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.bucket import Slot, find_entry
-from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout
+from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout, spread_work
 from fsdp_compose.mesh import (
     Mesh,
     MeshLike,
@@ -200,9 +200,10 @@ def plan_shards(
     planned: list[UnitPlan] = []
     taken: set[int] = set()
     promised: set[int] = set()
+    work: dict[tuple[int, ...], list[int]] = {}
     for plan in _split_full_precision(plans):
         _collect(plan, taken)
-        _lay_out(plan, promised)
+        _lay_out(plan, promised, work)
         planned.append(plan)
     return planned
 
@@ -474,8 +475,11 @@ def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
     return find_state(module) is not None or id(module) in taken or id(module) in ignored.modules
 
 
-def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
-    """Sort the unit's own parameters into buckets and plan each with integers."""
+def _lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list[int]]) -> None:
+    """Sort the unit's own parameters into buckets and plan each with integers.
+
+    ``work``, on whole tensors by ranks of the shard group, is levelled over the units.
+    """
     groups: dict[tuple[Any, ...], list[Found]] = {}
     devices: dict[torch.device, str] = {}
     options = plan.options
@@ -521,6 +525,8 @@ def _lay_out(plan: UnitPlan, promised: set[int]) -> None:
         extents = [Extent(i.names[0], tuple(i.part.shape), _granularity(options, i)) for i in items]
         parts = mesh.size if options.placement.fused else mesh.shard.size
         layout = plan_layout(extents, itemsize, parts)
+        before = work.setdefault((parts, *mesh.shard.ranks), [0] * parts)
+        layout = spread_work(layout, before)
         plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
 
 

@@ -41,7 +41,8 @@ class Traffic:
     """What this process has communicated, for tests and reports.
 
     Counts are collectives; bytes are what this rank receives: ``(W - 1) / W`` of a buffer for a
-    gather or a reduce-scatter, twice that for an all-reduce.
+    gather or a reduce-scatter, twice that for an all-reduce. Moves are pieces of any size between
+    pairs of ranks, outside the passes.
     """
 
     gathers: int = 0
@@ -50,6 +51,8 @@ class Traffic:
     reduce_bytes: int = 0
     all_reduces: int = 0
     all_reduce_bytes: int = 0
+    moves: int = 0
+    move_bytes: int = 0
     control: int = 0
 
     def reset(self) -> None:
@@ -244,6 +247,37 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     incoming = own.new_empty(own.numel() * group.size)
     dist.all_to_all_single(incoming, torch.cat(list(parts)), group=group.pg)
     return list(incoming.chunk(group.size))
+
+
+def move_pieces(
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group, purpose: str
+) -> None:
+    """Send ``outgoing[r]`` to rank ``r`` and fill ``incoming[r]`` with what it sent here.
+
+    Args:
+        outgoing, incoming: uint8, one dimension, of sizes that both ends know; nothing travels
+            where a piece is empty, nor to the rank itself.
+    """
+    if group.pg is None:
+        return
+    traffic.moves += 1
+    traffic.move_bytes += sum(p.numel() for r, p in enumerate(incoming) if r != group.rank)
+    others = [r for r in range(group.size) if r != group.rank]
+    senders = [r for r in others if incoming[r].numel()]
+    receivers = [r for r in others if outgoing[r].numel()]
+    if is_point_to_point(group):
+        works: list[Any] = [group.pg.recv([incoming[r]], r, 0) for r in senders]
+        works += [group.pg.send([outgoing[r]], r, 0) for r in receivers]
+        Exchange(works, purpose, [group.ranks[r] for r in senders + receivers]).wait()
+        return
+    sizes = [[pieces[r].numel() * (r != group.rank) for r in range(group.size)]
+             for pieces in (outgoing, incoming)]  # fmt: skip
+    sent = torch.cat([outgoing[0].new_empty(0), *(outgoing[r] for r in receivers)])
+    got = sent.new_empty(sum(sizes[1]))
+    dist.all_to_all_single(got, sent, sizes[1], sizes[0], group=group.pg)
+    for piece, part in zip(incoming, got.split(sizes[1]), strict=True):
+        if part.numel():
+            piece.copy_(part)
 
 
 def all_reduce(

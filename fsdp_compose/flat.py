@@ -37,8 +37,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     An optimizer over them has a few long tensors instead of many short ones, padding (which stays
     zero) included. It cannot tell parameters apart: for an elementwise optimizer with the same
     settings for all parameters of a unit and dtype. Where settings differ (weight decay for
-    matrices only), or the optimizer looks at a parameter as a whole (norms, Muon, Adafactor), use
-    ``local_parameters``, or ``granularity="tensor"`` and the parameters themselves.
+    matrices only), use ``local_parameters``; where it looks at a parameter as a whole (Muon,
+    Shampoo, Adafactor), ``owner_step``.
 
     Called again, it returns the same objects. Trained parameters of no unit are in the list as
     they are. A parameter that got no gradient in a unit that ran counts as zero.
@@ -92,6 +92,10 @@ def named_local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """A plain 1-D parameter over this rank's slice of each trained parameter, by its name.
 
     In the order of ``module.named_parameters()``, with the names it gives; a slice may be empty.
+    With ``granularity`` a block size or ``"row"``, slices begin and end between blocks, so that
+    8-bit optimizers and those of rows compute what one process does. Their state with a row for
+    each block is saved and loaded on any number of ranks, cut between blocks again.
+
     For optimizers that treat parameters differently by name::
 
         shapes = {name: p.dim() for name, p in model.named_parameters()}

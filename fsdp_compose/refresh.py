@@ -152,7 +152,7 @@ def _look_through(unit: Unit, init: Init | None, promised: set[int]) -> _Change:
                 item.slots.append(Slot.of(submodule, key))
     items = list(found.values())
     plan.found = [item for item in items if not is_sharded(item.param)]
-    _lay_out(plan, promised)
+    _lay_out(plan, promised, {})
     plan.found = items
     plan.members = [_inside(fresh, position, modules) for position in range(len(modules))]
     return _Change(unit, plan, [find_entry(i.param) for i in items if is_sharded(i.param)])

@@ -98,6 +98,8 @@ def _require_traceable(unit: Unit) -> None:
         problem = "MixedPrecision(full_precision_in_eval=True)"
     elif unit.recurrent:
         problem = "a recurrent module, which torch.compile does not trace"
+    elif unit.dtensors:
+        problem = "tensor parallel parameters; compile its blocks instead: block.compile()"
     if problem is not None:
         raise ValueError(
             f"set_traceable: unit {unit.name!r} has {problem}, which cannot be followed in a "

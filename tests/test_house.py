@@ -51,6 +51,7 @@ LAYERS = [
     "refresh.py",
     "schedule.py",
     "flat.py",
+    "owner.py",
     "unshard.py",
     "scopes.py",
     "apply.py",

@@ -36,6 +36,7 @@ from fsdp_compose.checkpoint.members import OptimLike
 from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
 from fsdp_compose.checkpoint.names import Names, clean, names_of
 from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.mesh import Group
 from fsdp_compose.sharded import is_sharded
@@ -144,7 +145,7 @@ def finish_pending() -> None:
 def _state(
     module: nn.Module, optim: OptimLike | None, extra: object, group: Group
 ) -> dict[str, Any]:
-    """What this rank saves: its slices, and on the first rank what is alike everywhere."""
+    """What this rank saves: what it alone has, and on the first rank what is alike everywhere."""
     state: dict[str, Any] = {"model": dict(state_dict(module, "sharded"))}
     if optim is not None:
         state["optim"] = optimizers.optim_state_dict(module, optim, "sharded")
@@ -167,6 +168,8 @@ def _only_sharded(tree: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in tree.items():
         if is_sharded(value) or isinstance(value, DTensor):
             kept[key] = value
+        elif isinstance(value, Owned):
+            kept[key] = dict(value)
         elif isinstance(value, Mapping) and (inner := _only_sharded(value)):
             kept[key] = inner
     return kept
@@ -306,9 +309,12 @@ def _stage_optim(source: Source, module: nn.Module, targets: optimizers.Targets)
     except (RuntimeError, TypeError, ValueError) as error:
         raise type(error)(f"{source.path}: {error}") from error
     for name, part in optimizers.parts_of(targets).items():
+        if part.is_elsewhere:
+            continue
         for state_name, value in given["state"].get(name, {}).items():
             if isinstance(value, Tensor):
-                cut = optimizers.is_elementwise(state_name, value, part, given)
+                cut = part.owner is None
+                cut = cut and optimizers.is_elementwise(state_name, value, part, given)
                 leaf = part.entry.param if cut and part.entry is not None else None
                 source.want(source.key_of(value), leaf, value.dtype)
     return given

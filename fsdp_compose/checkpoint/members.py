@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fsdp_compose.bucket import Bucket, Entry, find_entry
 from fsdp_compose.checkpoint.names import closest, parameter_names
 from fsdp_compose.checkpoint.values import whole_shape
+from fsdp_compose.owner import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded
 from fsdp_compose.state import iter_units
 
@@ -32,16 +33,23 @@ class Part:
         names: its clean FQNs, canonical one first.
         entry: None for a parameter that is not sharded.
         span: its elements in a raw piece of a shard; None when the optimizer holds the parameter.
+        owner: the rank that has all of its state; None where state is cut or on every rank.
     """
 
     names: tuple[str, ...]
     shape: torch.Size
     entry: Entry | None
     span: slice | None = None
+    owner: int | None = None
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another rank has all of its state, and this one none."""
+        return self.spec is not None and self.owner not in (None, self.spec.group.rank)
 
     @property
     def spec(self) -> ShardSpec | None:
@@ -92,7 +100,8 @@ def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
         for position, param in enumerate(group["params"]):
             if id(param) in names:
                 entry = find_entry(param) if is_sharded(param) else None
-                part = Part(tuple(names[id(param)]), whole_shape(param), entry)
+                owner = optim.owner_of(param) if isinstance(optim, OwnerOptimizer) else None
+                part = Part(tuple(names[id(param)]), whole_shape(param), entry, owner=owner)
                 members.append(Member(param, (part,)))
                 continue
             if pieces is None:

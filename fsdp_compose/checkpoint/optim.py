@@ -5,12 +5,13 @@ The format is that of a plain optimizer with names for numbers::
     {"state": {fqn: {"step": tensor, "exp_avg": tensor, ...}},
      "param_groups": [{"lr": ..., "params": [fqn, ...]}, ...]}
 
-State that is cut as its parameter is a sharded value; everything else is the same on all ranks.
+State that is cut as its parameter is a sharded value; so is, in its own way, what one rank has all
+of (``owner_step``), which only that rank lists; everything else is the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -24,8 +25,18 @@ from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.names import clean, listing, parameter_names
 from fsdp_compose.checkpoint.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
+from fsdp_compose.checkpoint.structure import (
+    block_spec,
+    by_block,
+    complete,
+    fits,
+    owned,
+    restored,
+    row_keys,
+)
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
+from fsdp_compose.comm import gather_objects
 from fsdp_compose.mesh import Group
 from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
 from fsdp_compose.state import owner_of
@@ -76,9 +87,16 @@ def optim_state_dict(
         groups = members_of(module, one)
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         flat = [member for group in groups for member in group]
-        for number, member in zip(numbers, flat, strict=True):
+        held = [
+            (member, plain["state"].get(n, {})) for n, member in zip(numbers, flat, strict=True)
+        ]
+        rows = row_keys(held)
+        if kind == "full" and any(member.is_raw for member in flat):
+            for group in groups_of(module):
+                rows = set().union(*gather_objects(rows, group))
+        for member, found in held:
             parts.update((part.name, part) for part in member.parts)
-            for part, values in _split(member, plain["state"].get(number, {})):
+            for part, values in _split(member, found, rows):
                 if values:
                     state[part.name] = values
         for group, members in zip(plain["param_groups"], groups, strict=True):
@@ -87,19 +105,26 @@ def optim_state_dict(
             result["param_groups"].append({**hyper, "params": names})
         result.update((k, v) for k, v in plain.items() if k not in ("state", "param_groups"))
     if kind == "full":
+        if any(part.owner is not None for part in parts.values()):
+            result["state"] = complete(module, state, parts)
         return _full(module, result, parts, wanted)
     if kind == "local":
         result[WORLD] = _layout(parts)
     return result
 
 
-def _split(member: Member, values: Mapping[str, Any]) -> Iterable[tuple[Part, dict[str, Any]]]:
+def _split(
+    member: Member, values: Mapping[str, Any], rows: Collection[str]
+) -> Iterable[tuple[Part, dict[str, Any]]]:
     """A member's state, for each of its parts."""
     for part in member.parts:
-        yield part, {key: _piece(member, part, value) for key, value in values.items()}
+        if part.owner is not None and part.spec is not None:
+            yield part, owned(part, values)
+            continue
+        yield part, {k: _piece(member, part, k, v, k in rows) for k, v in values.items()}
 
 
-def _piece(member: Member, part: Part, value: Any) -> Any:
+def _piece(member: Member, part: Part, key: str, value: Any, has_rows: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if is_sharded(value):
@@ -108,6 +133,8 @@ def _piece(member: Member, part: Part, value: Any) -> Any:
         return value.detach()
     local = (part.spec.stop - part.spec.start,)
     if member.is_raw:
+        if value.ndim and has_rows and len(member.parts) == 1:
+            return by_block(part, key, value)
         if value.shape == member.param.shape and value.ndim:
             return as_whole(tag(value.detach()[part.span], part.spec))
     elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
@@ -118,7 +145,13 @@ def _piece(member: Member, part: Part, value: Any) -> Any:
 def _layout(parts: Mapping[str, Part]) -> dict[str, Any]:
     """What must be alike where ``kind="local"`` is loaded; not the rank, which the slices know."""
     return {
-        name: (part.spec.group.size, part.spec.offset, part.spec.shard_numel, *_place(part.spec))
+        name: (
+            part.spec.group.size,
+            part.spec.offset,
+            part.spec.shard_numel,
+            part.owner,
+            *_place(part.spec),
+        )
         for name, part in parts.items()
         if part.spec is not None
     }
@@ -201,7 +234,13 @@ def load_optim_state_dict(
     facts: object = None
     try:
         given = _named(module, targets, state_dict)
-        facts = _check(module, targets, given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    if any(part.owner is not None for part in parts_of(targets).values()):
+        settle(problem, groups)
+        given["state"] = complete(module, given["state"], parts_of(targets))
+    try:
+        facts = None if problem else _check(module, targets, given)
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
     settle(problem, groups, facts)
@@ -314,8 +353,9 @@ def _check(
             for part in parts:
                 values = given["state"].get(part.name, {})
                 problems += _misfits(part, values, given, one)
+                spec = None if part.owner is not None else part.spec
                 gathers += sum(
-                    needs_gather(v, part.spec) for v in values.values() if isinstance(v, Tensor)
+                    needs_gather(v, spec) for v in values.values() if isinstance(v, Tensor)
                 )
     if problems:
         shown = "\n  ".join(problems[:8])
@@ -355,10 +395,20 @@ def _misfits(
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
-        cut = is_sharded(value)
+        rows = _rows(part, key, value, given)
+        if part.span is not None and shape != want and shape and rows is None:
+            found.append(
+                f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
+                f"a row for each of its blocks ({fits(part)}); shard with the granularity it was "
+                "saved with"
+            )
+            continue
+        if rows is not None:
+            want = tuple(rows.shape)
+        cut = is_sharded(value) and part.owner is None
         if shape != want and (cut or key in ELEMENTWISE):
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
-        elif is_sharded(value) and needs_gather(value, part.spec):
+        elif is_sharded(value) and (part.owner is not None or needs_gather(value, part.spec)):
             spec = value._shard_spec
             if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
                 found.append(
@@ -367,6 +417,14 @@ def _misfits(
                     "kind='full' or use save_checkpoint to load it anywhere"
                 )
     return found
+
+
+def _rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
+    """How a value is cut that has a row for each block of a raw piece; None if it is not that."""
+    if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
+        return None
+    spec = block_spec(part, key, tuple(value.shape[1:]))
+    return spec if spec is not None and spec.shape == value.shape else None
 
 
 def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -> bool:
@@ -410,9 +468,16 @@ def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[
     before = optim.state.get(member.param, {})
     result: dict[str, Any] = {}
     for part in member.parts:
+        if part.owner is not None and part.spec is not None:
+            values = given["state"].get(part.name, {})
+            whole_values = {key: restored(value, part) for key, value in values.items()}
+            return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
-                if key not in result:
+                if isinstance(value, Tensor) and (rows := _rows(part, key, value, given)):
+                    local = to_local(fit(value, rows)).clone()
+                    result[key] = local.view(-1, *rows.shape[1:])
+                elif key not in result:
                     result[key] = whole(value).clone() if isinstance(value, Tensor) else value
                 continue
             piece = fit(value, part.spec).clone()
@@ -446,7 +511,9 @@ def _broadcast(module: nn.Module, state_dict: Any, targets: Targets) -> dict[str
 
     def target_of(name: str) -> Any:
         part = parts.get(name.split("\0")[0])
-        return None if part is None or part.entry is None or not part.shape else part.entry.param
+        if part is None or part.entry is None or not part.shape or part.owner is not None:
+            return None
+        return part.entry.param
 
     flat = (
         {f"{n}\0{k}": v for n, vs in given["state"].items() for k, v in vs.items()} if first else {}

@@ -23,6 +23,7 @@ def notes_on(survey: Survey) -> tuple[str, ...]:
         *_ties(survey),
         *_dtypes(survey),
         *_frozen(survey),
+        *_owners(survey),
         *_padding(survey),
     )
 
@@ -169,6 +170,30 @@ def _frozen(survey: Survey) -> Iterator[str]:
 
 def _units(names: Sequence[str]) -> str:
     return f"unit {names[0]!r}" if len(names) == 1 else f"{len(names)} units ({some(names)})"
+
+
+def work_of(buckets: Sequence[PlannedBucket]) -> tuple[int, ...]:
+    """By rank, the work on tensors that are never cut; empty where there are none."""
+    found = [bucket for bucket in buckets if bucket.owned]
+    loads = [0] * max((bucket.ranks for bucket in found), default=0)
+    for bucket in found:
+        for rank, work in bucket.owned:
+            loads[rank] += work
+    return tuple(loads)
+
+
+def _owners(survey: Survey) -> Iterator[str]:
+    work = work_of(survey.buckets)
+    if not work:
+        return
+    number = sum(len(bucket.owned) for bucket in survey.buckets)
+    busiest = max(range(len(work)), key=work.__getitem__)
+    yield (
+        f"{plural(number, 'whole tensor')} over {plural(len(work), 'rank')}: the busiest, rank "
+        f"{busiest}, has {work[busiest] * len(work) / sum(work):.2f} times the mean work of an "
+        "optimizer of matrices (m n min(m, n) each); idle "
+        f"{plural(sum(not load for load in work), 'rank')}."
+    )
 
 
 def _padding(survey: Survey) -> Iterator[str]:

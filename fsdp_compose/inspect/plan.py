@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.collect import Ignored, Options, plan_shards
-from fsdp_compose.inspect.notes import notes_on
+from fsdp_compose.inspect.notes import notes_on, work_of
 from fsdp_compose.inspect.render import render
 from fsdp_compose.inspect.schedule import Communication, Peak, Step, play
 from fsdp_compose.inspect.survey import (
@@ -175,7 +175,9 @@ class Plan:
     memory: Memory
     notes: tuple[str, ...]
 
-    DERIVED: ClassVar = ("forward", "backward", "step", "numel", "trained_numel")
+    DERIVED: ClassVar = (
+        "forward", "backward", "step", "numel", "trained_numel", "owner_work", "owner_imbalance",
+    )  # fmt: skip
 
     @property
     def buckets(self) -> tuple[PlannedBucket, ...]:
@@ -202,6 +204,18 @@ class Plan:
     @property
     def trained_numel(self) -> int:
         return sum(unit.trained_numel for unit in self.units)
+
+    @property
+    def owner_work(self) -> tuple[int, ...]:
+        """By rank, the work of an optimizer on the tensors that are never cut (granularity
+        ``"tensor"``), in the unit of ``layout.matrix_work``; empty where there are none."""
+        return work_of(self.buckets)
+
+    @property
+    def owner_imbalance(self) -> float:
+        """The most of ``owner_work`` over its mean; 1 is even, 0 where there is none."""
+        work = self.owner_work
+        return max(work) * len(work) / sum(work) if work else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries only."""

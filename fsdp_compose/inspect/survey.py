@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.collect import BucketPlan, UnitPlan, unit_precision
 from fsdp_compose.comm import is_point_to_point
+from fsdp_compose.layout import Layout, whole_owners
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import clean_name
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch
@@ -46,6 +47,7 @@ class PlannedBucket:
         point_to_point: gradients arrive as one contribution of every rank, summed on arrival.
         on_host: shards, gradients and optimizer state are in host memory.
         device_copy: of on_host shards, a copy in the compute dtype stays on the device.
+        owned: (rank, work) of each tensor that is never cut; see ``layout.matrix_work``.
     """
 
     unit: str
@@ -65,6 +67,7 @@ class PlannedBucket:
     point_to_point: bool
     on_host: bool
     device_copy: bool
+    owned: tuple[tuple[int, int], ...]
 
     DERIVED: ClassVar = ("padding_bytes", "shard_bytes", "full_bytes", "grad_shard_bytes")
 
@@ -427,7 +430,7 @@ def _of_bucket(bucket: Bucket, names: _NamesOf) -> PlannedBucket:
         offload=bucket.offload,
         numel=sum(entry.spec.numel for entry in bucket.entries),
         trained=trained,
-        shard_numel=bucket.layout.shard_numel,
+        layout=bucket.layout,
         spread=None if bucket.spread is None else bucket.spread.size,
         is_fused=bucket.mesh.axes is not None,
         in_place=bucket.in_place,
@@ -450,7 +453,7 @@ def _of_plan(plan: UnitPlan, bucket: BucketPlan) -> PlannedBucket:
         offload=offload,
         numel=numel,
         trained=numel if needs_grad else 0,
-        shard_numel=bucket.layout.shard_numel,
+        layout=bucket.layout,
         spread=plan.options.placement.spread,
         is_fused=plan.options.placement.fused,
         in_place=bucket.layout.world_size == 1 and same and stays,
@@ -466,7 +469,7 @@ def _bucket(
     offload: Offload,
     numel: int,
     trained: int,
-    shard_numel: int,
+    layout: Layout,
     spread: int | None,
     is_fused: bool,
     in_place: bool,
@@ -482,7 +485,7 @@ def _bucket(
         grad=dtypes.grad,
         numel=numel,
         trained_numel=trained,
-        shard_numel=shard_numel,
+        shard_numel=layout.shard_numel,
         ranks=mesh.shard.size if mesh.axes else mesh.shard.size * fused,
         replicas=mesh.replicate.size // fused,
         fused=fused,
@@ -491,6 +494,7 @@ def _bucket(
         point_to_point=is_point_to_point(mesh.shard),
         on_host=offload.shards and mesh.device.type != "cpu",
         device_copy=offload.optimizer and not offload.params,
+        owned=tuple(whole_owners(layout)),
     )
 
 

@@ -15,7 +15,8 @@ class TrafficReport:
     """Collectives, and the bytes this rank received in them.
 
     A gather or a reduce-scatter over W ranks brings ``(W - 1) / W`` of its buffer, an all-reduce
-    twice that. ``control`` counts small messages outside the passes: checks, broadcasts, errors.
+    twice that. A move takes matrices to the ranks that own them, or back, see ``owner_step``.
+    ``control`` counts small messages outside the passes: checks, broadcasts, errors.
     """
 
     gathers: int = 0
@@ -24,16 +25,18 @@ class TrafficReport:
     reduce_bytes: int = 0
     all_reduces: int = 0
     all_reduce_bytes: int = 0
+    moves: int = 0
+    move_bytes: int = 0
     control: int = 0
 
     @property
     def collectives(self) -> int:
         """Without ``control``."""
-        return self.gathers + self.reduces + self.all_reduces
+        return self.gathers + self.reduces + self.all_reduces + self.moves
 
     @property
     def total_bytes(self) -> int:
-        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
+        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes + self.move_bytes
 
     def __sub__(self, other: TrafficReport) -> TrafficReport:
         names = [f.name for f in fields(self)]
@@ -48,6 +51,7 @@ class TrafficReport:
             ("gather", str(self.gathers), size(self.gather_bytes)),
             ("reduce-scatter", str(self.reduces), size(self.reduce_bytes)),
             ("all-reduce", str(self.all_reduces), size(self.all_reduce_bytes)),
+            *([("move", str(self.moves), size(self.move_bytes))] if self.moves else []),
             ("all", str(self.collectives), size(self.total_bytes)),
         ]
         return f"{table(rows)}\n  and {self.control} control messages"

@@ -1,0 +1,202 @@
+"""Optimizer state in another shape than its parameter: an owner's, and that of blocks.
+
+An owner's value may have any shape. It is saved as a sharded value whose buffer is ``size`` times
+as large, of which the owner's part is all of it: so it is gathered and read like any other, on as
+many ranks as there are. State with one row for each block that is never cut (scales of 8-bit
+blocks, accumulators of rows) is cut where the parameter is, counted in blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import comm
+from fsdp_compose.bucket import contiguous_strides, flatten, storage_order
+from fsdp_compose.checkpoint.consensus import groups_of
+from fsdp_compose.checkpoint.members import Member, Part
+from fsdp_compose.sharded import Residence, ShardSpec, is_sharded, tag
+from fsdp_compose.state import owner_of
+
+
+class Owned(dict[str, Any]):
+    """The state of one parameter, by key, on the rank that has all of it."""
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """A value that another rank of the group has."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+
+
+def owned(part: Part, values: Mapping[str, Any]) -> Owned:
+    """The owner's state of ``part`` as values that are saved; memory is shared.
+
+    Raises:
+        TypeError: a value is neither a tensor, a number, a string nor None.
+    """
+    assert part.spec is not None and part.owner is not None
+    found = Owned()
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            stride = storage_order(value)
+            spec = _spec(part.spec, key, tuple(value.shape), stride, part.owner)
+            found[key] = tag(flatten(value.detach(), stride), spec)
+        elif value is None or isinstance(value, bool | int | float | str):
+            found[key] = value
+        else:
+            raise TypeError(
+                f"optimizer state: {key!r} of {part.name!r} is a {type(value).__name__}; wanted "
+                "tensors, numbers and strings, each under a key of its own."
+            )
+    return found
+
+
+def _blocks(part: Part) -> tuple[int, int]:
+    """(blocks in the parameter that are never cut, elements of each)."""
+    assert part.entry is not None
+    extent = owner_of(part.entry).layout.extents[part.entry.index]
+    return -(-extent.numel // extent.block), extent.block
+
+
+def row_keys(members: Iterable[tuple[Member, Mapping[str, Any]]]) -> set[str]:
+    """Keys of state with a row for each block, as far as this rank's shapes tell.
+
+    They do not where a slice is empty or one element: there all shapes are alike.
+    """
+    found: set[str] = set()
+    for member, values in members:
+        if member.is_raw and len(member.parts) == 1 and member.param.numel() > 1:
+            shape = member.param.shape
+            found.update(
+                k
+                for k, v in values.items()
+                if isinstance(v, Tensor) and v.ndim and v.shape != shape
+            )
+    return found
+
+
+def block_spec(part: Part, key: str, row: tuple[int, ...]) -> ShardSpec | None:
+    """Where state lies that has a row of shape ``row`` for each block; None without elements."""
+    if part.entry is None or part.spec is None or not part.spec.numel:
+        return None
+    blocks, block = _blocks(part)
+    layout, index = owner_of(part.entry).layout, part.entry.index
+    owners = layout.owners(index)
+    # Cut in two, the first rank may have any number of blocks; beyond that a shard is a multiple.
+    shard = layout.shard_numel // block if len(owners) > 2 else blocks
+    end = (owners[0] + 1) * layout.shard_numel - layout.offsets[index]
+    first = min(end // block, blocks) if len(owners) > 1 else blocks
+    width = math.prod(row)
+    shape = (blocks, *row)
+    return ShardSpec(
+        fqn=f"{key} of {part.spec.fqn}",
+        unit=part.spec.unit,
+        shape=torch.Size(shape),
+        stride=contiguous_strides(shape),
+        offset=((owners[0] + 1) * shard - first) * width,
+        shard_numel=shard * width,
+        group=part.spec.group,
+        residence=Residence(),
+    )
+
+
+def by_block(part: Part, key: str, value: Tensor) -> Any:
+    """This rank's state of its blocks as a sharded value; memory is shared.
+
+    Raises:
+        ValueError: it is not a row for each block.
+    """
+    spec = block_spec(part, key, tuple(value.shape[1:]))
+    if spec is None or spec.stop - spec.start != value.numel():
+        raise ValueError(
+            f"optimizer state: {key!r} of {part.name!r} has shape {tuple(value.shape)} on this "
+            f"rank, which is neither its slice nor a row for each of its blocks ({fits(part)}), so "
+            "it cannot be saved. Shard with the granularity of the blocks, or step whole matrices "
+            "with fsdp_compose.owner_step."
+        )
+    return tag(value.detach().reshape(-1), spec)
+
+
+def fits(part: Part) -> str:
+    """What state of a raw piece may look like, for messages."""
+    blocks, block = _blocks(part)
+    return f"{blocks} of {block} in all"
+
+
+def _spec(
+    of: ShardSpec, key: str, shape: tuple[int, ...], stride: tuple[int, ...], owner: int
+) -> ShardSpec:
+    numel = math.prod(shape)
+    return ShardSpec(
+        fqn=f"{key} of {of.fqn}",
+        unit=of.unit,
+        shape=torch.Size(shape),
+        stride=stride,
+        offset=owner * numel,
+        shard_numel=numel,
+        group=of.group,
+        residence=Residence(),
+    )
+
+
+def complete(
+    module: nn.Module, state: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]
+) -> dict[str, dict[str, Any]]:
+    """``state`` with what other ranks own of it, alike on every rank; a collective.
+
+    Tensors of others are sharded values without elements, which can be gathered; numbers are the
+    owner's.
+    """
+    found = {name: dict(values) for name, values in state.items()}
+    for group in groups_of(module):
+        mine = {
+            name: {key: _outline(value) for key, value in values.items()}
+            for name, values in state.items()
+            if isinstance(values, Owned) and _group(parts, name) == group.ranks
+        }
+        for theirs in comm.gather_objects(mine, group):
+            for name, values in theirs.items():
+                if name not in found and name in parts:
+                    found[name] = {key: _absent(parts[name], key, v) for key, v in values.items()}
+    first = [name for name in parts if name in found]
+    return {name: found[name] for name in [*first, *(n for n in found if n not in parts)]}
+
+
+def _group(parts: Mapping[str, Part], name: str) -> tuple[int, ...]:
+    part = parts.get(name)
+    return () if part is None or part.spec is None else part.spec.group.ranks
+
+
+def _outline(value: Any) -> Any:
+    if not is_sharded(value):
+        return value
+    spec = value._shard_spec
+    return _Outline(tuple(spec.shape), spec.stride, value.dtype, spec.group.rank)
+
+
+def _absent(part: Part, key: str, outline: Any) -> Any:
+    if not isinstance(outline, _Outline) or part.spec is None or part.entry is None:
+        return outline
+    spec = _spec(part.spec, key, outline.shape, outline.stride, outline.owner)
+    return tag(torch.empty(0, dtype=outline.dtype, device=part.entry.param.device), spec)
+
+
+def restored(value: Any, part: Part) -> Any:
+    """A value of owned state as its owner keeps it, in memory of its own; None on other ranks.
+
+    A collective where ``value`` is sharded.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    full = value.full_tensor() if is_sharded(value) else value.detach().clone()
+    return None if part.is_elsewhere else full
