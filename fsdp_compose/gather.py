@@ -39,9 +39,9 @@ DELETED = (
     "model until backward has run."
 )
 UNSEEN = (
-    "backward computed with weights of unit {name!r} that were released: it reached a tensor that the "
-    "unit's forward handed on without returning it, such as a key-value cache it was given, and "
-    "nothing of what that forward returned is part of the loss. Run forward inside "
+    "backward computed with weights of unit {name!r} that were released: it reached a tensor that "
+    "the unit's forward handed on without returning it, such as a key-value cache it was given, "
+    "and nothing of what that forward returned is part of the loss. Run forward inside "
     "`with fsdp_compose.gathered(model):`, after which backward needs no gather, or let the loss "
     "depend on what forward returned (loss + 0 * output.sum()), or return the tensor."
 )

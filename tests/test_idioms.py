@@ -140,7 +140,7 @@ def test_a_sharded_bias_is_fitted_to_its_weight() -> None:
         assert model.head.bias is bias and torch.equal(whole(bias), before)
         model(data(0, rank)).sum().backward()
         assert torch.equal(whole(bias.grad), torch.full((2,), 3.0, dtype=torch.float64))
-        with pytest.raises(ShardedWeightError, match="pad needs the whole of 'head.bias'"):
+        with pytest.raises(ShardedWeightError, match=r"pad needs the whole of 'head\.bias'"):
             F.pad(bias.data, (0, 1))
 
     run_ranks(step, 2)

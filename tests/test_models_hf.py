@@ -49,7 +49,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """With an epsilon at which gradients that are zero but for rounding do nothing; a key's bias has such."""
+    """Its epsilon hides gradients that are zero but for rounding, as those of a key's bias are."""
     return torch.optim.AdamW(params, lr=0.01, eps=1e-4)
 
 
@@ -124,6 +124,8 @@ def train(
     calls = count_calls(model, family.blocks)
     if reentrant is not None:
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        if compute is not None:  # it turns off the cache, with which T5 rounds otherwise
+            plain.activation_checkpointing_enable({"use_reentrant": reentrant})
     family.shard(model, mp_policy=MixedPrecision() if compute is None else BF16)
     reference = Plain(plain, compute, world)
     optim, plain_optim = optimizer(model.parameters()), optimizer(plain.parameters())
@@ -320,7 +322,7 @@ def test_what_save_pretrained_wrote_loads(name: str, tmp_path: Path) -> None:
         family = hf.FAMILIES[name]
         plain = family.build().eval()
         if rank == 0:
-            plain.save_pretrained(tmp_path)
+            plain.save_pretrained(tmp_path, save_original_format=False)
         dist.barrier()
         other = family.shard(family.build(seed=1).eval())
         assert not torch.equal(logits(other, name), logits(plain, name))
@@ -474,7 +476,7 @@ def test_caches_in_and_out(name: str) -> None:
             for grad in (False, True):
                 with torch.set_grad_enabled(grad):
                     found = [_continue(each, tokens) for each in (model, plain)]
-                assert torch.equal(*found)
+                near("logits", *found)
             assert found[0].shape == (hf.ROWS, 1, hf.VOCAB)
             with fc.gathered(model):  # the first forward's logits are not part of the loss
                 loss = _continue(model, hf.rows(family.prompt(), rank, 2)["input_ids"])
