@@ -161,3 +161,23 @@ def test_state_dict_inside_gathered_is_full() -> None:
             assert type(value) is Tensor and torch.equal(value, wanted[key]), key
 
     run_ranks(step, 2)
+
+
+def test_data_parallel_around_a_sharded_model_is_refused() -> None:
+    """As trainers wrap what they are given; it used to replace every slice by that of rank 0."""
+
+    def wrap_it(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        with pytest.raises(RuntimeError, match=r"given 'first\.weight', which is sharded"):
+            nn.parallel.DistributedDataParallel(model)
+        for param, theirs in zip(model.parameters(), plain.parameters()):
+            assert torch.equal(whole(param), theirs)
+        plain.extra = fully_shard(nn.Linear(2, 2).double())
+        names = [f"extra.{name}" for name, _ in plain.extra.named_parameters()]
+        replicate = nn.parallel.DistributedDataParallel
+        replicate._set_params_and_buffers_to_ignore_for_model(plain, names)
+        wrapped = replicate(plain)
+        wrapped.module.extra(wrapped(data(0, rank))).sum().backward()
+        assert whole(plain.extra.weight.grad).any() and plain.head.weight.grad.any()
+
+    run_ranks(wrap_it, 2)
