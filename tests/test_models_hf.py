@@ -186,7 +186,7 @@ def test_mixed_precision_equals_the_same_casts(name: str) -> None:
     run_ranks(train, 2, name, reentrant=False, compute=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_adamw_equals_one_process(name: str) -> None:
     run_ranks(train, 2, name, optimizer=adamw)
 
@@ -244,7 +244,7 @@ def test_generate_equals_one_process(name: str) -> None:
     run_ranks(write, 2)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", ["llama", "t5", "whisper"])
 @pytest.mark.parametrize("how", ["method", "gathered", "kept"])
 def test_gathers_of_generate(name: str, how: str) -> None:
     """Blocks are gathered for every token, unless all is gathered once for all tokens."""
