@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | clean: needs python3 >= 3.10 and nothing else.
+# make demo | test | test-models | lint | bench | clean: needs python3 >= 3.10 and nothing else.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -6,14 +6,23 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MODELS := $(VENV)/.models
+TITAN := $(VENV)/torchtitan
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-models lint bench clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not cuda"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not cuda and not models and not torchtitan"
+	$(MAKE) test-models
+
+test-models: $(MODELS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m models
+	if PYTHONPATH=$(TITAN):tests $(BIN)/python -c "import titan_models" 2>/dev/null; \
+	then OMP_NUM_THREADS=1 PYTHONPATH=$(TITAN) $(BIN)/python -m pytest -m torchtitan; \
+	else echo "torchtitan cannot be imported here: its tests are left out"; fi
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
@@ -37,4 +46,14 @@ $(READY): pyproject.toml
 	  || { echo "$(PYTHON) has no working venv module; on Debian: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -c '$(KEEP)' 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install -e ".[dev,demo,safetensors]"
+	touch $@
+
+# Models of other libraries, by the torch that is there. What torchtitan's Llama is made of goes into
+# a folder of its own: the rest of torchtitan's dependencies would move what the other tests run on.
+$(MODELS): $(READY)
+	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch.txt
+	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e ".[models]"
+	rm -rf $(TITAN)
+	$(BIN)/python -m pip install --no-deps --target $(TITAN) \
+	  torchtitan spmd-types tyro docstring-parser || rm -rf $(TITAN)
 	touch $@

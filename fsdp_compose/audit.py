@@ -11,6 +11,8 @@ from itertools import chain
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import Unit, Watch, find_state
@@ -133,3 +135,27 @@ def remember(unit: Unit) -> None:
             and not (value is not None and is_sharded(value))
         ],
     )
+
+
+def refuse_replication(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Raise when DistributedDataParallel is given sharded parameters (D9).
+
+    It would start by overwriting every rank's slices with those of rank 0.
+
+    Raises:
+        RuntimeError: naming a sharded parameter that it was not told to ignore.
+    """
+    if not isinstance(parent, DistributedDataParallel) or child is None:
+        return
+    left_alone = getattr(child, "_ddp_params_and_buffers_to_ignore", ())
+    for path, param in child.named_parameters():
+        if is_sharded(param) and path not in left_alone:
+            raise RuntimeError(
+                f"DistributedDataParallel was given {path!r}, which is sharded: it would overwrite "
+                "each rank's slice with that of rank 0, and gradients are reduced already. Use the "
+                "model as fully_shard returned it; for replicas of it, pass fully_shard a mesh of "
+                "(replicate, shard)."
+            )
+
+
+register_module_module_registration_hook(refuse_replication)

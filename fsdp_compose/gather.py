@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import Bucket, Entry, dress
+from fsdp_compose.bucket import Bucket, Entry, Phase, dress
 from fsdp_compose.engine import close_backward, running_task
 from fsdp_compose.reduction import (
     drain,
@@ -37,6 +37,13 @@ from fsdp_compose.torch_private import raw, untraced, wanted_leaves
 DELETED = (
     "backward reached a sharded module that was deleted after its forward; keep a reference to the "
     "model until backward has run."
+)
+UNSEEN = (
+    "backward computed with weights of unit {name!r} that were released: it reached a tensor that "
+    "the unit's forward handed on without returning it, such as a key-value cache it was given, "
+    "and nothing of what that forward returned is part of the loss. Run forward inside "
+    "`with fsdp_compose.gathered(model):`, after which backward needs no gather, or let the loss "
+    "depend on what forward returned (loss + 0 * output.sum()), or return the tensor."
 )
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -128,6 +135,9 @@ class Boundary(torch.autograd.Function):
 def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors) -> Tensors:
     """Take the unit's gradients from autograd; what is returned is what the leaves receive."""
     lane = unit.lane
+    for bucket in unit.gathered:
+        if bucket.phase is not Phase.GATHERED and not bucket.in_place:
+            raise RuntimeError(UNSEEN.format(name=unit.name))
     task = running_task(lane)
     leaves = wanted_leaves([unit.entries[i].accumulator or _accumulator(unit, i) for i in trained])
     if leaves is None or torch.is_grad_enabled():

@@ -56,6 +56,7 @@ from fsdp_compose.standin import StandIns, close_stand_ins, find_stand_ins, open
 from fsdp_compose.state import Hold, Lane, Live, Opened, Unit, get_state
 from fsdp_compose.torch_private import (
     graph_task_id,
+    made_at,
     outside_transforms,
     remove_forward_hooks,
     transforms_active,
@@ -417,8 +418,11 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
     watched = False
+    opened_at = _opened_at(unit) if len(tensors) > 1 else -1
     for tensor in tensors:
-        if tensor.requires_grad and tensor.grad_fn is not None:
+        if tensor.requires_grad and (node := tensor.grad_fn) is not None:
+            if opened_at >= 0 and made_at(node) < opened_at:
+                continue  # passed through; its gradient is complete long after the unit's backward
             tensor.register_hook(_trigger(unit))
             watched = True
     if any(_reads_weights(unit, tensor) for tensor in tensors):
@@ -434,6 +438,14 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
             stacklevel=2,
         )
     return "hidden"
+
+
+def _opened_at(unit: Unit) -> int:
+    """When the unit's node was made, as in ``made_at``; -1 where it has none."""
+    for tensor in unit.live.tensors if unit.live is not None else ():
+        if tensor.grad_fn is not None:
+            return made_at(tensor.grad_fn)
+    return -1
 
 
 def _reads_weights(unit: Unit, output: torch.Tensor) -> bool:

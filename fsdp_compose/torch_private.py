@@ -90,6 +90,12 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def made_at(node: Any) -> int:
+    """Grows with every autograd node that a thread makes."""
+    number: int = node._sequence_nr()
+    return number
+
+
 def wanted_leaves(nodes: list[Any]) -> list[bool] | None:
     """Which accumulators the running pass is to reach; None when ``autograd.grad`` asks for one."""
     execute = torch._C._will_engine_execute_node

@@ -116,6 +116,8 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
     unit = get_state(module).unit
     places = dict(_places(module, unit, prefix, state_dict))
     if wanted.kind == "sharded":
+        if unit.opened is not None and unit.opened.in_forward:
+            return  # in a scope of ``gathered``, whose full tensors are the caller's
         for key, (index, values, name) in places.items():
             leaf = unit.entries[index].param
             if values.get(name) is not leaf:  # gathered now; what is in place will not last

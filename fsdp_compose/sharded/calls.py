@@ -293,6 +293,14 @@ def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return args[0]
 
 
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Padding by nothing, with which libraries fit a bias to its tied weight."""
+    tensor = kwargs["input"] if "input" in kwargs else args[0]
+    if any(kwargs["pad"] if "pad" in kwargs else args[1]):
+        refuse(func, tensor._shard_spec)
+    return tensor.clone()
+
+
 def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each complex element is two real ones, so the slice of one is the slice of the other."""
     spec = args[0]._shard_spec
@@ -368,6 +376,7 @@ _handle(ops.functions("is_nonzero", torch), _item)
 _handle(ops.functions("new_empty new_full new_ones new_tensor new_zeros", Tensor), _new)
 _handle(ops.functions("new_tensor", Tensor), _shared)
 _handle(ops.functions("contiguous", Tensor), _contiguous)
+_handle([torch.nn.functional.pad], _pad)
 _handle(ops.functions("view_as_real", torch), _view_as_real)
 _handle([torch.nn.init.constant_], _constant)
 _handle([torch.autograd.grad], _autograd_grad)
