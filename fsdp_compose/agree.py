@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import Slot, flatten, storage_order
-from fsdp_compose.collect import Options, UnitPlan
 from fsdp_compose.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.parallel import tensor_parallel_groups
+from fsdp_compose.plans import Options, UnitPlan
 from fsdp_compose.policy import Placement
 from fsdp_compose.sharded import Parallel, part_of
 from fsdp_compose.torch_private import buffer_slots

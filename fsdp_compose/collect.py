@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.bucket import Slot, find_entry
-from fsdp_compose.layout import Extent, Granularity, Layout, plan_layout, spread_work
+from fsdp_compose.layout import Extent, Granularity, plan_layout, spread_work
 from fsdp_compose.mesh import (
-    Mesh,
-    MeshLike,
     check_fusable,
     check_subgroup,
     compute_device,
@@ -23,141 +20,20 @@ from fsdp_compose.mesh import (
 )
 from fsdp_compose.names import clean_name
 from fsdp_compose.parallel import find_parallel, note_repeated
+from fsdp_compose.plans import BucketPlan, Found, Ignored, Options, UnitPlan
 from fsdp_compose.policy import (
     INITS,
     FullPrecision,
-    GranularityLike,
-    Init,
     MixedPrecision,
     MixedPrecisionLike,
     Offload,
-    Placement,
     Prefetch,
     place,
 )
-from fsdp_compose.sharded import Parallel, is_sharded, part_of
+from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state, lane_of, owner_of
 from fsdp_compose.torch_private import is_opaque, parameter_slots
 from fsdp_compose.wrap import Decide, Policy
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``fully_shard``, checked."""
-
-    mesh: MeshLike | None
-    placement: Placement
-    offload: Offload
-    mp: MixedPrecisionLike
-    granularity: GranularityLike
-    prefetch: Prefetch
-    init: Init
-    device: torch.device  # where meta parameters are materialised
-    param_init_fn: Any = None  # as for fully_shard
-    methods: Sequence[str] = ("forward",)  # that gather; of a unit, without "forward"
-
-
-@dataclass
-class Found:
-    """A parameter to shard, and every place it is read from."""
-
-    param: nn.Parameter
-    names: list[str] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
-    parallel: Parallel | None = None  # how tensor parallelism split it
-
-    @property
-    def part(self) -> torch.Tensor:
-        """What is to be sharded of it: of a DTensor its local tensor."""
-        return part_of(self.param)
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """A bucket that is to be built."""
-
-    mesh: Mesh
-    layout: Layout
-    found: list[Found]
-    storage_dtype: torch.dtype
-    mp: MixedPrecision
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """What is left alone, by id: of a module all that is in it, wherever else it is used."""
-
-    params: frozenset[int] = frozenset()
-    modules: frozenset[int] = frozenset()
-    buffers: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, ignored: Iterable[torch.Tensor | nn.Module]) -> Ignored:
-        if isinstance(ignored, torch.Tensor | nn.Module):
-            raise TypeError(
-                f"fully_shard: ignored is a {type(ignored).__name__}; wanted a sequence of "
-                "parameters, buffers and modules: ignored=[...]."
-            )
-        params: set[int] = set()
-        modules: set[int] = set()
-        buffers: set[int] = set()
-        for item in ignored:
-            if isinstance(item, nn.Module):
-                modules.update(id(m) for m in item.modules())
-                params.update(id(p) for p in item.parameters())
-                buffers.update(id(b) for b in item.buffers())
-            elif isinstance(item, nn.Parameter):
-                params.add(id(item))
-            elif isinstance(item, torch.Tensor):
-                buffers.add(id(item))
-            else:
-                raise TypeError(
-                    f"fully_shard: ignored holds a {type(item).__name__}; wanted parameters, "
-                    "buffers and modules."
-                )
-        return cls(frozenset(params), frozenset(modules), frozenset(buffers))
-
-    def and_more(self, items: Iterable[torch.Tensor | nn.Module]) -> Ignored:
-        more = Ignored.of(items)
-        return Ignored(
-            self.params | more.params, self.modules | more.modules, self.buffers | more.buffers
-        )
-
-
-@dataclass
-class UnitPlan:
-    """A unit that is to be built."""
-
-    name: str
-    modules: list[nn.Module]
-    options: Options
-    is_named: bool = False  # ``name`` is the FQN of its one module, not a class name
-    members: list[list[tuple[str, nn.Module]]] = field(default_factory=list)  # by module
-    found: list[Found] = field(default_factory=list)
-    buckets: list[BucketPlan] = field(default_factory=list)
-    ignored: Ignored = Ignored()
-
-    def managed(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The submodules of ``module`` that belong to the unit, with their names in it."""
-        return self.members[self.modules.index(module)]
-
-    def left_alone(self) -> dict[int, weakref.ref[Any]]:
-        """The parameters, buffers and modules in the unit that were to be ignored, by id."""
-        ignored = self.ignored
-        if not (ignored.params or ignored.modules or ignored.buffers):
-            return {}
-        return {
-            id(item): weakref.ref(item)
-            for module in self.modules
-            for submodule in module.modules()
-            for ids, items in (
-                (ignored.modules, [submodule]),
-                (ignored.params, submodule.parameters(recurse=False)),
-                (ignored.buffers, submodule.buffers(recurse=False)),
-            )
-            for item in items
-            if id(item) in ids
-        }
 
 
 def plan_shards(
@@ -203,7 +79,7 @@ def plan_shards(
     work: dict[tuple[int, ...], list[int]] = {}
     for plan in _split_full_precision(plans):
         _collect(plan, taken)
-        _lay_out(plan, promised, work)
+        lay_out(plan, promised, work)
         planned.append(plan)
     return planned
 
@@ -475,7 +351,7 @@ def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
     return find_state(module) is not None or id(module) in taken or id(module) in ignored.modules
 
 
-def _lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list[int]]) -> None:
+def lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list[int]]) -> None:
     """Sort the unit's own parameters into buckets and plan each with integers.
 
     ``work``, on whole tensors by ranks of the shard group, is levelled over the units.

@@ -30,13 +30,14 @@ from fsdp_compose.bucket import (
     make_bucket,
     storage_order,
 )
-from fsdp_compose.collect import BucketPlan, Ignored, Options, UnitPlan, plan_shards, unit_precision
+from fsdp_compose.collect import plan_shards, unit_precision
 from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.mesh import MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.methods import attach_methods, check_methods
 from fsdp_compose.names import clean_name
+from fsdp_compose.plans import BucketPlan, Ignored, Options, UnitPlan
 from fsdp_compose.policy import (
     INITS,
     GranularityLike,

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose import comm
 from fsdp_compose.adopt import is_unwritten, mark_unwritten
 from fsdp_compose.bucket import flatten, storage_order
-from fsdp_compose.collect import UnitPlan
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import owners, walk_named
+from fsdp_compose.plans import UnitPlan
 from fsdp_compose.sharded import like_dtensor, part_of
 from fsdp_compose.torch_private import (
     buffer_slots,

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_compose.agree import agree
 from fsdp_compose.audit import is_ignored, managed, remember
 from fsdp_compose.bucket import Bucket, Entry, Slot, bind, find_entry
-from fsdp_compose.collect import Found, Ignored, Options, UnitPlan, _lay_out
+from fsdp_compose.collect import lay_out
 from fsdp_compose.connect import is_running
 from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.fully_shard import (
@@ -29,6 +29,7 @@ from fsdp_compose.fully_shard import (
 )
 from fsdp_compose.init import InitFn
 from fsdp_compose.names import clean_name
+from fsdp_compose.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.policy import INITS, Init
 from fsdp_compose.reduction import drain
 from fsdp_compose.residency import drop, settle
@@ -152,7 +153,7 @@ def _look_through(unit: Unit, init: Init | None, promised: set[int]) -> _Change:
                 item.slots.append(Slot.of(submodule, key))
     items = list(found.values())
     plan.found = [item for item in items if not is_sharded(item.param)]
-    _lay_out(plan, promised, {})
+    lay_out(plan, promised, {})
     plan.found = items
     plan.members = [_inside(fresh, position, modules) for position in range(len(modules))]
     return _Change(unit, plan, [find_entry(i.param) for i in items if is_sharded(i.param)])

@@ -44,6 +44,7 @@ LAYERS = [
     "trace.py",
     "wrap.py",
     "parallel.py",
+    "plans.py",
     "collect.py",
     "agree.py",
     "init.py",

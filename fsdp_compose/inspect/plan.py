@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fsdp_compose.collect import Ignored, Options, plan_shards
+from fsdp_compose.collect import plan_shards
 from fsdp_compose.inspect.notes import notes_on, work_of
 from fsdp_compose.inspect.render import render
 from fsdp_compose.inspect.schedule import Communication, Peak, Step, play
@@ -35,6 +35,7 @@ from fsdp_compose.inspect.survey import (
 )
 from fsdp_compose.inspect.text import plain
 from fsdp_compose.mesh import SELF, Group, Mesh, MeshLike, compute_device
+from fsdp_compose.plans import Ignored, Options
 from fsdp_compose.policy import (
     GranularityLike,
     MixedPrecision,

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry
-from fsdp_compose.collect import BucketPlan, UnitPlan, unit_precision
+from fsdp_compose.collect import unit_precision
 from fsdp_compose.comm import is_point_to_point
 from fsdp_compose.layout import Layout, whole_owners
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import clean_name
+from fsdp_compose.plans import BucketPlan, UnitPlan
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch
 from fsdp_compose.sharded import Parallel
 from fsdp_compose.state import Unit, owner_of
