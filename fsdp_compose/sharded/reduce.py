@@ -81,51 +81,46 @@ def _plain(dim: Any, keepdim: bool) -> bool:
     return (dim is None or dim == () or dim == []) and not keepdim
 
 
-def _sum(
-    local: Tensor,
-    spec: ShardSpec,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    axis: Any = None,
-    dtype: Any = None,
-) -> Any:
-    if not _plain(dim, keepdim) or axis is not None:
-        return NotImplemented
-    value = local if dtype is None else local.to(dtype)
-    total = _across(_wide(value).sum(), "sum", spec)
-    return total.to(value.dtype) if value.dtype in _HALF else total
+def _over_all(reduce: Callable[[Tensor, ShardSpec], Tensor]) -> Reduction:
+    """``reduce`` of all elements, in the dtype asked for; over some dimensions it is not known."""
+
+    def over_all(
+        local: Tensor,
+        spec: ShardSpec,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        axis: Any = None,
+        dtype: Any = None,
+    ) -> Any:
+        if not _plain(dim, keepdim) or axis is not None:
+            return NotImplemented
+        return reduce(local if dtype is None else local.to(dtype), spec)
+
+    return over_all
+
+
+@_over_all
+def _sum(local: Tensor, spec: ShardSpec) -> Tensor:
+    total = _across(_wide(local).sum(), "sum", spec)
+    return total.to(local.dtype) if local.dtype in _HALF else total
 
 
 def _nansum(local: Tensor, spec: ShardSpec, *args: Any, **kwargs: Any) -> Any:
     return _sum(torch.where(local.isnan(), torch.zeros_like(local), local), spec, *args, **kwargs)
 
 
-def _mean(
-    local: Tensor,
-    spec: ShardSpec,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    axis: Any = None,
-    dtype: Any = None,
-) -> Any:
-    if not _plain(dim, keepdim) or axis is not None:
-        return NotImplemented
-    value = local if dtype is None else local.to(dtype)
-    if not (value.is_floating_point() or value.is_complex()):
-        return value.mean()  # torch's own error
-    return (_across(_wide(value).sum(), "sum", spec) / spec.seen.numel()).to(value.dtype)
+@_over_all
+def _mean(local: Tensor, spec: ShardSpec) -> Tensor:
+    if not (local.is_floating_point() or local.is_complex()):
+        return local.mean()  # torch's own error
+    return (_across(_wide(local).sum(), "sum", spec) / spec.seen.numel()).to(local.dtype)
 
 
-def _prod(
-    local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    if not _plain(dim, keepdim):
-        return NotImplemented
-    value = local if dtype is None else local.to(dtype)
-    total = _across(_wide(value).prod(), "prod", spec)
-    return total.to(value.dtype) if value.dtype in _HALF else total
+@_over_all
+def _prod(local: Tensor, spec: ShardSpec) -> Tensor:
+    total = _across(_wide(local).prod(), "prod", spec)
+    return total.to(local.dtype) if local.dtype in _HALF else total
 
 
 def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
