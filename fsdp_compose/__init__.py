@@ -44,6 +44,7 @@ from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, 
 from fsdp_compose.owner import OwnerOptimizer, owner_step
 from fsdp_compose.parallel import declare_tensor_parallel
 from fsdp_compose.participate import participate
+from fsdp_compose.pipeline import pipeline_stage
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
 from fsdp_compose.refresh import refresh
 from fsdp_compose.scaler import GradScaler
@@ -121,6 +122,7 @@ __all__ = [
     "parameter_names",
     "parameters_by_name",
     "participate",
+    "pipeline_stage",
     "plan",
     "plot_plan",
     "prefetch_units",

@@ -57,6 +57,7 @@ LAYERS = [
     "scopes.py",
     "apply.py",
     "switches.py",
+    "pipeline.py",
     "grads.py",
     "scaler.py",
     "checkpoint/",
