@@ -12,7 +12,14 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_compose.order import Order
-from fsdp_compose.reduction import discard_packed, drain, finish_reduce, land, start_reduce
+from fsdp_compose.reduction import (
+    discard_packed,
+    drain,
+    finish_reduce,
+    land,
+    requires_grad,
+    start_reduce,
+)
 from fsdp_compose.residency import (
     drop,
     forget_inner,
@@ -29,6 +36,7 @@ from fsdp_compose.state import Hold, Lane, Task, Unit
 from fsdp_compose.torch_private import (
     graph_task_id,
     on_backward_end,
+    raw,
     untraced,
 )
 
@@ -117,6 +125,30 @@ def end_task(lane: Lane, task_id: int) -> None:
         lane.forward_order.close()
         lane.backward_order.close()
         end_step(lane, trained=True)
+    if len(lane.mesh_sizes) > 1:
+        _check_divisors(task)
+
+
+def _check_divisors(task: Task) -> None:
+    """Units over different numbers of ranks: only the user knows whose data their gradients see."""
+    found: dict[int, Unit] = {}
+    with raw():
+        for unit in task.units:
+            if unit.switches.divide_factor is None:
+                for bucket in unit.buckets:
+                    if any(requires_grad(entry.param) for entry in bucket.entries):
+                        found.setdefault(bucket.mesh.size, unit)
+    if len(found) > 1:
+        (most, wide), (few, narrow) = max(found.items()), min(found.items())
+        raise RuntimeError(
+            f"a backward averaged gradients over different numbers of ranks: those of unit "
+            f"{wide.name!r} over {most}, of unit {narrow.name!r} over {few}. Say what unit "
+            f"{narrow.name!r} is divided by, after fully_shard: if it holds experts, whose "
+            f"gradients bring the tokens of all {most} ranks, fsdp_compose."
+            f"set_gradient_divide_factor(experts, {most}); if the other ranks hold the same "
+            f"parameters and see the same data, set_gradient_divide_factor(module, {few}). The "
+            "gradients of this backward are to be discarded."
+        )
 
 
 def end_step(lane: Lane, trained: bool) -> None:

@@ -214,6 +214,7 @@ class Unit:
         self._watch()
         self._meet_sharers()
         self.lane.units.add(self)
+        self.lane.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
     def _meet_sharers(self) -> None:
         """Find units that read a parameter from the same place: a module reachable from both."""
@@ -414,6 +415,7 @@ class Lane:
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs
+    mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
     logs: weakref.WeakValueDictionary[tuple[Any, ...], Log] = field(
         default_factory=weakref.WeakValueDictionary
     )
