@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import find_entry
 from fsdp_compose.engine import drop_prefetched
-from fsdp_compose.mesh import Group
+from fsdp_compose.mesh import Group, group_of
 from fsdp_compose.parallel import find_parallel
 from fsdp_compose.reduction import get_grad, requires_grad
 from fsdp_compose.sharded import is_sharded, is_sharded_parameter, part_of, spec_of, to_local
-from fsdp_compose.state import _lanes, owner_of
+from fsdp_compose.state import _lanes, owner_of, units_with
 from fsdp_compose.unshard import is_open
 
 Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -37,9 +39,14 @@ class _Grad:
     name: str
     local: torch.Tensor
     groups: tuple[Group, ...]
+    param: nn.Parameter | None = None  # where it is sharded
 
 
-def grad_norm(module_or_params: Params, norm_type: float = 2.0) -> torch.Tensor:
+def grad_norm(
+    module_or_params: Params,
+    norm_type: float = 2.0,
+    expert_mesh: DeviceMesh | dist.ProcessGroup | None = None,
+) -> torch.Tensor:
     """The norm of all gradients together, as if they were one vector: the same on every rank.
 
     Args:
@@ -48,14 +55,21 @@ def grad_norm(module_or_params: Params, norm_type: float = 2.0) -> torch.Tensor:
         norm_type: any p, ``inf`` and ``-inf`` included. 0 counts, as
             ``torch.nn.utils.clip_grad_norm_`` does, the parameters with a gradient that is not
             all zero.
+        expert_mesh: the ranks that hold different experts, a DeviceMesh of one dimension or a
+            ProcessGroup: gradients that are spread over fewer ranks than others are counted on
+            each of them. Not for experts that are DTensors, or were declared with
+            ``declare_tensor_parallel``, which count over those ranks by themselves.
 
     Returns:
         0-dim, fp32 (fp64 where a gradient is), on the gradients' device; 0.0 without gradients.
 
     Raises:
-        RuntimeError: gradients were accumulated without synchronisation and not reduced yet.
+        RuntimeError: gradients were accumulated without synchronisation and not reduced yet; or
+            some are spread over fewer ranks than others and nothing says what the other ranks hold.
+        ValueError: ``norm_type`` is 0 with ``expert_mesh``.
     """
-    return _norm(_collect(module_or_params, "grad_norm"), float(norm_type))
+    grads = _collect(module_or_params, "grad_norm")
+    return _norm(grads, float(norm_type), _experts_of(grads, expert_mesh))
 
 
 def clip_grad_norm_(
@@ -63,6 +77,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    expert_mesh: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm is at most ``max_norm``.
 
@@ -73,20 +88,23 @@ def clip_grad_norm_(
         max_norm: the largest norm left as it is.
         norm_type: as for ``grad_norm``.
         error_if_nonfinite: raise when the norm is infinite or NaN; waits for the device.
+        expert_mesh: as for ``grad_norm``.
 
     Returns:
         The norm before clipping, as ``grad_norm`` gives it.
 
     Raises:
         RuntimeError: on every rank, naming the first parameter whose gradient is not finite; or
-            gradients were accumulated without synchronisation and not reduced yet.
+            gradients were accumulated without synchronisation and not reduced yet; or as for
+            ``grad_norm``.
     """
     grads = _collect(module_or_params, "clip_grad_norm_")
-    total = _norm(grads, float(norm_type))
+    experts = _experts_of(grads, expert_mesh)
+    total = _norm(grads, float(norm_type), experts)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "
-            f"{_first_nonfinite(grads)}. To clip anyway, pass error_if_nonfinite=False."
+            f"{_first_nonfinite(grads, experts)}. To clip anyway, pass error_if_nonfinite=False."
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
@@ -119,6 +137,7 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
                     f"{spec.fqn!r} (unit {spec.unit!r})",
                     to_local(grad),
                     _several(spec.whole_groups),
+                    param,
                 )
             )
         else:
@@ -173,25 +192,102 @@ def _by_kind(
     return kinds
 
 
-def _norm(grads: list[_Grad], order: float) -> torch.Tensor:
+@dataclass(frozen=True, eq=False)
+class _Experts:
+    """Gradients that are not alike on the ranks of a group, which hold other parameters."""
+
+    group: Group
+    grads: list[_Grad]
+
+
+def _experts_of(
+    grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None
+) -> _Experts | None:
+    """Which gradients are experts'; check that every other one counts on all ranks alike."""
+    if mesh is None and len({grad.groups for grad in grads}) <= 1:
+        return None
+    ranks = {grad: _ranks_of(grad.param) for grad in grads if grad.param is not None}
+    most = max(ranks.values(), default=1)
+    fewer = [grad for grad, count in ranks.items() if count < most]
+    if mesh is not None:
+        pg = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        group = group_of(pg, grads[0].local.device if grads else torch.device("cpu"))
+        unlike = next((grad for grad in fewer if ranks[grad] * group.size != most), None)
+        if unlike is None:
+            return _Experts(group, fewer)
+        raise RuntimeError(_uneven(unlike, ranks[unlike], most, f"expert_mesh of {group.size}"))
+    for grad in fewer:
+        if not _is_repeated(grad.param):
+            raise RuntimeError(_uneven(grad, ranks[grad], most, "no expert_mesh"))
+    return None
+
+
+def _ranks_of(param: nn.Parameter | None) -> int:
+    """Over how many ranks a sharded parameter is cut, split or copied."""
+    assert param is not None
+    parallel = spec_of(param).parallel
+    split = 1 if parallel is None else math.prod(axis.group.size for axis in parallel.axes)
+    return owner_of(find_entry(param)).mesh.size * split
+
+
+def _is_repeated(param: nn.Parameter | None) -> bool:
+    """Whether the user said that the ranks outside its mesh have the same gradient."""
+    assert param is not None
+    bucket = owner_of(find_entry(param))
+    return any(unit.switches.divide_factor == bucket.mesh.size for unit in units_with(bucket))
+
+
+def _uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:
+    return (
+        f"the gradient of {grad.name} is spread over {ranks} of the {most} ranks that others are "
+        f"spread over, with {given}, so it is not known what the other ranks hold. If they hold "
+        "other experts, pass expert_mesh=mesh['ep'], or make the experts DTensors over that mesh, "
+        "or declare_tensor_parallel them, before fully_shard. If they hold the same parameters and "
+        f"see the same data, say so with set_gradient_divide_factor(module, {ranks})."
+    )
+
+
+def _norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.Tensor:
     """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
-    if not grads:
+    if experts is not None and order == 0:
+        raise ValueError("norm_type 0 counts parameters, which expert_mesh cannot do; wanted p > 0.")
+    if not grads and experts is None:
         return torch.zeros(())
-    device = grads[0].local.device
+    device = grads[0].local.device if grads else torch.device("cpu")
     wide = torch.float64 if device.type != "mps" else torch.float32
     result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
     with torch.no_grad():
-        norms = _local_norms([grad.local for grad in grads], order, wide, device)
-        members: dict[tuple[Group, ...], list[int]] = {}
-        for index, grad in enumerate(grads):
-            members.setdefault(grad.groups, []).append(index)
-        pending = {groups: _joined(norms[found], order) for groups, found in members.items()}
-        total = torch.cat(_across_all(pending, order))
+        if experts is None:
+            total = _numbers(grads, order, wide, device)
+        else:
+            alike = _numbers([g for g in grads if g not in experts.grads], order, wide, device)
+            # One number on every rank, whatever experts it has and whether any was used.
+            own = _combined(_numbers(experts.grads, order, wide, device), order).reshape(1)
+            total = torch.cat([alike, _across(own, order, experts.group)])
         if order == 0:
             return (total != 0).sum().to(result)
-        if math.isinf(order):
-            return (total.amax() if order > 0 else total.amin()).to(result)
-        return total.sum().pow(1.0 / order).to(result)
+        total = _combined(total, order)
+        return (total if math.isinf(order) else total.pow(1.0 / order)).to(result)
+
+
+def _numbers(
+    grads: list[_Grad], order: float, wide: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Numbers over all ranks of each gradient's groups, to be combined to the norm's power."""
+    if not grads:
+        return torch.full((1,), _nothing(order), dtype=wide, device=device)
+    norms = _local_norms([grad.local for grad in grads], order, wide, device)
+    members: dict[tuple[Group, ...], list[int]] = {}
+    for index, grad in enumerate(grads):
+        members.setdefault(grad.groups, []).append(index)
+    pending = {groups: _joined(norms[found], order) for groups, found in members.items()}
+    return torch.cat(_across_all(pending, order))
+
+
+def _combined(numbers: torch.Tensor, order: float) -> torch.Tensor:
+    if math.isinf(order):
+        return numbers.amax() if order > 0 else numbers.amin()  # NaN where one is
+    return numbers.sum()
 
 
 def _is_double(tensor: torch.Tensor) -> bool:
@@ -224,9 +320,7 @@ def _joined(norms: torch.Tensor, order: float) -> torch.Tensor:
     """What is combined over ranks: one number for all tensors; where they are counted, one each."""
     if order == 0:
         return norms
-    if math.isinf(order):
-        return (norms.amax() if order > 0 else norms.amin()).reshape(1)  # NaN where one is
-    return norms.pow(order).sum().reshape(1)
+    return _combined(norms if math.isinf(order) else norms.pow(order), order).reshape(1)
 
 
 def _across_all(pending: dict[tuple[Group, ...], torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -257,7 +351,7 @@ def _across(numbers: torch.Tensor, order: float, group: Group) -> torch.Tensor:
     return torch.where(has_nan > 0, math.nan, sign * extreme)
 
 
-def _first_nonfinite(grads: list[_Grad]) -> str:
+def _first_nonfinite(grads: list[_Grad], experts: _Experts | None) -> str:
     """Name the first parameter whose gradient is not finite, on whatever rank."""
     flags = [not bool(torch.isfinite(grad.local).all()) for grad in grads]
     for group in dict.fromkeys(group for grad in grads for group in grad.groups):
@@ -266,9 +360,13 @@ def _first_nonfinite(grads: list[_Grad]) -> str:
         shared = torch.tensor([float(flags[i]) for i in members], device=device)
         for i, flag in zip(members, comm.all_reduce(shared, group, "max").tolist(), strict=True):
             flags[i] = bool(flag)
-    if not any(flags):
+    name = grads[flags.index(True)].name if any(flags) else None
+    if experts is not None:
+        names = comm.gather_objects(name, experts.group)
+        name = next((found for found in names if found is not None), None)
+    if name is None:
         return "every gradient is finite, but their norm is not"
-    return f"the gradient of {grads[flags.index(True)].name} is not finite"
+    return f"the gradient of {name} is not finite"
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -138,17 +138,17 @@ def meshes(ep: int) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh["ep"], mesh["edp"]
 
 
-def shard(model: nn.Module, ep: int, divide: bool = True, **options: Any) -> nn.Module:
+def shard(model: nn.Module, ep: int, divide: bool = True, **options: Any) -> DeviceMesh:
     over, among = meshes(ep)
     for layer in model.layers:
         layer.distribute(over)
-        fully_shard(layer.experts, mesh=among, methods=(), **options) if False else None
         for expert in layer.experts.values():
             fully_shard(expert, mesh=among, **options)
             if divide:
                 set_gradient_divide_factor(expert, WORLD)
         fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    return over
 
 
 def inputs(seed: int) -> list[Tensor]:
@@ -161,7 +161,7 @@ def train(rank: int, ep: int, optimizer: MakeOptimizer, skew: float, **options: 
         for layer in m.layers:
             with torch.no_grad():
                 layer.router.weight[0].mul_(1 + skew).add_(skew)
-    shard(model, ep, **options)
+    over = shard(model, ep, **options)
     theirs = dict(plain.named_parameters())
     ours = dict(model.named_parameters())
     optims = optimizer(model.parameters()), optimizer(plain.parameters())
@@ -176,6 +176,11 @@ def train(rank: int, ep: int, optimizer: MakeOptimizer, skew: float, **options: 
         for name, param in ours.items():
             grad = theirs[name].grad
             compare(f"gradient of {name}", whole(param.grad), grad, Tolerance())
+        for order in (1.0, 2.0, float("inf"), float("-inf")):
+            norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
+            compare("norm", grad_norm(model, order, expert_mesh=over), norm, Tolerance())
+        before = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        compare("norm", clip_grad_norm_(model, 0.01, expert_mesh=over), before, Tolerance())
         for optim in optims:
             optim.step()
             optim.zero_grad(set_to_none=False)
