@@ -200,9 +200,7 @@ class _Experts:
     grads: list[_Grad]
 
 
-def _experts_of(
-    grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None
-) -> _Experts | None:
+def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None) -> _Experts | None:
     """Which gradients are experts'; check that every other one counts on all ranks alike."""
     if mesh is None and len({grad.groups for grad in grads}) <= 1:
         return None
@@ -250,7 +248,9 @@ def _uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:
 def _norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.Tensor:
     """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
     if experts is not None and order == 0:
-        raise ValueError("norm_type 0 counts parameters, which expert_mesh cannot do; wanted p > 0.")
+        raise ValueError(
+            "norm_type 0 counts parameters, which expert_mesh cannot do; wanted p > 0."
+        )
     if not grads and experts is None:
         return torch.zeros(())
     device = grads[0].local.device if grads else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Experts on a mesh of their own beside dense parameters: gradients on one scale, as in one process.
+"""Experts on a mesh of their own beside dense parameters: one scale, as in one process.
 
 Every rank has tokens of its own and holds some of the experts. Tokens travel to their expert by
 all-to-all, so an expert's gradient on one rank brings the tokens of all ranks that sent some.
@@ -6,7 +6,7 @@ all-to-all, so an expert's gradient on one rank brings the tokens of all ranks t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_compose import (
     clip_grad_norm_,
     count_traffic,
+    declare_tensor_parallel,
     fully_shard,
     grad_norm,
     load_checkpoint,
-    plan,
+    participate,
     save_checkpoint,
     set_gradient_divide_factor,
     state_dict,
@@ -68,9 +70,11 @@ class MoE(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.router = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleDict({str(i): Expert() for i in range(EXPERTS)})
         self.ep: DeviceMesh | None = None
+        self.skips = False  # an expert without tokens is not run
+        self.skipped = 0
 
     def distribute(self, ep: DeviceMesh) -> None:
         self.ep = ep
@@ -111,18 +115,60 @@ class MoE(nn.Module):
         out: list[Any] = [None] * len(pieces)
         for i, expert in enumerate(self.experts.values()):
             mine = range(i, len(pieces), each)
-            done = expert(torch.cat([pieces[j] for j in mine]))
+            mixed = torch.cat([pieces[j] for j in mine])
+            skips = self.skips and self.ep is not None and not len(mixed)
+            self.skipped += skips
+            done = participate(expert, mixed) if skips else expert(mixed)
             parts = done.split([len(pieces[j]) for j in mine])
             for j, part in zip(mine, parts, strict=True):
                 out[j] = part
         return torch.cat(out)
 
 
-class Model(nn.Module):
+class Grouped(nn.Module):
+    """All experts of a rank in two parameters, by expert."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 5) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH) / 4)
+
+    def forward(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        return [torch.tanh(x @ u) @ d for x, u, d in zip(tokens, up, down, strict=True)]
+
+
+class GroupedMoE(MoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Grouped()
+        self.local = EXPERTS
+
+    def distribute(self, ep: DeviceMesh, how: str = "declared") -> None:
+        self.ep, self.local = ep, EXPERTS // ep.size()
+        for name, param in list(self.experts.named_parameters()):
+            if how == "dtensor":
+                part = distribute_tensor(param.detach(), ep, [Shard(0)])
+            else:
+                part = param.detach().chunk(ep.size())[ep.get_local_rank()].clone()
+            setattr(self.experts, name, nn.Parameter(part))
+        if how == "declared":
+            declare_tensor_parallel(self.experts.parameters(), ep, 0)
+
+    def run(self, tokens: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        pieces = list(tokens.split([n for by_expert in counts for n in by_expert]))
+        mixed = [torch.cat(pieces[i :: self.local]) for i in range(self.local)]
+        out: list[Any] = [None] * len(pieces)
+        for i, done in enumerate(self.experts(mixed)):
+            out[i :: self.local] = done.split([len(p) for p in pieces[i :: self.local]])
+        return torch.cat(out)
+
+
+class Model(nn.Module):
+    def __init__(self, layer: Callable[[], MoE] = MoE) -> None:
+        super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(MoE() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,12 +201,14 @@ def inputs(seed: int) -> list[Tensor]:
     return [data(seed, rank, 4 * BATCH, WIDTH) for rank in range(WORLD)]
 
 
-def train(rank: int, ep: int, optimizer: MakeOptimizer, skew: float, **options: Any) -> None:
+def train(rank: int, ep: int, optimizer: MakeOptimizer, idle: bool = False, **options: Any) -> int:
+    """With ``idle``, the last expert never has a token, and on some ranks nor has another."""
     model, plain = seeded(Model), seeded(Model)
     for m in (model, plain):
         for layer in m.layers:
-            with torch.no_grad():
-                layer.router.weight[0].mul_(1 + skew).add_(skew)
+            layer.skips = idle
+            if idle:
+                layer.router.bias.data.copy_(torch.tensor([2.0, 0.0, 1.0, -99.0]))
     over = shard(model, ep, **options)
     theirs = dict(plain.named_parameters())
     ours = dict(model.named_parameters())
@@ -186,9 +234,168 @@ def train(rank: int, ep: int, optimizer: MakeOptimizer, skew: float, **options: 
             optim.zero_grad(set_to_none=False)
     for name, param in ours.items():
         compare(name, whole(param), theirs[name].detach(), Tolerance())
+    return sum(layer.skipped for layer in model.layers)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize(("ep", "optimizer"), [(2, sgd), (2, adamw), (4, sgd)])
 def test_experts_train_as_in_one_process(ep: int, optimizer: MakeOptimizer) -> None:
-    run_ranks(train, WORLD, ep, optimizer, 0.0)
+    run_ranks(train, WORLD, ep, optimizer)
+
+
+def test_experts_that_some_ranks_have_no_tokens_for() -> None:
+    """They are skipped there, and their gradients are still those of all tokens."""
+    skipped = run_ranks(train, WORLD, 2, sgd, idle=True)
+    assert skipped[1] > 2 * STEPS or skipped[3] > 2 * STEPS  # more than the last expert alone
+    assert len(set(skipped)) > 2  # and not the same on ranks that share experts
+
+
+@pytest.mark.parametrize("how", ["declared", "dtensor"])
+def test_experts_split_from_one_parameter(how: str, tmp_path: Path) -> None:
+    """Norms and checkpoints see all experts: what was saved loads into an unsplit model."""
+
+    def ranks(rank: int) -> None:
+        over, among = meshes(2)
+        model, plain = seeded(lambda: Model(GroupedMoE)), seeded(lambda: Model(GroupedMoE))
+        for layer in model.layers:
+            layer.distribute(over, how)
+            fully_shard(layer.experts, mesh=among)
+            set_gradient_divide_factor(layer.experts, WORLD)
+            fully_shard(layer)
+        fully_shard(model)
+        optims = sgd(model.parameters()), sgd(plain.parameters())
+        for seed in range(STEPS):
+            xs = inputs(seed)
+            model(xs[rank]).square().mean().backward()
+            torch.stack([plain(x).square().mean() for x in xs]).mean().backward()
+            before = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+            compare("norm", clip_grad_norm_(model, 0.01), before, Tolerance())
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        found = state_dict(model)
+        for name, value in plain.state_dict().items():
+            compare(name, found[name], value, Tolerance())
+        save_checkpoint(tmp_path, model, optims[0])
+        again = fully_shard(seeded(lambda: Model(GroupedMoE), 1))
+        load_checkpoint(tmp_path, again, sgd(again.parameters()))
+        for name, param in again.named_parameters():
+            compare(name, whole(param), plain.state_dict()[name], Tolerance())
+
+    run_ranks(ranks, WORLD)
+
+
+def test_experts_by_their_numbers_are_saved_by_every_rank(tmp_path: Path) -> None:
+    """Names unlike on ranks that hold other experts do not collide in a checkpoint."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(Model)
+        shard(model, 2)
+        save_checkpoint(tmp_path, model)
+        wanted = {name: whole(p) for name, p in model.named_parameters()}
+        for param in model.parameters():
+            with torch.no_grad():
+                param.zero_()
+        load_checkpoint(tmp_path, model, strict=False)  # the others' are left alone
+        for name, param in model.named_parameters():
+            compare(name, whole(param), wanted[name], Tolerance())
+        everything = seeded(Model, 1)
+        fully_shard(everything)
+        load_checkpoint(tmp_path, everything)
+        found = dict(everything.named_parameters())
+        for name in found:
+            value = whole(found[name])
+            if name in wanted:
+                compare(name, value, wanted[name], Tolerance())
+
+    run_ranks(ranks, WORLD)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_a_scale_that_nobody_chose_is_an_error(ep: int) -> None:
+    def ranks(rank: int) -> None:
+        model = seeded(Model)
+        shard(model, ep, divide=False)
+        model(inputs(0)[rank]).square().mean().backward()
+
+    for error in rank_errors(ranks, WORLD):
+        assert error is not None and error.startswith("RuntimeError")
+        assert f"over 4, of unit 'layers.1.experts" in error and f"over {4 // ep}" in error
+        assert "set_gradient_divide_factor(experts, 4)" in error
+
+
+def test_a_norm_that_would_differ_between_ranks_is_an_error() -> None:
+    def ranks(rank: int) -> None:
+        model = seeded(Model)
+        shard(model, 2)
+        model(inputs(0)[rank]).square().mean().backward()
+        clip_grad_norm_(model, 1.0)
+
+    for error in rank_errors(ranks, WORLD):
+        assert error is not None and error.startswith("RuntimeError")
+        assert "layers.0.experts" in error and "2 of the 4 ranks" in error
+        assert "expert_mesh=mesh['ep']" in error
+
+
+def test_ranks_that_repeat_each_other_need_no_experts() -> None:
+    """Pairs of ranks with the same data: what only one of them shards is averaged as it is."""
+
+    def ranks(rank: int) -> None:
+        _, among = meshes(2)
+        model, plain = seeded(Model), seeded(Model)
+        fully_shard(model.head, mesh=among)
+        set_gradient_divide_factor(model.head, 2)
+        fully_shard(model)
+        xs = inputs(0)[:2]
+        model(xs[rank // 2]).square().mean().backward()
+        torch.stack([plain(x).square().mean() for x in xs]).mean().backward()
+        norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        compare("norm", grad_norm(model), norm, Tolerance())
+
+    run_ranks(ranks, WORLD)
+
+
+def test_a_nonfinite_gradient_of_another_ranks_expert_is_named() -> None:
+    def ranks(rank: int) -> None:
+        model = seeded(Model)
+        over = shard(model, 4)
+        model(inputs(0)[rank]).square().mean().backward()
+        if rank == 3:
+            model.layers[0].experts["3"].down.weight.grad.to_local()[0] = float("nan")
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True, expert_mesh=over)
+
+    for error in rank_errors(ranks, WORLD):
+        assert error is not None and "'layers.0.experts.3.down.weight'" in error
+
+
+def test_each_unit_communicates_over_its_own_ranks() -> None:
+    """Two gathers and a reduction of every unit, none of an expert that one rank holds alone."""
+
+    def ranks(rank: int, ep: int) -> list[int]:
+        model = seeded(Model)
+        shard(model, ep)
+        for seed in range(3):
+            with count_traffic() as traffic:
+                model(inputs(seed)[rank]).square().mean().backward()
+            model.zero_grad()
+        return [traffic.gathers, traffic.reduces]
+
+    dense = 1 + 2
+    for ep, experts in ((2, 2 * EXPERTS // 2), (4, 0)):
+        for gathers, reduces in run_ranks(ranks, WORLD, ep):
+            assert reduces == dense + experts
+            assert gathers == 2 * (dense + experts) - 1  # the root's stays from forward to backward
+
+
+def test_ranks_that_run_other_experts_are_told() -> None:
+    """Each mesh has a log of its own; a difference in one names its units."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(Model)
+        shard(model, 2)
+        expert = model.layers[0].experts[str(2 * (rank % 2) + rank // 2)]  # not alike on 0 and 2
+        x = inputs(0)[rank]
+        (model(x).square().mean() + expert(x).sum()).backward()
+
+    for error in rank_errors(ranks, WORLD):
+        assert error is not None and "ranks run different units" in error
+        assert "layers.0.experts" in error

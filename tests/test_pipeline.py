@@ -1,4 +1,4 @@
-"""Pipeline schedules of torch over sharded stages learn what one process learns, and reduce once."""
+"""Pipeline schedules of torch over sharded stages equal one process, and reduce once."""
 
 from __future__ import annotations
 
