@@ -39,7 +39,7 @@ class _Grad:
     name: str
     local: torch.Tensor
     groups: tuple[Group, ...]
-    param: nn.Parameter | None = None  # where it is sharded
+    param: nn.Parameter | None = None  # that a unit has
 
 
 def grad_norm(
@@ -125,7 +125,9 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
     for name, shown in named:
         param = leaves.get(id(shown), shown)
         sharded = is_sharded(param)
+        owned = None
         if isinstance(param, nn.Parameter) and is_sharded_parameter(param):
+            owned = param
             _check_reduced(param, caller)
         grad = param.grad
         if grad is None:
@@ -137,7 +139,7 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
                     f"{spec.fqn!r} (unit {spec.unit!r})",
                     to_local(grad),
                     _several(spec.whole_groups),
-                    param,
+                    owned,
                 )
             )
         else:

@@ -26,6 +26,7 @@ from fsdp_compose import (
     grad_norm,
     load_checkpoint,
     participate,
+    plan,
     save_checkpoint,
     set_gradient_divide_factor,
     state_dict,
@@ -317,9 +318,11 @@ def test_a_scale_that_nobody_chose_is_an_error(ep: int) -> None:
         shard(model, ep, divide=False)
         model(inputs(0)[rank]).square().mean().backward()
 
+        assert f"over {4 // ep} of 4 ranks: say with set_gradient_divide_factor" in str(plan(model))
+
     for error in rank_errors(ranks, WORLD):
         assert error is not None and error.startswith("RuntimeError")
-        assert f"over 4, of unit 'layers.1.experts" in error and f"over {4 // ep}" in error
+        assert "over 4, of unit 'layers.1.experts" in error and f"over {4 // ep}" in error
         assert "set_gradient_divide_factor(experts, 4)" in error
 
 

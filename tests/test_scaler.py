@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, comm, fully_shard
+from fsdp_compose import ShardingStrategy, comm, fully_shard, set_gradient_divide_factor
 from fsdp_compose.mesh import Group
 from fsdp_compose.scaler import GradScaler
 
@@ -85,6 +85,7 @@ def test_ranks_agree_between_parameters_of_different_groups() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "expert"))
         model = seeded(Tower)
         fully_shard(model.head, mesh=mesh["expert"])
+        set_gradient_divide_factor(model.head, 4)
         fully_shard(model.first)
         optim = torch.optim.SGD([*model.head.parameters(), *model.first.parameters()], lr=0.1)
         scaler = make(GradScaler)

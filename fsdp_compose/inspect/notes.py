@@ -19,6 +19,7 @@ def notes_on(survey: Survey) -> tuple[str, ...]:
         *_left_out(survey),
         *_largest(survey),
         *_far_apart(survey),
+        *_meshes(survey),
         *_split(survey),
         *_ties(survey),
         *_dtypes(survey),
@@ -65,6 +66,23 @@ def _split(survey: Survey) -> Iterator[str]:
             f"tensor parallelism splits {plural(len(survey.split), 'parameter')} over {ranks} "
             f"ranks: {some(list(survey.split))}; what is counted is this rank's part of them."
         )
+
+
+def _meshes(survey: Survey) -> Iterator[str]:
+    """Gradients that are averaged over other numbers of ranks than the most."""
+    found: dict[int, list[str]] = {}
+    for bucket in survey.buckets:
+        if bucket.trained_numel:
+            found.setdefault(bucket.ranks * bucket.replicas, []).append(bucket.unit)
+    most = max(found, default=0)
+    for ranks, names in sorted(found.items(), reverse=True):
+        if ranks < most:
+            yield (
+                f"{_units(list(dict.fromkeys(names)))} over {ranks} of {most} ranks: say with "
+                f"set_gradient_divide_factor what gradients are divided by there ({most} for "
+                f"experts, which have the tokens of all of them, {ranks} where the other ranks "
+                "repeat the same data), or backward raises."
+            )
 
 
 def _largest(survey: Survey) -> Iterator[str]:
