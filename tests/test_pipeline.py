@@ -174,7 +174,7 @@ def test_a_step_equals_one_process_and_reduces_each_bucket_once(
         assert [report["gathers"] for report in reports[1:]] == [stages * each] * 2
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero bubble"])
 def test_zero1_gathers_once_a_step(schedule: str) -> None:
     stages = 2 if schedule in PLACES else 1
     for reports in run_ranks(train, 4, schedule, sgd, strategy=ShardingStrategy.ZERO1):
