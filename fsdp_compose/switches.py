@@ -94,6 +94,15 @@ def set_gradient_divide_factor(
 ) -> None:
     """Divide summed gradients by ``value`` instead of the number of ranks; None restores that.
 
+    For experts on a mesh of their own, beside dense parameters over more ranks: their gradients
+    bring, through the all-to-all, the tokens of all of those ranks, so they are divided by that
+    number too. A backward that reaches units over different numbers of ranks raises where this was
+    not said. The number of the unit's own ranks says that the others repeat the same data::
+
+        fully_shard(layer.experts, mesh=mesh["edp"])
+        set_gradient_divide_factor(layer.experts, dist.get_world_size())
+        fully_shard(model)
+
     Arguments and errors as ``set_requires_gradient_sync``.
 
     Raises:

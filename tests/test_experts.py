@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
+    accumulate,
     clip_grad_norm_,
     count_traffic,
     declare_tensor_parallel,
@@ -171,11 +173,12 @@ class Model(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, 2)
+        self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
         return self.head(x)
 
 
@@ -250,6 +253,43 @@ def test_experts_that_some_ranks_have_no_tokens_for() -> None:
     assert len(set(skipped)) > 2  # and not the same on ranks that share experts
 
 
+def test_recomputed_layers_exchange_their_tokens_again() -> None:
+    """The backward of one region gathers dense and expert units, over their own ranks."""
+
+    def ranks(rank: int) -> None:
+        model, plain = seeded(Model), seeded(Model)
+        shard(model, 2)
+        model.recompute = True
+        theirs = dict(plain.named_parameters())
+        for seed in range(2):
+            model(inputs(seed)[rank]).square().mean().backward()
+            torch.stack([plain(x).square().mean() for x in inputs(seed)]).mean().backward()
+            assert_at_rest(model)
+        for name, param in model.named_parameters():
+            compare(name, whole(param.grad), theirs[name].grad, Tolerance())
+
+    run_ranks(ranks, WORLD)
+
+
+@pytest.mark.parametrize("keep", ["sharded", "unsharded"])
+def test_experts_accumulate_beside_dense_parameters(keep: Any) -> None:
+    def ranks(rank: int) -> int:
+        model, plain = seeded(Model), seeded(Model)
+        shard(model, 2)
+        theirs = dict(plain.named_parameters())
+        with count_traffic() as traffic, accumulate(model, keep=keep):
+            for seed in range(2):
+                model(inputs(seed)[rank]).square().mean().backward()
+        for seed in range(2):
+            torch.stack([plain(x).square().mean() for x in inputs(seed)]).mean().backward()
+        for name, param in model.named_parameters():
+            compare(name, whole(param.grad), theirs[name].grad, Tolerance())
+        return traffic.reduces
+
+    units = 1 + 2 + EXPERTS
+    assert run_ranks(ranks, WORLD) == [2 * units if keep == "sharded" else units] * WORLD
+
+
 @pytest.mark.parametrize("how", ["declared", "dtensor"])
 def test_experts_split_from_one_parameter(how: str, tmp_path: Path) -> None:
     """Norms and checkpoints see all experts: what was saved loads into an unsplit model."""
@@ -269,6 +309,9 @@ def test_experts_split_from_one_parameter(how: str, tmp_path: Path) -> None:
             model(xs[rank]).square().mean().backward()
             torch.stack([plain(x).square().mean() for x in xs]).mean().backward()
             before = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+            if how == "dtensor":  # a part that was declared reads as a part, for torch
+                norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                compare("norm by torch", norm, before, Tolerance())
             compare("norm", clip_grad_norm_(model, 0.01), before, Tolerance())
             for optim in optims:
                 optim.step()

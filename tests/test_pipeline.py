@@ -19,6 +19,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
+    SplitPoint,
+    pipeline,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +28,7 @@ from fsdp_compose import (
     ShardingStrategy,
     accumulate,
     count_traffic,
+    fully_shard,
     grad_norm,
     no_sync,
     pipeline_stage,
@@ -225,6 +228,41 @@ def test_what_the_last_microbatch_does_not_use_is_reduced_too() -> None:
         return {}
 
     run_ranks(ranks)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Part(), Part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stages_that_torch_traced() -> None:
+    """A stage cut from a traced model is sharded as any module is."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        pp, dp = (mesh[name].get_local_rank() for name in ("pp", "dp"))
+        model, plain = seeded(Whole), seeded(Whole)
+        example = data(0, 0, BATCH // MICROBATCHES, WIDTH)
+        pipe = pipeline(model, (example,), split_spec={"b": SplitPoint.BEGINNING})
+        part = pipe.get_stage_module(pp)
+        fully_shard(part, mesh=mesh["dp"])
+        stage = pipe.build_stage(pp, torch.device("cpu"), mesh.get_group("pp"))
+        schedule = Schedule1F1B(pipeline_stage(stage), MICROBATCHES, loss_fn=loss_of)
+        xs, targets = ([data(n, r, BATCH, WIDTH) for r in range(2)] for n in (1, 2))
+        with count_traffic() as traffic:
+            schedule.step(*((xs[dp],) if pp == 0 else ()), target=targets[dp] if pp else None)
+        (sum(loss_of(plain(x), t) for x, t in zip(xs, targets)) / 2).backward()
+        theirs = dict(plain.named_parameters())
+        for name, param in part.named_parameters():
+            compare(name, whole(param.grad), theirs[name].grad, Tolerance())
+        assert traffic.reduces == 1
+
+    run_ranks(ranks, 4)
 
 
 def test_evaluation_and_a_changed_number_of_steps() -> None:
