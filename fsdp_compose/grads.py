@@ -26,7 +26,7 @@ from fsdp_compose.mesh import Group, group_of
 from fsdp_compose.parallel import find_parallel
 from fsdp_compose.reduction import get_grad, requires_grad
 from fsdp_compose.sharded import is_sharded, is_sharded_parameter, part_of, spec_of, to_local
-from fsdp_compose.state import _lanes, owner_of, units_with
+from fsdp_compose.state import _lanes, is_repeated, owner_of, ranks_of
 from fsdp_compose.unshard import is_open
 
 Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -206,7 +206,8 @@ def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None)
     """Which gradients are experts'; check that every other one counts on all ranks alike."""
     if mesh is None and len({grad.groups for grad in grads}) <= 1:
         return None
-    ranks = {grad: _ranks_of(grad.param) for grad in grads if grad.param is not None}
+    entries = {grad: find_entry(grad.param) for grad in grads if grad.param is not None}
+    ranks = {grad: ranks_of(entry) for grad, entry in entries.items()}
     most = max(ranks.values(), default=1)
     fewer = [grad for grad, count in ranks.items() if count < most]
     if mesh is not None:
@@ -217,24 +218,9 @@ def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None)
             return _Experts(group, fewer)
         raise RuntimeError(_uneven(unlike, ranks[unlike], most, f"expert_mesh of {group.size}"))
     for grad in fewer:
-        if not _is_repeated(grad.param):
+        if not is_repeated(entries[grad]):
             raise RuntimeError(_uneven(grad, ranks[grad], most, "no expert_mesh"))
     return None
-
-
-def _ranks_of(param: nn.Parameter | None) -> int:
-    """Over how many ranks a sharded parameter is cut, split or copied."""
-    assert param is not None
-    parallel = spec_of(param).parallel
-    split = 1 if parallel is None else math.prod(axis.group.size for axis in parallel.axes)
-    return owner_of(find_entry(param)).mesh.size * split
-
-
-def _is_repeated(param: nn.Parameter | None) -> bool:
-    """Whether the user said that the ranks outside its mesh have the same gradient."""
-    assert param is not None
-    bucket = owner_of(find_entry(param))
-    return any(unit.switches.divide_factor == bucket.mesh.size for unit in units_with(bucket))
 
 
 def _uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:

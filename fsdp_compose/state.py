@@ -8,6 +8,7 @@ Ownership runs down the module tree: a module's ``__dict__`` owns its ``_FSDPSta
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -306,6 +307,19 @@ def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
 def units_with(bucket: Bucket) -> list[Unit]:
     """Every unit that gathers ``bucket``."""
     return [u for lane in _lanes.values() for u in list(lane.units) if bucket in u.gathered]
+
+
+def ranks_of(entry: Entry) -> int:
+    """Over how many ranks a parameter is cut, split or copied."""
+    parallel = entry.spec.parallel
+    split = 1 if parallel is None else math.prod(axis.group.size for axis in parallel.axes)
+    return owner_of(entry).mesh.size * split
+
+
+def is_repeated(entry: Entry) -> bool:
+    """Whether the user said that ranks outside the parameter's mesh hold the same."""
+    bucket = owner_of(entry)
+    return any(unit.switches.divide_factor == bucket.mesh.size for unit in units_with(bucket))
 
 
 def owner_of(entry: Entry) -> Bucket:

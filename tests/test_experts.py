@@ -30,6 +30,7 @@ from fsdp_compose import (
     participate,
     plan,
     save_checkpoint,
+    save_full,
     set_gradient_divide_factor,
     state_dict,
 )
@@ -350,6 +351,45 @@ def test_experts_by_their_numbers_are_saved_by_every_rank(tmp_path: Path) -> Non
             value = whole(found[name])
             if name in wanted:
                 compare(name, value, wanted[name], Tolerance())
+
+    run_ranks(ranks, WORLD)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("save", [save_checkpoint, save_full])
+def test_other_experts_under_one_name_are_not_saved_over_each_other(
+    ep: int, save: Any, tmp_path: Path
+) -> None:
+    def ranks(rank: int) -> None:
+        over, among = meshes(ep)
+        model = seeded(lambda: Model(GroupedMoE))
+        for layer in model.layers:
+            layer.distribute(over, "unsaid")
+            fully_shard(layer.experts, mesh=among)
+            set_gradient_divide_factor(layer.experts, WORLD)
+        fully_shard(model)
+        save(tmp_path / "saved", model)
+
+    for error in rank_errors(ranks, WORLD):
+        assert error is not None and error.startswith(f"RuntimeError: {save.__name__}: ")
+        assert "'layers.0.experts.up' is held by ranks" in error
+        assert "declare_tensor_parallel" in error
+    assert not (tmp_path / "saved").exists()
+
+
+def test_what_ranks_repeat_is_saved(tmp_path: Path) -> None:
+    def ranks(rank: int) -> None:
+        _, among = meshes(2)
+        model = seeded(Model)
+        fully_shard(model.head, mesh=among)
+        set_gradient_divide_factor(model.head, 2)
+        fully_shard(model)
+        save_checkpoint(tmp_path, model)
+        wanted = whole(model.head.weight)
+        with torch.no_grad():
+            model.head.weight.zero_()
+        load_checkpoint(tmp_path, model)
+        assert torch.equal(whole(model.head.weight), wanted)
 
     run_ranks(ranks, WORLD)
 

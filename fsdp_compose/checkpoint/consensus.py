@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compose import comm
+from fsdp_compose.bucket import find_entry
+from fsdp_compose.checkpoint.names import parameters_by_name
 from fsdp_compose.mesh import SELF, Group, group_of
-from fsdp_compose.state import iter_units
+from fsdp_compose.sharded import is_sharded
+from fsdp_compose.state import is_repeated, iter_units, owner_of, ranks_of
 from fsdp_compose.torch_private import default_store
 
 _KINDS: dict[str, type[Exception]] = {
@@ -140,6 +143,42 @@ def _meet(what: str, ranks: tuple[int, ...], timeout: float) -> None:
     _meetings[place] = turn + 1
     if turn:
         store.delete_key(f"{place}/{turn - 1}/{me}")
+
+
+def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) -> None:
+    """Raise, on every rank, where ranks that hold other parameters call them by the same name.
+
+    Experts on a mesh of their own do, unless something says that they are parts of one parameter.
+
+    Args:
+        what: the function that saves.
+        everywhere: each rank must have every parameter.
+
+    Raises:
+        RuntimeError: naming the parameter.
+    """
+    entries = {n: find_entry(p) for n, p in parameters_by_name(module).items() if is_sharded(p)}
+    counts = {name: ranks_of(entry) for name, entry in entries.items()}
+    most = max(counts.values(), default=0)
+    if min(counts.values(), default=0) == most:
+        return
+    homes: dict[str, tuple[int, ...]] = {}
+    for name, entry in entries.items():
+        if counts[name] < most and not is_repeated(entry):
+            mesh = owner_of(entry).mesh
+            homes[name] = tuple(sorted({*mesh.shard.ranks, *mesh.replicate.ranks}))
+    known: dict[str, tuple[int, ...]] = {}
+    for found in comm.gather_objects(homes, group):
+        for name, home in found.items():
+            if everywhere or known.setdefault(name, home) != home:
+                others = "" if everywhere else f", and another by ranks {list(known[name])}"
+                raise RuntimeError(
+                    f"{what}: {name!r} is held by ranks {list(home)} of {most}{others}. Before "
+                    "fully_shard, make experts DTensors over the ranks they differ on, or call "
+                    "declare_tensor_parallel; save_checkpoint also takes names that are unlike, "
+                    "such as their numbers in a ModuleDict. If the other ranks hold the same, say "
+                    f"so with set_gradient_divide_factor(module, {len(home)})."
+                )
 
 
 def several(group: Group) -> list[Group]:

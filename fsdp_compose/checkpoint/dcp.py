@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm_hooks
 from fsdp_compose.checkpoint import optim as optimizers
-from fsdp_compose.checkpoint.consensus import TIMEOUT, Shared, assemble, settle, several
+from fsdp_compose.checkpoint.consensus import (
+    TIMEOUT,
+    Shared,
+    assemble,
+    check_names,
+    settle,
+    several,
+)
 from fsdp_compose.checkpoint.files import (
     CommittingWriter,
     describe_failures,
@@ -100,12 +107,13 @@ def save_checkpoint(
         timeout: seconds to wait for ranks that have not called.
 
     Raises:
-        RuntimeError: on every rank: the disk is full, the folder cannot be written; or a rank did
-            not come, which is named.
+        RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did
+            not come, which is named; or ranks call different parameters by the same name.
         ValueError: the optimizer holds tensors that are not ``module``'s.
     """
     finish_pending()
     group = assemble("save_checkpoint", module, process_group, timeout)
+    check_names("save_checkpoint", module, group, everywhere=False)
     problem: Exception | None = None
     state: dict[str, Any] = {}
     try:

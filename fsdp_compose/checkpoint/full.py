@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose import comm
-from fsdp_compose.checkpoint.consensus import TIMEOUT, Shared, assemble, settle, several
+from fsdp_compose.checkpoint.consensus import (
+    TIMEOUT,
+    Shared,
+    assemble,
+    check_names,
+    settle,
+    several,
+)
 from fsdp_compose.checkpoint.files import Sum, json_of, sync_folder, write_durably
 from fsdp_compose.checkpoint.model import (
     IncompatibleKeys,
@@ -68,6 +75,7 @@ def save_full(
         ValueError: state that safetensors cannot hold.
     """
     group = assemble("save_full", module, process_group, timeout)
+    check_names("save_full", module, group, everywhere=True)
     root = Path(path)
     names = names_of(module)
     with Shared(several(group)):
