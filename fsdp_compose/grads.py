@@ -26,7 +26,7 @@ from fsdp_compose.mesh import Group, group_of
 from fsdp_compose.parallel import find_parallel
 from fsdp_compose.reduction import get_grad, requires_grad
 from fsdp_compose.sharded import is_sharded, is_sharded_parameter, part_of, spec_of, to_local
-from fsdp_compose.state import _lanes, is_repeated, owner_of, ranks_of
+from fsdp_compose.state import _lanes, held_by_fewer, owner_of
 from fsdp_compose.unshard import is_open
 
 Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -206,20 +206,20 @@ def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None)
     """Which gradients are experts'; check that every other one counts on all ranks alike."""
     if mesh is None and len({grad.groups for grad in grads}) <= 1:
         return None
-    entries = {grad: find_entry(grad.param) for grad in grads if grad.param is not None}
-    ranks = {grad: ranks_of(entry) for grad, entry in entries.items()}
-    most = max(ranks.values(), default=1)
-    fewer = [grad for grad, count in ranks.items() if count < most]
+    held = {find_entry(grad.param): grad for grad in grads if grad.param is not None}
+    most = max((owner_of(entry).mesh.size for entry in held), default=1)
+    fewer = {entry: owner_of(entry).mesh.size for entry in held_by_fewer(held)}
     if mesh is not None:
         pg = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         group = group_of(pg, grads[0].local.device if grads else torch.device("cpu"))
-        unlike = next((grad for grad in fewer if ranks[grad] * group.size != most), None)
-        if unlike is None:
-            return _Experts(group, fewer)
-        raise RuntimeError(_uneven(unlike, ranks[unlike], most, f"expert_mesh of {group.size}"))
-    for grad in fewer:
-        if not is_repeated(entries[grad]):
-            raise RuntimeError(_uneven(grad, ranks[grad], most, "no expert_mesh"))
+        for entry, ranks in fewer.items():
+            if ranks * group.size != most:
+                raise RuntimeError(
+                    _uneven(held[entry], ranks, most, f"an expert_mesh of {group.size}")
+                )
+        return _Experts(group, [held[entry] for entry in fewer])
+    for entry, ranks in fewer.items():
+        raise RuntimeError(_uneven(held[entry], ranks, most, "no expert_mesh"))
     return None
 
 

@@ -8,10 +8,9 @@ Ownership runs down the module tree: a module's ``__dict__`` owns its ``_FSDPSta
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
@@ -309,17 +308,21 @@ def units_with(bucket: Bucket) -> list[Unit]:
     return [u for lane in _lanes.values() for u in list(lane.units) if bucket in u.gathered]
 
 
-def ranks_of(entry: Entry) -> int:
-    """Over how many ranks a parameter is cut, split or copied."""
-    parallel = entry.spec.parallel
-    split = 1 if parallel is None else math.prod(axis.group.size for axis in parallel.axes)
-    return owner_of(entry).mesh.size * split
+def held_by_fewer(entries: Iterable[Entry]) -> list[Entry]:
+    """Those over fewer ranks than others, where the other ranks may hold other parameters.
 
-
-def is_repeated(entry: Entry) -> bool:
-    """Whether the user said that ranks outside the parameter's mesh hold the same."""
-    bucket = owner_of(entry)
-    return any(unit.switches.divide_factor == bucket.mesh.size for unit in units_with(bucket))
+    Experts; not what tensor parallelism split, which says so by itself, and not what the user said
+    other ranks repeat, by dividing its gradients by the number of its own ranks.
+    """
+    sizes = {entry: owner_of(entry).mesh.size for entry in entries}
+    most = max(sizes.values(), default=0)
+    return [
+        entry
+        for entry, size in sizes.items()
+        if size < most
+        and entry.spec.parallel is None
+        and all(unit.switches.divide_factor != size for unit in units_with(owner_of(entry)))
+    ]
 
 
 def owner_of(entry: Entry) -> Bucket:

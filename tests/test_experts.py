@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -438,6 +443,34 @@ def test_ranks_that_repeat_each_other_need_no_experts() -> None:
         compare("norm", grad_norm(model), norm, Tolerance())
 
     run_ranks(ranks, WORLD)
+
+
+def test_units_beside_tensor_parallel_ones_are_no_experts(tmp_path: Path) -> None:
+    """All are over the same ranks; what is not split is the same on the others."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model, plain = seeded(Pair), seeded(Pair)
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for part in (model.norm, model.up, model.down):
+            fully_shard(part, mesh=mesh["dp"])
+        model(inputs(0)[rank // 2]).square().mean().backward()
+        torch.stack([plain(x).square().mean() for x in inputs(0)[:2]]).mean().backward()
+        wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        compare("norm", grad_norm(model), wanted, Tolerance())
+        save_checkpoint(tmp_path, model)
+
+    run_ranks(ranks, WORLD)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def test_a_nonfinite_gradient_of_another_ranks_expert_is_named() -> None:

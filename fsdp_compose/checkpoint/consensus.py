@@ -17,7 +17,7 @@ from fsdp_compose.bucket import find_entry
 from fsdp_compose.checkpoint.names import parameters_by_name
 from fsdp_compose.mesh import SELF, Group, group_of
 from fsdp_compose.sharded import is_sharded
-from fsdp_compose.state import is_repeated, iter_units, owner_of, ranks_of
+from fsdp_compose.state import held_by_fewer, iter_units, owner_of
 from fsdp_compose.torch_private import default_store
 
 _KINDS: dict[str, type[Exception]] = {
@@ -158,13 +158,12 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
         RuntimeError: naming the parameter.
     """
     entries = {n: find_entry(p) for n, p in parameters_by_name(module).items() if is_sharded(p)}
-    counts = {name: ranks_of(entry) for name, entry in entries.items()}
-    most = max(counts.values(), default=0)
-    if min(counts.values(), default=0) == most:
+    if len({owner_of(entry).mesh.size for entry in entries.values()}) <= 1:
         return
     homes: dict[str, tuple[int, ...]] = {}
+    fewer = set(held_by_fewer(entries.values()))
     for name, entry in entries.items():
-        if counts[name] < most and not is_repeated(entry):
+        if entry in fewer:
             mesh = owner_of(entry).mesh
             homes[name] = tuple(sorted({*mesh.shard.ranks, *mesh.replicate.ranks}))
     known: dict[str, tuple[int, ...]] = {}
@@ -173,7 +172,7 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
             if everywhere or known.setdefault(name, home) != home:
                 others = "" if everywhere else f", and another by ranks {list(known[name])}"
                 raise RuntimeError(
-                    f"{what}: {name!r} is held by ranks {list(home)} of {most}{others}. Before "
+                    f"{what}: {name!r} is held by ranks {list(home)} alone{others}. Before "
                     "fully_shard, make experts DTensors over the ranks they differ on, or call "
                     "declare_tensor_parallel; save_checkpoint also takes names that are unlike, "
                     "such as their numbers in a ModuleDict. If the other ranks hold the same, say "
