@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose.policy import Placement
-from fsdp_compose.torch_private import ordered_group
+from fsdp_compose.torch_private import KEEPS_RANK_ORDER, ordered_group
 
 MeshLike: TypeAlias = (
     "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"
@@ -144,12 +144,25 @@ _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Group]] = 
 
 
 def check_fusable(mesh: Mesh, given: MeshLike | None) -> None:
-    """Raise unless ``fuse`` can tell which ranks the whole mesh has.
+    """Raise unless ``fuse`` can make one group of the whole mesh.
 
     Raises:
-        ValueError: ``given``, from which ``mesh`` was resolved, is a pair of groups.
+        ValueError: ``given``, from which ``mesh`` was resolved, is a pair of groups; or this torch
+            cannot number its ranks as needed.
     """
-    if isinstance(given, tuple) and mesh.shard.size > 1 and mesh.replicate.size > 1:
+    if mesh.shard.size == 1 or mesh.replicate.size == 1:
+        return
+    if isinstance(given, DeviceMesh):
+        ranks = given.mesh.T.flatten().tolist()
+        if not KEEPS_RANK_ORDER and ranks != sorted(ranks):
+            raise ValueError(
+                "fully_shard: HYBRID_SHARD_OPTIMIZER needs the ranks of one replicate axis to "
+                f"follow each other, but the mesh is {given.mesh.tolist()}, and torch "
+                f"{torch.__version__} numbers the ranks of every group by size; pass "
+                "DeviceMesh(device, torch.arange(ranks).view(shards, replicas).T, "
+                "mesh_dim_names=('replicate', 'shard')), or use HYBRID_SHARD, or torch 2.13."
+            )
+    elif isinstance(given, tuple):
         raise ValueError(
             "fully_shard: HYBRID_SHARD_OPTIMIZER cuts parameters over all ranks of a mesh, which a "
             "pair of ProcessGroups does not name; pass a DeviceMesh: init_device_mesh(device, "

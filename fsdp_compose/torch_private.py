@@ -223,18 +223,14 @@ _c10d: Any = dist.distributed_c10d
 
 
 def ordered_group(ranks: Sequence[int]) -> Any:
-    """A group in which ``ranks`` are numbered as listed; only they call, all of them.
-
-    Raises:
-        RuntimeError: this torch numbers the ranks of every group by size.
-    """
+    """A group in which ``ranks`` are numbered as listed; only they call, all of them."""
     new_group: Any = dist.new_group
-    if "sort_ranks" not in signature(new_group).parameters:
-        raise RuntimeError(
-            f"torch {torch.__version__} cannot number the ranks of a group as "
-            "HYBRID_SHARD_OPTIMIZER needs; use HYBRID_SHARD, or torch 2.13 or later."
-        )
-    return new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+    order = {"sort_ranks": False} if KEEPS_RANK_ORDER else {}
+    return new_group(list(ranks), use_local_synchronization=True, **order)
+
+
+KEEPS_RANK_ORDER = "sort_ranks" in signature(dist.new_group).parameters
+"""Whether a group can number its ranks otherwise than by size: torch 2.13 does, 2.11 does not."""
 
 
 def _synchronous(options: Any) -> Any:

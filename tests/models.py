@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compose import fully_shard, wrap
 from fsdp_compose.sharded import is_sharded, spec_of
 from fsdp_compose.state import Unit, iter_units
+from fsdp_compose.torch_private import KEEPS_RANK_ORDER
 
 WIDTH = 6
 BATCH = 3
@@ -100,6 +102,13 @@ def replicas(model: nn.Module, world: int) -> list[nn.Module]:
     """Copies that share parameters and have their own buffers."""
     memo = lambda: {id(p): p for p in model.parameters()}  # noqa: E731
     return [model, *(copy.deepcopy(model, memo()) for _ in range(world - 1))]
+
+
+def mesh_of_replicas(replicas: int, shards: int) -> DeviceMesh:
+    """(replicate, shard); replicas next to each other where torch orders groups by rank."""
+    ranks = torch.arange(replicas * shards)
+    grid = ranks.view(replicas, shards) if KEEPS_RANK_ORDER else ranks.view(shards, replicas).T
+    return DeviceMesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
 
 
 def units(model: nn.Module) -> list[Unit]:

@@ -9,21 +9,33 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compose as fc
-from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, comm, fully_shard
+from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, comm, fully_shard, torch_private
+from fsdp_compose import mesh as mesh_module
 from fsdp_compose.wrap import by_fn
 
 from harness import rank_errors, run_ranks
-from models import Tower, Twin, assert_at_rest, by_block, data, seeded, sgd, square, units
+from models import (
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    mesh_of_replicas,
+    seeded,
+    sgd,
+    square,
+    units,
+)
 
 FUSED = ShardingStrategy.HYBRID_SHARD_OPTIMIZER
 SHAPES = [(2, 2), (2, 1), (1, 2), (4, 1), (1, 4)]
 
 
 def mesh_of(shape: tuple[int, int]) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return mesh_of_replicas(*shape)
 
 
 def fused(model: nn.Module, shape: tuple[int, int] = (2, 2), **options: Any) -> nn.Module:
@@ -212,6 +224,27 @@ def test_tied_and_frozen_parameters() -> None:
         Twin(rank, 4, Tied, fused).train()
 
     run_ranks(ranks, 4)
+
+
+def test_a_torch_that_orders_groups_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11: replicas next to each other in the mesh work, and others are refused."""
+    monkeypatch.setattr(mesh_module, "KEEPS_RANK_ORDER", False)
+    monkeypatch.setattr(torch_private, "KEEPS_RANK_ORDER", False)
+    names = ("replicate", "shard")
+
+    def adjacent(rank: int) -> None:
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2).T, mesh_dim_names=names)
+        model = by_block(seeded(Tower), mesh=mesh, strategy=FUSED)
+        train(model, sgd(model.parameters()), rank, 3)
+        assert_equal(fc.state_dict(model), trained_plain(4))
+
+    def apart(rank: int) -> None:
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=names)
+        fully_shard(Tower(), mesh=mesh, strategy=FUSED)
+
+    run_ranks(adjacent, 4)
+    for error in rank_errors(apart, 4):
+        assert error is not None and "numbers the ranks of every group by size" in error
 
 
 def test_arguments_that_contradict_it() -> None:

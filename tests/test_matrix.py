@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard, state_dict
@@ -21,7 +20,7 @@ from fsdp_compose.comm import traffic
 from fsdp_compose.switches import accumulate, no_sync
 
 from harness import run_ranks
-from models import Block
+from models import Block, mesh_of_replicas
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full_shard": {"strategy": ShardingStrategy.FULL_SHARD},
@@ -121,7 +120,7 @@ def run_cells(rank: int, ranks: int, name: str) -> list[str]:
     plain = train_plain(ranks)
     options = dict(STRATEGIES[name])
     if name.startswith("hybrid"):
-        options["mesh"] = init_device_mesh("cpu", (2, ranks // 2))
+        options["mesh"] = mesh_of_replicas(2, ranks // 2)
     base = {
         precision: train_cell(rank, ranks, {"mp_policy": policy}, "backward", "none")
         for precision, policy in PRECISIONS.items()
@@ -159,7 +158,7 @@ def test_every_cell_equals_one_process(name: str, ranks: int) -> None:
 def count_step(rank: int, ranks: int, name: str, accumulation: str) -> tuple[int, int, int, int]:
     options = dict(STRATEGIES[name])
     if name.startswith("hybrid"):
-        options["mesh"] = init_device_mesh("cpu", (2, ranks // 2))
+        options["mesh"] = mesh_of_replicas(2, ranks // 2)
     model = build()
     for block in model.blocks:
         fully_shard(block, **options)

@@ -28,7 +28,19 @@ from fsdp_compose import (
 from fsdp_compose.inspect import Communication, Plan, count_traffic, plan, plot_plan, traffic_report
 
 from harness import fake_world, run_ranks
-from models import Block, Ledger, Tower, by_block, data, nested, one_unit, seeded, square, units
+from models import (
+    Block,
+    Ledger,
+    Tower,
+    by_block,
+    data,
+    mesh_of_replicas,
+    nested,
+    one_unit,
+    seeded,
+    square,
+    units,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -129,8 +141,7 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
 def resolved(options: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     options = dict(options)
     if "mesh" in options:
-        names = ("replicate", "shard")
-        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=names)
+        options["mesh"] = mesh_of_replicas(*options["mesh"])
     if "ignored" in options:
         options["ignored"] = [model.get_submodule(options["ignored"])]
     return options

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +33,7 @@ from fsdp_compose import (
 from fsdp_compose.state import Lane
 
 from harness import rank_errors, run_ranks
-from models import Tower, by_block, data, seeded, sgd, square
+from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
 
 Clock = dict[int, int]
 """By stream, the last of its operations that is known to be done before what comes next."""
@@ -216,11 +215,7 @@ class Checkpointed(Tower):
 
 def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     if "mesh" in options:
-        names = ("replicate", "shard")
-        options = {
-            **options,
-            "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=names),
-        }
+        options = {**options, "mesh": mesh_of_replicas(*options["mesh"])}
     with pytest.MonkeyPatch.context() as monkeypatch, watched(monkeypatch) as races:
         model = by_block(seeded(build), **options)
         optim = sgd(model.parameters())
