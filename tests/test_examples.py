@@ -26,7 +26,6 @@ import tensor_parallel  # noqa: E402
 import text  # noqa: E402
 from gpt import GPT  # noqa: E402
 
-pytestmark = pytest.mark.slow
 NAMES = "dpo gradient_penalty lora muon stream_weights tensor_parallel".split()
 
 
@@ -49,6 +48,12 @@ def numbers(pattern: str, printed: str) -> list[float]:
     return [float(v) for v in found]
 
 
+def server_of(printed: str) -> Path:
+    """What is there while the server's process is."""
+    return Path(f"/proc/{numbers(r'server ([0-9]+)', printed)[0]:.0f}")
+
+
+@pytest.mark.slow
 def test_lora_reduces_adapters_only_and_merges(tmp_path: Path) -> None:
     file, folder = tmp_path / "adapters.pt", tmp_path / "merged"
     printed = run("lora", "--base-steps", 30, "--steps", 30, "--save", file, "--export", folder)
@@ -73,6 +78,7 @@ def test_lora_reduces_adapters_only_and_merges(tmp_path: Path) -> None:
     assert float(loss) == pytest.approx(after, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_equals_one_process(tmp_path: Path) -> None:
     printed = run("tensor_parallel", "--steps", 6, "--save", tmp_path / "saved")
     loss, plain = (numbers(p + r" ([\d.]+)", printed) for p in ("loss", "process:"))
@@ -84,6 +90,7 @@ def test_tensor_parallel_equals_one_process(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "saved", alone, tensor_parallel.adamw(alone))
 
 
+@pytest.mark.slow
 def test_dpo_learns_preferences_and_reduces_the_policy_once_a_step() -> None:
     printed = run("dpo", "--base-steps", 40, "--steps", 30)
     loss = numbers(r"loss ([\d.]+)", printed)
@@ -95,6 +102,7 @@ def test_dpo_learns_preferences_and_reduces_the_policy_once_a_step() -> None:
     assert before == 0.5 and after > 0.58
 
 
+@pytest.mark.slow
 def test_gradient_penalty_equals_one_process_and_learns() -> None:
     printed = run("gradient_penalty", "--steps", 21)
     ((loss, plain),) = re.findall(r"loss (\S+), one process: ([\d.]+);", printed)
@@ -104,6 +112,7 @@ def test_gradient_penalty_equals_one_process_and_learns() -> None:
     assert distance[-1] < distance[0] / 2
 
 
+@pytest.mark.slow
 def test_streamed_weights_give_the_same_loss() -> None:
     printed = run("stream_weights", "--steps", 6, "--every", 3)
     trained, served = (
@@ -111,9 +120,10 @@ def test_streamed_weights_give_the_same_loss() -> None:
     )
     assert trained == pytest.approx(served, abs=2e-5) and len(trained) == 2
     assert trained[0] != trained[1]
-    assert not Path(f"/proc/{int(numbers(r'server (\d+)', printed)[0])}").exists()
+    assert not server_of(printed).exists()
 
 
+@pytest.mark.slow
 def test_streaming_stops_at_ctrl_c(tmp_path: Path) -> None:
     args = command("stream_weights", "--steps", 10**6, "--every", 1)
     with (
@@ -129,9 +139,9 @@ def test_streaming_stops_at_ctrl_c(tmp_path: Path) -> None:
             assert process.wait(60) == 130
         finally:
             process.kill()
-    server = int(numbers(r"server (\d+)", (tmp_path / "log").read_text())[0])
+    server = server_of((tmp_path / "log").read_text())
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{server}").exists():
+    while server.exists():
         assert time.monotonic() < deadline, "the server is still there"
         time.sleep(0.1)
 
