@@ -35,7 +35,7 @@ def pairs(batches: Batches, step: int, device: torch.device) -> tuple[Tensor, Te
     chosen = torch.cat([tokens, targets[:, -1:]], 1)
     generator = torch.Generator().manual_seed(step * ranks + rank)
     others = batches.data[torch.randint(len(batches.data), chosen.shape, generator=generator)]
-    replaced = torch.rand(chosen.shape, generator=generator) < 0.15
+    replaced = torch.rand(chosen.shape, generator=generator) < 0.3
     replaced[:, :PROMPT] = False
     both = torch.cat([chosen, torch.where(replaced, others.long(), chosen)]).to(device)
     return both[:, :-1], both[:, 1:]

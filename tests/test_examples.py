@@ -94,12 +94,12 @@ def test_tensor_parallel_equals_one_process(tmp_path: Path) -> None:
 def test_dpo_learns_preferences_and_reduces_the_policy_once_a_step() -> None:
     printed = run("dpo", "--base-steps", 40, "--steps", 30)
     loss = numbers(r"loss ([\d.]+)", printed)
-    assert loss[0] == 0.6931 and loss[-1] < 0.68  # -log sigmoid(0) while policy is reference
+    assert loss[0] == 0.6931 and loss[-1] < 0.6  # -log sigmoid(0) while policy is reference
     reduces, units = re.findall(r"reduce-scatters a step: (\d+), units: (\d+)", printed)[0]
     assert reduces == units == "4"
     ((before, after),) = re.findall(r"accuracy on unseen pairs: (\S+), then (\S+)", printed)
     before, after = float(before), float(after)
-    assert before == 0.5 and after > 0.58
+    assert before == 0.5 and after > 0.65
 
 
 @pytest.mark.slow
