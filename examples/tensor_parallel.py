@@ -89,7 +89,7 @@ def train(options: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as own:
         name = [options.save or own]
-        dist.broadcast_object_list(name)
+        dist.broadcast_object_list(name, device=device)
         fc.save_checkpoint(name[0], model, optim)
         with torch.no_grad():
             x = batches.full(options.steps)[0].to(device)

@@ -8,11 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from test_demo import alive, wait_until
 
 import fsdp_compose
 from fsdp_compose import load_checkpoint, load_full
@@ -48,9 +48,8 @@ def numbers(pattern: str, printed: str) -> list[float]:
     return [float(v) for v in found]
 
 
-def server_of(printed: str) -> Path:
-    """What is there while the server's process is."""
-    return Path(f"/proc/{numbers(r'server ([0-9]+)', printed)[0]:.0f}")
+def server_of(printed: str) -> int:
+    return int(numbers(r"server (\d+)", printed)[0])
 
 
 @pytest.mark.slow
@@ -120,7 +119,7 @@ def test_streamed_weights_give_the_same_loss() -> None:
     )
     assert trained == pytest.approx(served, abs=2e-5) and len(trained) == 2
     assert trained[0] != trained[1]
-    assert not server_of(printed).exists()
+    assert not alive(server_of(printed))
 
 
 @pytest.mark.slow
@@ -131,19 +130,14 @@ def test_streaming_stops_at_ctrl_c(tmp_path: Path) -> None:
         subprocess.Popen(args, cwd=ROOT, stdout=log, stderr=log, start_new_session=True) as process,
     ):
         try:
-            deadline = time.monotonic() + 120
-            while "server" not in (tmp_path / "log").read_text():
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(lambda: "server" in (tmp_path / "log").read_text(), 120)
+            assert process.poll() is None
             os.kill(process.pid, signal.SIGINT)
             assert process.wait(60) == 130
         finally:
             process.kill()
     server = server_of((tmp_path / "log").read_text())
-    deadline = time.monotonic() + 20
-    while server.exists():
-        assert time.monotonic() < deadline, "the server is still there"
-        time.sleep(0.1)
+    wait_until(lambda: not alive(server), 20)
 
 
 @pytest.mark.parametrize("name", NAMES)
