@@ -165,11 +165,9 @@ def test_strategies(strategy: Any, granularity: Any) -> None:
     """Replicas each do the work, and stay equal."""
 
     def body(rank: int) -> list[Tensor]:
-        from torch.distributed.device_mesh import init_device_mesh
-
         options: dict[str, Any] = {"strategy": strategy}
         if "HYBRID" in strategy.name:
-            options["mesh"] = init_device_mesh("cpu", (2, 2))
+            options["mesh"] = mesh_of_replicas(2, 2)
         pair = Pair(MAKE["muon"], rank, granularity, **options)
         for seed in range(3):
             pair.step(seed)

@@ -215,7 +215,15 @@ def run(rank: int, case: Case) -> None:
                     for param in model.parameters():
                         param.mul_(0.99)
         elif op == "update" and twin.optim is not None:
-            twin.step()
+            params = [p for group in twin.optim.param_groups for p in group["params"]]
+            idle = (
+                [p for p in params if p.requires_grad]
+                if all(p.grad is None for p in params)
+                else []
+            )
+            scope = pytest.raises(RuntimeError, match="no parameter has a gradient")
+            with scope if idle else contextlib.nullcontext():  # or nothing is trained: no error
+                twin.step()
     twin.check_grads()
     for model in models:
         for node in nodes(model):
