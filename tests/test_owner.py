@@ -25,7 +25,7 @@ from fsdp_compose.layout import Extent, balance, matrix_work, plan_layout, sprea
 from fsdp_compose.state import owner_of
 
 from harness import rank_errors, run_ranks
-from models import Tolerance, Tower, by_block, compare, data, seeded, whole
+from models import Tolerance, Tower, by_block, compare, data, mesh_of_replicas, seeded, whole
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "muon": partial(torch.optim.Muon, lr=0.02, weight_decay=0.1),
