@@ -43,7 +43,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-peft: Any = pytest.importorskip("peft")
+peft: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_peft() -> None:
+    """Once, here: a rank that did it would take seconds."""
+    global peft
+    import peft as imported
+
+    peft = imported
 
 
 def config(rank: int = 2, **options: Any) -> Any:
