@@ -50,10 +50,11 @@ def plan_shards(
             "non-empty sequence of them."
         )
     for module in modules:
-        if find_state(module) is not None:
+        state = find_state(module)
+        if state is not None:
             raise ValueError(
                 f"fully_shard: {type(module).__name__} is already sharded, as unit "
-                f"{find_state(module).unit.name!r}; call fsdp_compose.undo(module) first to shard "  # type: ignore[union-attr]
+                f"{state.unit.name!r}; call fsdp_compose.undo(module) first to shard "
                 "it another way."
             )
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):

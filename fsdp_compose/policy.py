@@ -106,9 +106,9 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
     placement = _PLACEMENTS[strategy]
     if reshard_after_forward is None:
         return placement
-    if placement.fused and not isinstance(reshard_after_forward, bool):
+    if strategy is not None and placement.fused and not isinstance(reshard_after_forward, bool):
         raise ValueError(
-            f"fully_shard: strategy {strategy.name} keeps weights over the shard axis, but "  # type: ignore[union-attr]
+            f"fully_shard: strategy {strategy.name} keeps weights over the shard axis, but "
             f"reshard_after_forward={reshard_after_forward} was passed; pass one of the two."
         )
     if strategy is not None and bool(reshard_after_forward) is bool(placement.keep_after_forward):

@@ -43,7 +43,7 @@ class _Options:
 class _Scope(Opened):
     """A unit inside ``gathered``."""
 
-    options: _Options = field(default=None)  # type: ignore[assignment]
+    options: _Options = field(kw_only=True)
     is_here: bool = True  # this rank has the full tensors
     before: list[Any] = field(default_factory=list)  # what the modules held, by entry
     versions: list[tuple[int, int]] = field(default_factory=list)
