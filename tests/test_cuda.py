@@ -1,7 +1,9 @@
 """What only a device can show, on one GPU and a world of one: run with ``-m cuda``.
 
 Compute is in bfloat16 and storage in float32, so that gathers, casts, streams and the copies of
-offloaded shards are those of many ranks, without the collectives. Not run yet: written where no GPU was at hand.
+offloaded shards are those of many ranks, without the collectives.
+
+Written where no GPU was at hand, and not run on one yet.
 """
 
 from __future__ import annotations
