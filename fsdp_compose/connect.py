@@ -68,7 +68,7 @@ def _receive(reach: Reach, grads: Tensors) -> Tensors:
             "keep a reference to the model until backward has run."
         )
     lane = unit.lane
-    task = running_task(lane)
+    task = running_task(unit)
     drain(lane)
     wanted = wanted_leaves([_accumulator(entry) for entry in entries])
     if wanted is None or not all(wanted) or torch.is_grad_enabled():

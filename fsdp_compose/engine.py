@@ -61,14 +61,16 @@ def _start_over_if_ranks_differed(lane: Lane) -> None:
         unit.eval_order = Order()
 
 
-def running_task(lane: Lane) -> Task:
-    """The autograd run under way, known to the lane from its first event on."""
-    task_id = graph_task_id()
+def running_task(unit: Unit) -> Task:
+    """The autograd run under way, which has reached ``unit``; known to the lane from then on."""
+    lane, task_id = unit.lane, graph_task_id()
+    lane.reached.update(unit.logs)
     task = lane.tasks.get(task_id)
     if task is not None:
         return task
     if lane.tasks and not any(task.alive for task in lane.tasks.values()):
         recover(lane)
+        lane.reached.update(unit.logs)
     outermost = not lane.tasks
     if outermost:
         _start_over_if_ranks_differed(lane)
@@ -122,6 +124,8 @@ def end_task(lane: Lane, task_id: int) -> None:
         drop(unit, Hold.RETAINED)
     if not lane.tasks:
         drop_prefetched(lane)
+        if len(lane.logs) > len(lane.reached):
+            _reach_frozen(lane)
         lane.forward_order.close()
         lane.backward_order.close()
         end_step(lane, trained=True)
@@ -152,12 +156,26 @@ def _check_divisors(task: Task) -> None:
 
 
 def end_step(lane: Lane, trained: bool) -> None:
-    """A backward, or a forward without one, is over: let the ranks compare what they ran (D2)."""
-    if len(lane.logs) == 1:
-        next(iter(lane.logs.values())).end_step(trained)
-    else:
-        for log in sorted(lane.logs.values(), key=lambda log: [g.ranks for g in log.groups]):
+    """A backward, or a forward without one, is over: let the ranks compare what they ran (D2).
+
+    Only over the groups of what ran. Ranks that shared a group for another model may be in
+    different stages of a pipeline now, and would wait for each other for ever.
+    """
+    reached, lane.reached = lane.reached, set()
+    if len(reached) > 1:
+        for log in sorted(reached, key=lambda log: [g.ranks for g in log.groups]):
             log.end_step(trained)
+    else:
+        for log in reached:
+            log.end_step(trained)
+
+
+def _reach_frozen(lane: Lane) -> None:
+    """Count units whose forward ran and that no backward will reach among what the step ran."""
+    for unit in lane.forward_order.visited():
+        live = unit.live
+        if live is None or not live.pass_id or not live.trained:
+            lane.reached.update(unit.logs)
 
 
 def open_backward(unit: Unit, task: Task) -> None:
@@ -286,6 +304,7 @@ def recover(lane: Lane) -> None:
     lane.reductions.clear()
     lane.landing.clear()
     lane.tasks.clear()
+    lane.reached.clear()
     recover_shields(lane)
     lane.active.clear()
     lane.prefetched.clear()

@@ -138,7 +138,7 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors) -> Tensors:
     for bucket in unit.gathered:
         if bucket.phase is not Phase.GATHERED and not bucket.in_place:
             raise RuntimeError(UNSEEN.format(name=unit.name))
-    task = running_task(lane)
+    task = running_task(unit)
     leaves = wanted_leaves([unit.entries[i].accumulator or _accumulator(unit, i) for i in trained])
     if leaves is None or torch.is_grad_enabled():
         return _reduce_now(unit, task, trained, grads)

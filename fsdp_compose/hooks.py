@@ -328,7 +328,7 @@ def _abandon_forward(unit: Unit, lane: Lane) -> None:
 def _close_forward(unit: Unit, lane: Lane, backward: Expected) -> None:
     if graph_task_id() != -1:
         # Recomputed inside a backward that will need it; released when its gradients arrive.
-        task = running_task(lane)
+        task = running_task(unit)
         hold(unit, Hold.BACKWARD)
         task.units.append(unit)
         if unit.task is not None and unit.live is not None:
@@ -359,6 +359,7 @@ def _end_pass(unit: Unit, lane: Lane) -> None:
             carry_prefetched(lane)
         else:
             drop_prefetched(lane)
+            lane.reached.update(*(visited.logs for visited in order.visited()))
             order.close()
             lane.eval_order = None
             if not failed:
@@ -406,7 +407,7 @@ def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
                 raise RuntimeError(DELETED)
             if reached.epoch != epoch:
                 raise RuntimeError(moved_before_backward(reached.gathered[0]))
-            open_backward(reached, running_task(reached.lane))
+            open_backward(reached, running_task(reached))
 
         unit.trigger = trigger
     return unit.trigger

@@ -34,7 +34,7 @@ from fsdp_compose.policy import MixedPrecision, Prefetch
 from fsdp_compose.sharded import Hooks, Residence, set_local, to_local
 from fsdp_compose.streams import Streams, make_streams
 from fsdp_compose.torch_private import untraced
-from fsdp_compose.verify import Log, code_of, log_key
+from fsdp_compose.verify import Log, code_of, is_alive, log_key
 
 STATE_KEY = "_fsdp_compose_state"
 
@@ -231,6 +231,7 @@ class Unit:
         """Number what the unit will communicate, alike on every rank."""
         self.gather_events: list[tuple[Bucket, Log, int]] = []
         self.reduce_events: dict[Bucket, tuple[Log, int, int]] = {}
+        self.logs: tuple[Log, ...] = ()  # of its groups
         for index, bucket in enumerate(self.gathered):
             log = log_of(self.lane, bucket.mesh)
             bucket.caller = log
@@ -238,6 +239,8 @@ class Unit:
                 continue
             if not self.number:
                 self.number = (*(g.size for g in log.groups), log.number_unit())
+            if log not in self.logs:
+                self.logs = (*self.logs, log)
             key = (self.number, index)
             if bucket.mesh.shard.size > 1:
                 self.gather_events.append((bucket, log, code_of("gather", key)))
@@ -433,9 +436,8 @@ class Lane:
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs
     mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
-    logs: weakref.WeakValueDictionary[tuple[Any, ...], Log] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist
+    reached: set[Log] = field(default_factory=set)  # by the step under way
 
 
 @dataclass(eq=False)
@@ -469,10 +471,16 @@ def lane_of(device: torch.device) -> Lane:
 
 
 def log_of(lane: Lane, mesh: Mesh) -> Log | None:
-    """Where collectives over ``mesh`` are noted; None where there are no other ranks."""
+    """Where collectives over ``mesh`` are noted; None where there are no other ranks.
+
+    A log lives as long as its groups. If it died with its units, ranks that free a model at
+    different times would number the next model's units differently.
+    """
     key = log_key(mesh)
     log = lane.logs.get(key) if key else None
     if log is None and key:
+        for other in [known for known in lane.logs if not all(map(is_alive, known))]:
+            del lane.logs[other]
         log = lane.logs[key] = Log(mesh.groups, lane.streams)
     return log
 

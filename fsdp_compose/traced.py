@@ -262,7 +262,7 @@ def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
     if wanted_leaves([node]) != [True]:
         return received  # gradients of other tensors were asked for
     lane = unit.lane
-    task = running_task(lane)
+    task = running_task(unit)
     drain(lane)
     trained = _indices(traced)
     flats = [grads[traced.views[index][0]] for index in trained]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from fsdp_compose import comm
 from fsdp_compose.mesh import Group, Mesh
@@ -96,7 +97,9 @@ class Log:
     epoch: int = 0  # counts disagreements
 
     def number_unit(self) -> int:
+        """The number of a new unit, whose first step is compared before each collective."""
         self.units += 1
+        self.is_stepwise, self.is_proven, self.passes = True, False, 0
         return self.units
 
     def note(self, event: Event) -> None:
@@ -227,6 +230,14 @@ def _name(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def is_alive(pg: Any) -> bool:
+    """Whether the process group was not destroyed."""
+    try:
+        return dist.get_rank(pg) >= 0
+    except ValueError:
+        return False
 
 
 def log_key(mesh: Mesh) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -1011,14 +1012,35 @@ def test_the_environment_asks_for_debug(
     assert run_ranks(ranks, 1, init=False) == [wanted]
 
 
-def test_the_log_dies_with_its_units() -> None:
+def test_ranks_free_a_model_at_different_times() -> None:
+    """The next model on the same groups is numbered alike, and its first step is compared."""
+
     def ranks(rank: int) -> None:
-        model = by_block(seeded(Tower))
-        lane = units(model)[0].lane
-        step(model, rank)
+        kept = [by_block(seeded(Tower))]
+        lane = units(kept[0])[0].lane
+        for seed in range(2):
+            step(kept[0], rank, seed)
         assert len(lane.logs) == 1
-        del model
-        assert not lane.logs
+        if rank == 0:
+            kept.clear()
+        model = by_block(seeded(Tower))
+        assert len(lane.logs) == 1 and next(iter(lane.logs.values())).is_stepwise
+        for seed in range(2):
+            step(model, rank, seed)
+
+    run_ranks(ranks)
+
+
+def test_the_log_of_a_destroyed_group_goes() -> None:
+    def ranks(rank: int) -> None:
+        lanes = []
+        for _ in range(2):
+            group = dist.new_group([0, 1])
+            model = by_block(seeded(Tower), mesh=group)
+            lanes.append(units(model)[0].lane)
+            step(model, rank)
+            dist.destroy_process_group(group)
+        assert lanes[0] is lanes[1] and len(lanes[0].logs) == 1
 
     run_ranks(ranks)
 

@@ -341,3 +341,35 @@ def test_a_stage_without_units_is_an_error() -> None:
 
     for error in rank_errors(ranks):
         assert error is not None and error.startswith("ValueError: pipeline_stage: Part contains")
+
+
+def test_an_earlier_pipeline_does_not_hold_up_the_next() -> None:
+    """Ranks that shared a stage of the first model are different stages of the second.
+
+    What the first left behind, reduced after its last backward, is not compared in the second's
+    steps: a rank that waits for its former partner there would keep the gradient from it.
+    """
+
+    def ranks(rank: int) -> None:
+        first = Pipeline("v")
+        first.train()
+        pp = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+        part = by_block(
+            seeded(Part, rank), mesh=dist.new_group([rank], use_local_synchronization=True)
+        )
+        plain = nn.Sequential(*(seeded(Part, i) for i in range(4)))
+        stage = PipelineStage(part, rank, 4, torch.device("cpu"), group=pp.get_group())
+        schedule = Schedule1F1B(pipeline_stage(stage), MICROBATCHES, loss_fn=loss_of)
+        optims = sgd(part.parameters()), sgd(plain.parameters())
+        for seed in range(2):
+            x = data(seed, 0, BATCH, WIDTH)
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 3 else {}))
+            loss_of(plain(x), x).backward()
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        for (name, ours), theirs in zip(part.named_parameters(), plain[rank].parameters()):
+            compare(name, whole(ours), theirs.detach(), Tolerance())
+        first.train()  # which still works
+
+    run_ranks(ranks, 4)
