@@ -16,6 +16,7 @@ from fsdp_compose.mesh import (
     check_fusable,
     check_subgroup,
     compute_device,
+    require_group,
     resolve_mesh,
 )
 from fsdp_compose.names import clean_name
@@ -104,6 +105,8 @@ def _check_list(modules: Sequence[nn.Module]) -> None:
 
 
 def _check_options(options: Options, where: str) -> None:
+    if options.mesh is None:
+        require_group(where)
     for name, value, kind in (
         ("prefetch", options.prefetch, Prefetch),
         ("offload_policy", options.offload, Offload),

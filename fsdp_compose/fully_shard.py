@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -121,8 +122,9 @@ def fully_shard(
     Args:
         module: a module, or several that are gathered together as one unit.
         mesh: None for all ranks, a DeviceMesh with dimensions (shard) or (replicate, shard), a
-            ProcessGroup, or a (shard, replicate) pair of ProcessGroups. Without
-            ``torch.distributed`` initialised, a world of one.
+            ProcessGroup, or a (shard, replicate) pair of ProcessGroups; or ``"self"``, for a whole
+            model on this rank alone. Without ``torch.distributed`` initialised, None is a world of
+            one, and an error where ``WORLD_SIZE`` says that several ranks were launched.
         units: a policy of ``fsdp_compose.wrap`` that names the submodules that become units of
             their own; what they leave belongs to ``module``'s unit.
         strategy: where weights live between forward and backward; see ``ShardingStrategy``.
@@ -158,6 +160,8 @@ def fully_shard(
             raised on every rank, and nothing has been changed; except where the initialisation of
             meta parameters failed or differs between ranks, after which the model must be built
             again.
+        RuntimeError: several ranks were launched (``WORLD_SIZE`` in the environment), ``mesh`` is
+            None, and there is no process group.
     """
     options = Options(
         mesh=mesh,
@@ -281,6 +285,7 @@ def _build(plan: UnitPlan, made: Made) -> None:
         ),
         slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
         options=replace(plan.options, param_init_fn=None),  # which may refer to the model
+        groupless=plan.options.mesh is None and not dist.is_initialized(),
         left_alone=plan.left_alone(),
     )
     for module in plan.modules:

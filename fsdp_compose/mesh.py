@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from fsdp_compose.torch_private import KEEPS_RANK_ORDER, ordered_group
 
 MeshLike: TypeAlias = (
     "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"
+    " | Literal['self']"
 )
 
 
@@ -70,8 +72,8 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
 
     Args:
         mesh: None (the default group, or a world of one when there is none), a DeviceMesh of one
-            dimension (shard) or two (replicate, shard), a ProcessGroup (shard), or a
-            (shard, replicate) pair of ProcessGroups.
+            dimension (shard) or two (replicate, shard), a ProcessGroup (shard), a
+            (shard, replicate) pair of ProcessGroups, or ``"self"``, a world of this rank alone.
         device: where the parameters live.
         placement: what the strategy asks of the mesh.
 
@@ -85,6 +87,8 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
     if mesh is None:
         world = group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF
         shard, replicate = world, SELF
+    elif isinstance(mesh, str) and mesh == "self":
+        shard, replicate = SELF, SELF
     elif isinstance(mesh, DeviceMesh):
         shard, replicate = _from_device_mesh(mesh, device)
     elif isinstance(mesh, dist.ProcessGroup):
@@ -96,7 +100,8 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
     else:
         raise TypeError(
             f"fully_shard: mesh is {mesh!r}; wanted None, a DeviceMesh with dimensions (shard) or "
-            "(replicate, shard), a ProcessGroup, or a (shard, replicate) pair of ProcessGroups."
+            "(replicate, shard), a ProcessGroup, a (shard, replicate) pair of ProcessGroups, or "
+            '"self" for a world of this rank alone.'
         )
     axes = 2 if _has_two_axes(mesh) else 1
     if placement.axes is not None and axes != placement.axes:
@@ -109,6 +114,45 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
     if placement.replicate_only:
         shard, replicate = SELF, shard
     return Mesh(shard, replicate, device)
+
+
+def require_group(what: str) -> None:
+    """Raise where ranks that were launched together would each be a world of one (D19).
+
+    Args:
+        what: the function that was called.
+
+    Raises:
+        RuntimeError: ``WORLD_SIZE`` in the environment says that there are several ranks, and
+            there is no process group.
+    """
+    launched = os.environ.get("WORLD_SIZE", "")
+    if dist.is_initialized() or not launched.isdecimal() or int(launched) <= 1:
+        return
+    raise RuntimeError(
+        f"{what}: this is rank {os.environ.get('RANK', '?')} of {launched} that were launched "
+        f"together (WORLD_SIZE={launched} in the environment), but there is no process group, so "
+        "each rank would work alone, on a model of its own. Before it, call "
+        "torch.distributed.init_process_group(), on GPUs after "
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])). If each rank is to have a whole "
+        'model of its own, pass fully_shard(..., mesh="self"); to plan for several ranks without '
+        "a group, pass plan(..., world_size=...)."
+    )
+
+
+def refuse_late_group(unit: str) -> None:
+    """Raise where ranks joined a group after ``unit`` had been made a world of one on each (D19).
+
+    Raises:
+        RuntimeError: the default group has several ranks.
+    """
+    if dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"unit {unit!r} was sharded before this process joined a group of "
+            f"{dist.get_world_size()} ranks, as a world of one, so each rank would train a model "
+            "of its own. Call torch.distributed.init_process_group() before fully_shard; or, if "
+            'that is what you want, pass fully_shard(..., mesh="self").'
+        )
 
 
 def _has_two_axes(mesh: MeshLike | None) -> bool:
@@ -229,6 +273,8 @@ def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.d
     kind = param_device.type
     if isinstance(mesh, Mesh):
         return mesh.device
+    if isinstance(mesh, str):
+        return param_device
     if isinstance(mesh, DeviceMesh):
         kind = mesh.device_type
     elif mesh is not None or dist.is_initialized():

@@ -11,11 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm
 from fsdp_compose.adopt import adopt, moved_before_backward, require_written
 from fsdp_compose.bucket import Bucket, Inner, Phase
+from fsdp_compose.mesh import refuse_late_group
 from fsdp_compose.sharded import ShardSpec, part_of
 from fsdp_compose.state import Hold, Lane, Unit, lane_of
 from fsdp_compose.torch_private import (
@@ -76,6 +78,8 @@ def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> No
 
 def admit(unit: Unit) -> None:
     """Before a forward outside backward: take over what was done to the parameters since."""
+    if unit.groupless and dist.is_initialized():
+        refuse_late_group(unit.name)
     waiting = bool(unit.unready_buffers)
     for bucket in unit.gathered:
         if bucket.residence.moved:

@@ -187,6 +187,7 @@ class Unit:
     unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
     epoch: int = 0  # counts conversions to another dtype or device
     options: Any = None  # it was sharded with these, collect.Options
+    groupless: bool = False  # mesh=None meant this rank alone: there was no process group
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
     traced: Traced | None = None  # set_traceable was called
     watch: Watch | None = None  # None: look through the modules at the next forward
@@ -267,6 +268,7 @@ class Unit:
             slots=[(_copy_slot(slot, memo), index) for slot, index in self.slots],
             unready_buffers=[(name, _copy_slot(slot, memo)) for name, slot in self.unready_buffers],
             options=self.options,
+            groupless=self.groupless,
         )
         for ref in self.left_alone.values():
             twin = memo.get(id(ref()))

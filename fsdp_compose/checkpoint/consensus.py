@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_compose import comm
 from fsdp_compose.bucket import find_entry
 from fsdp_compose.checkpoint.names import parameters_by_name
-from fsdp_compose.mesh import SELF, Group, group_of
+from fsdp_compose.mesh import SELF, Group, group_of, require_group
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import held_by_fewer, iter_units, owner_of
 from fsdp_compose.torch_private import default_store
@@ -103,7 +103,11 @@ def assemble(
     Raises:
         RuntimeError: some did not come in ``timeout`` seconds; names them. This rank may try again.
     """
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized():
+        if what.startswith("save") and next(iter_units(module), None) is None:
+            require_group(what)  # the ranks would write over each other's files
+        return SELF
+    if dist.get_backend() == "fake":
         return SELF
     groups = groups_of(module)
     if process_group is not None:
