@@ -1,0 +1,272 @@
+"""Random models and random training programs: what the differential fuzzer runs, made from a seed.
+
+A ``Case`` is data: a tree of modules, which of them are units, options, and a list of operations.
+``draw(seed)`` makes one, always the same for the same seed, so that a failure is repeated by its
+seed alone; ``smaller(case)`` gives simpler cases to shrink a failure with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models import WIDTH
+
+KINDS = ("matrix", "transposed", "vector", "scalar", "low rank", "empty", "norm", "single")
+SHAPES = {
+    "matrix": (WIDTH, WIDTH),
+    "transposed": (WIDTH, WIDTH),
+    "vector": (WIDTH,),
+    "scalar": (),
+    "low rank": (2, WIDTH),
+    "empty": (0, WIDTH),
+    "norm": (2, WIDTH),
+    "single": (1,),
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module with one parameter."""
+
+    kind: str
+    dtype: str = "float64"
+    frozen: bool = False
+    tie: int | None = None  # to the n-th leaf before of the same kind and dtype, if there is one
+    unit: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """A residual module that calls its children one after the other."""
+
+    children: tuple[Spec, ...]
+    unit: bool = False
+    recompute: str = "no"  # no | saved | reentrant
+    calls: int = 1
+
+
+Spec: TypeAlias = Leaf | Node
+Op: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is sharded, and what is done with it."""
+
+    tree: Node
+    world: int
+    strategy: str
+    ops: tuple[Op, ...]
+    prefetch: tuple[int, int] = (1, 1)
+    granularity: Any = 1
+    release: bool | None = None  # reshard_after_forward
+    optimizer: str = "sgd"
+
+
+OPS = (
+    "step", "accumulate", "accumulate sharded", "accumulate unsharded", "accumulate local",
+    "no_sync", "two forwards", "crossed", "retain", "no_grad", "inference", "eval", "dropped",
+    "toggle", "skip", "skip here", "fail", "fail backward", "write", "write data", "update",
+    "zero", "clip", "torch clip", "norm", "grad", "penalty", "gathered", "gathered loss",
+    "edit", "state", "optimizer state", "copy", "undo", "unshard", "hook", "functional",
+)  # fmt: skip
+STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
+HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
+OPTIMIZERS = ("sgd", "decayed sgd", "adamw", "adamw for-loop")
+
+
+class OnPurpose(Exception):
+    """What a node raises when a program tells it to fail."""
+
+
+class LeafModule(nn.Module):
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        self.leaf = leaf
+        dtype = getattr(torch, leaf.dtype)
+        value = torch.randn(SHAPES[leaf.kind], dtype=torch.float64).to(dtype) * 0.5
+        if leaf.kind == "transposed":
+            value = value.t()
+        self.weight = nn.Parameter(value, requires_grad=not leaf.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.to(x.dtype)
+        if self.leaf.kind in ("matrix", "transposed"):
+            return x + torch.tanh(x @ w)
+        if self.leaf.kind == "low rank":
+            return x + torch.tanh(x @ w.t()) @ w
+        if self.leaf.kind == "norm":
+            return nn.functional.layer_norm(x, (WIDTH,), w[0], w[1])
+        if self.leaf.kind == "empty":
+            return x + w.sum()
+        return x * (1 + 0.1 * torch.tanh(w))
+
+
+class NodeModule(nn.Module):
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self.node = node
+        self.children_ = nn.ModuleList(make(child) for child in node.children)
+        self.skip: int | None = None
+        self.fail = False
+        self.fail_backward = False
+
+    def run(self, x: Tensor) -> Tensor:
+        for i, child in enumerate(self.children_):
+            if i == self.skip:
+                continue
+            x = child(x)
+        if self.fail:
+            raise OnPurpose
+        if self.fail_backward and x.requires_grad:
+            x = x * 1
+            x.register_hook(_raise)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for _ in range(self.node.calls):
+            if self.node.recompute == "no" or not torch.is_grad_enabled():
+                y = self.run(y)
+            else:
+                y = checkpoint(self.run, y, use_reentrant=self.node.recompute == "reentrant")
+        return (x + y) * 0.5
+
+    def double(self) -> NodeModule:
+        return self
+
+
+def _raise(grad: Tensor) -> None:
+    raise OnPurpose
+
+
+def make(spec: Spec) -> nn.Module:
+    """The module that ``spec`` describes, without its ties."""
+    return LeafModule(spec) if isinstance(spec, Leaf) else NodeModule(spec)
+
+
+def build(tree: Node) -> nn.Module:
+    """The model that ``tree`` describes."""
+    model = NodeModule(tree)
+    before: dict[tuple[str, str], list[LeafModule]] = {}
+    for module in model.modules():
+        if isinstance(module, LeafModule):
+            same = before.setdefault((module.leaf.kind, module.leaf.dtype), [])
+            if module.leaf.tie is not None and module.leaf.tie < len(same):
+                module.weight = same[-1 - module.leaf.tie].weight
+            same.append(module)
+    return model
+
+
+def spec_of(module: nn.Module) -> Spec | None:
+    if isinstance(module, LeafModule):
+        return module.leaf
+    return module.node if isinstance(module, NodeModule) else None
+
+
+def nodes(model: nn.Module) -> list[NodeModule]:
+    return [m for m in model.modules() if isinstance(m, NodeModule)]
+
+
+def leaves(tree: Spec) -> list[Leaf]:
+    if isinstance(tree, Leaf):
+        return [tree]
+    return [leaf for child in tree.children for leaf in leaves(child)]
+
+
+# Drawing
+
+
+def draw(seed: int, world: int) -> Case:
+    """The case of ``seed`` for ``world`` ranks."""
+    rng = random.Random(f"{seed} {world}")
+    hybrid = world == 4 and rng.random() < 0.3
+    release = rng.choice((None, None, None, True, False)) if rng.random() < 0.3 else None
+    strategy = rng.choice(HYBRID if hybrid else STRATEGIES)
+    return Case(
+        tree=_draw_node(rng, depth=3, budget=[rng.randint(2, 8)]),
+        world=world,
+        strategy=strategy,
+        ops=tuple((rng.choice(OPS), rng.randrange(12)) for _ in range(rng.randint(2, 9))),
+        prefetch=rng.choice(((1, 1), (0, 0), (2, 1), (1, 3))),
+        granularity=rng.choice((1, 1, 1, "row", "tensor")),
+        release=release if strategy in ("FULL_SHARD", "HYBRID_SHARD") and release else None,
+        optimizer=rng.choice(OPTIMIZERS),
+    )
+
+
+def _draw_node(rng: random.Random, depth: int, budget: list[int]) -> Node:
+    children: list[Spec] = []
+    for _ in range(rng.randint(1, 3)):
+        budget[0] -= 1
+        if depth > 1 and budget[0] > 0 and rng.random() < 0.4:
+            children.append(_draw_node(rng, depth - 1, budget))
+        else:
+            children.append(_draw_leaf(rng))
+    return Node(
+        children=tuple(children),
+        unit=rng.random() < 0.5,
+        recompute=rng.choice(("no", "no", "no", "saved", "reentrant")),
+        calls=rng.choice((1, 1, 1, 2)),
+    )
+
+
+def _draw_leaf(rng: random.Random) -> Leaf:
+    return Leaf(
+        kind=rng.choice(KINDS),
+        dtype=rng.choice(("float64", "float64", "float64", "float32")),
+        frozen=rng.random() < 0.2,
+        tie=rng.choice((None, None, None, 0, 1)),
+        unit=rng.random() < 0.4,
+    )
+
+
+# Shrinking
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases that are simpler than ``case`` in one respect, the boldest first."""
+    for size in (len(case.ops) // 2, 1):
+        for start in range(0, len(case.ops), size) if size else ():
+            yield replace(case, ops=case.ops[:start] + case.ops[start + size :])
+    for tree in _smaller_trees(case.tree):
+        if isinstance(tree, Node):
+            yield replace(case, tree=tree)
+    for name, value in (
+        ("world", 2), ("strategy", "FULL_SHARD"), ("prefetch", (0, 0)), ("granularity", 1),
+        ("release", None), ("optimizer", "sgd"),
+    ):  # fmt: skip
+        if getattr(case, name) != value:
+            yield replace(case, **{name: value})
+    for i, (op, n) in enumerate(case.ops):
+        if n:
+            yield replace(case, ops=(*case.ops[:i], (op, 0), *case.ops[i + 1 :]))
+
+
+def _smaller_trees(spec: Spec) -> Iterator[Spec]:
+    plain = Leaf("matrix") if isinstance(spec, Leaf) else replace(spec, recompute="no", calls=1)
+    if spec != plain:
+        yield plain
+    if spec.unit:
+        yield replace(spec, unit=False)
+    if isinstance(spec, Leaf):
+        for name, value in (("tie", None), ("frozen", False), ("dtype", "float64")):
+            if getattr(spec, name) != value:
+                yield replace(spec, **{name: value})
+        return
+    for i, child in enumerate(spec.children):
+        if len(spec.children) > 1:
+            yield replace(spec, children=spec.children[:i] + spec.children[i + 1 :])
+        if isinstance(child, Node):
+            yield replace(
+                spec, children=spec.children[:i] + child.children + spec.children[i + 1 :]
+            )
+        for simpler in _smaller_trees(child):
+            yield replace(spec, children=(*spec.children[:i], simpler, *spec.children[i + 1 :]))
