@@ -8,7 +8,7 @@ from another strategy in the order of fp32 sums only, and follow the plain model
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -114,7 +114,25 @@ def train_cell(
     return {k: v.clone() for k, v in state_dict(model, kind="full").items()}
 
 
-def run_cells(rank: int, ranks: int, name: str) -> list[str]:
+Cell: TypeAlias = tuple[str, str, str, str]
+CELLS: list[Cell] = list(itertools.product(PRECISIONS, ACCUMULATIONS, CHECKPOINTS, OFFLOADS))
+
+
+def cover_pairs(cells: list[Cell]) -> list[Cell]:
+    """Few cells in which every two choices of ``cells`` meet somewhere."""
+
+    def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
+        return set(itertools.combinations(enumerate(cell), 2))
+
+    missing = set().union(*map(pairs, cells))
+    chosen = []
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(pairs(cell) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def run_cells(rank: int, ranks: int, name: str, cells: list[Cell]) -> list[str]:
     """Names of the cells of one strategy that are wrong, with by how much."""
     wrong: list[str] = []
     plain = train_plain(ranks)
@@ -125,9 +143,7 @@ def run_cells(rank: int, ranks: int, name: str) -> list[str]:
         precision: train_cell(rank, ranks, {"mp_policy": policy}, "backward", "none")
         for precision, policy in PRECISIONS.items()
     }
-    for precision, accumulation, checkpointing, offload in itertools.product(
-        PRECISIONS, ACCUMULATIONS, CHECKPOINTS, OFFLOADS
-    ):
+    for precision, accumulation, checkpointing, offload in cells:
         cell = train_cell(
             rank,
             ranks,
@@ -150,9 +166,19 @@ def run_cells(rank: int, ranks: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_cell_equals_one_process(name: str, ranks: int) -> None:
+    """Two ranks train every cell; four ranks train enough for every two choices to meet."""
     if name == "spread" and ranks == 2:
         return  # there is no divisor between 1 and 2
-    assert run_ranks(run_cells, ranks, ranks, name, timeout=200) == [[]] * ranks
+    cells = CELLS if ranks == 2 else cover_pairs(CELLS)
+    assert run_ranks(run_cells, ranks, ranks, name, cells, timeout=200) == [[]] * ranks
+
+
+def test_covering_cells_hold_every_pair() -> None:
+    chosen = cover_pairs(CELLS)
+    assert len(chosen) < 20
+    for cell in CELLS:
+        for one, two in itertools.combinations(range(4), 2):
+            assert any(c[one] == cell[one] and c[two] == cell[two] for c in chosen)
 
 
 def count_step(rank: int, ranks: int, name: str, accumulation: str) -> tuple[int, int, int, int]:
