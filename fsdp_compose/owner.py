@@ -7,6 +7,10 @@ group in one exchange each way.
 
     slices of p, p.grad  --move-->  plain (m, n) at its owner --step--> --move-->  slices of p
 
+A matrix that tensor parallelism split is owned by one rank for each of its parts. Those ranks
+exchange the parts of the matrix and of its gradient, and each computes the update of the whole and
+keeps its own part of it, so that they stay equal as replicas do.
+
 What the optimizer keeps stays at the owner, whatever its shape: momentum, Gram matrices, 8-bit
 blocks and their scales. Replicas each do the work on equal gradients, so they stay equal.
 """
@@ -22,12 +26,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from fsdp_compose import comm
 from fsdp_compose.bucket import Entry, find_entry, flatten
 from fsdp_compose.comm import move_pieces
 from fsdp_compose.layout import balance, matrix_work
 from fsdp_compose.mesh import Group
 from fsdp_compose.reduction import get_grad
-from fsdp_compose.sharded import is_sharded, to_local
+from fsdp_compose.sharded import Axis, Parallel, is_sharded, to_local
 from fsdp_compose.state import owner_of
 from fsdp_compose.torch_private import raw
 
@@ -55,7 +60,9 @@ def owner_step(
 
     Updates are bit-equal to one process's from the same gradients. With ``granularity="tensor"``
     nothing is communicated, for more padding; at the default nothing is padded, and a step moves
-    three times this rank's part of the matrices, in two exchanges per mesh: see ``plan``.
+    three times this rank's part of the matrices, in two exchanges per mesh: see ``plan``. Of
+    matrices that tensor parallelism split, whole or cut, owners of the parts send each other
+    parameters and gradients in one exchange more, and each computes the update.
 
     Args:
         params: sharded parameters, or groups of them, as any optimizer takes.
@@ -84,6 +91,9 @@ class _Piece:
     group: Group
     owner: int = 0
     is_cut: bool = False  # its owner has to be sent the others' slices
+    parallel: Parallel | None = None  # how tensor parallelism split it, if it did
+    part: Tensor | None = None  # what the slices add up to at the owner, of a split parameter
+    part_grad: Tensor | None = None
 
     @property
     def is_mine(self) -> bool:
@@ -94,15 +104,35 @@ class _Piece:
         own = owner_of(self.entry).layout.slice_of(self.entry.index, rank)
         return slice(own.start, own.stop)
 
-    def whole(self, flat: Tensor) -> Tensor:
-        """All elements in storage order as a tensor of the original shape and strides."""
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter, over all ranks."""
+        return self.entry.spec.whole_shape
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """All elements that the bucket has, in storage order, in their shape and strides."""
         return flat.as_strided(self.entry.spec.shape, self.entry.spec.stride)
+
+    def give(self, flat: Tensor, grad: Tensor | None) -> None:
+        """Take over what the slices add up to, as the plain parameter or as a part of it."""
+        shaped, shaped_grad = self.shaped(flat), None if grad is None else self.shaped(grad)
+        if self.parallel is None:
+            self.plain.data, self.plain.grad = shaped, shaped_grad
+        else:
+            self.part, self.part_grad = shaped, shaped_grad
+
+    def stepped(self) -> Tensor:
+        """What the step made of ``give``'s elements, in the same order."""
+        new = self.plain.data if self.parallel is None else self.parallel.cut(self.plain.data)
+        return flatten(new, self.entry.spec.stride)
 
     def hollow(self) -> None:
         """Hold nothing until the next step."""
-        self.plain.data = self.whole(self.plain.data.new_empty(self.entry.spec.numel))
+        stride = self.entry.spec.stride if self.parallel is None else self.parallel.stride
+        empty = self.plain.data.new_empty(0).new_empty(self.shape.numel())
+        self.plain.data = empty.as_strided(self.shape, stride)
         self.plain.untyped_storage().resize_(0)
-        self.plain.grad = None
+        self.plain.grad = self.part = self.part_grad = None
 
 
 class OwnerOptimizer(Optimizer):
@@ -168,6 +198,7 @@ class OwnerOptimizer(Optimizer):
             self._hand_over()
             for group in self._groups_with_cuts():
                 self._fetch(group)
+            self._exchange_parts()
             self.optimizer.step()
             for group in self._groups_with_cuts():
                 self._send_back(group)
@@ -175,7 +206,9 @@ class OwnerOptimizer(Optimizer):
                 increment_version(bucket.shard)  # a unit that is kept gathered must notice
             for piece in self._pieces:
                 piece.plain.grad = None
-                if piece.is_cut and piece.is_mine:
+                if piece.is_mine and piece.parallel is not None and not piece.is_cut:
+                    to_local(piece.param).detach().copy_(piece.stepped())
+                if piece.is_mine and (piece.is_cut or piece.parallel is not None):
                     piece.hollow()
             self._take_back()
         return loss
@@ -199,22 +232,34 @@ class OwnerOptimizer(Optimizer):
         plain = nn.Parameter(to_local(param).detach().new_empty(0))
         if plain.grad_dtype != bucket.grad_dtype:
             plain.grad_dtype = bucket.grad_dtype
-        piece = _Piece(param, entry, plain, bucket.mesh.shard)
+        parallel = entry.spec.parallel
+        if parallel is not None and not parallel.splits:
+            parallel = None
+        piece = _Piece(param, entry, plain, bucket.mesh.shard, parallel=parallel)
         piece.hollow()
         return piece
 
     def _assign(self, work: Work) -> None:
         """Level the work over each group of ranks; whole matrices stay where they are."""
+        holders = dict(zip(self._pieces, self._holders(), strict=True))
         for group in {piece.group.ranks: piece.group for piece in self._pieces}.values():
             pieces = [piece for piece in self._pieces if piece.group.ranks == group.ranks]
-            holders: list[int | None] = []
-            for piece in pieces:
-                ranks = owner_of(piece.entry).layout.owners(piece.entry.index) or range(1)
-                piece.is_cut = len(ranks) > 1
-                holders.append(None if piece.is_cut else ranks[0])
-            costs = [work(piece.entry.spec.shape) for piece in pieces]
-            for piece, owner in zip(pieces, balance(costs, holders, group.size), strict=True):
-                piece.owner = owner
+            costs = [work(piece.shape) for piece in pieces]
+            held = [holders[piece] for piece in pieces]
+            for piece, owner in zip(pieces, balance(costs, held, group.size), strict=True):
+                piece.owner, piece.is_cut = owner, holders[piece] is None
+
+    def _holders(self) -> list[int | None]:
+        """The rank that has a parameter, or its part of one, whole; None where it is cut.
+
+        Alike on all ranks that hold parts, whose buckets may be cut in other places.
+        """
+        owners = [owner_of(p.entry).layout.owners(p.entry.index) or range(1) for p in self._pieces]
+        holders = [None if len(ranks) > 1 else ranks[0] for ranks in owners]
+        for group in _split_groups(self._pieces):
+            theirs = zip(*comm.gather_objects(holders, group), strict=True)
+            holders = [found[0] if len(set(found)) == 1 else None for found in theirs]
+        return holders
 
     def _check(self) -> None:
         for piece in self._pieces:
@@ -232,14 +277,10 @@ class OwnerOptimizer(Optimizer):
             theirs.update((k, v) for k, v in mine.items() if k not in ("params", "param_names"))
         for piece in self._pieces:
             if piece.is_mine and not piece.is_cut:
-                local = to_local(piece.param).detach()
-                plain = piece.plain
-                if plain.data_ptr() != local.data_ptr() or plain.dtype != local.dtype:
-                    plain.data = piece.whole(local)
                 grad = _grad_of(piece)
                 if grad is not None and grad.data_ptr() % _BLAS_ALIGN:
                     grad = grad.clone()
-                plain.grad = None if grad is None else piece.whole(grad)
+                piece.give(to_local(piece.param).detach(), grad)
 
     def _take_back(self) -> None:
         """Show the optimizer's settings and state as those of the sharded parameters."""
@@ -272,10 +313,27 @@ class OwnerOptimizer(Optimizer):
             for rank in range(group.size):
                 parcels.receive(rank, flat[piece.span(rank)])
                 parcels.receive(rank, flat_grad[piece.span(rank)])
-            piece.plain.data = piece.whole(flat)
             # A unit that ran gives every rank a gradient, so the owner's tells of the others'.
-            piece.plain.grad = None if _grad_of(piece) is None else piece.whole(flat_grad)
+            piece.give(flat, None if _grad_of(piece) is None else flat_grad)
         parcels.deliver("send matrices to their owners")
+
+    def _exchange_parts(self) -> None:
+        """Give the optimizer the whole of what tensor parallelism split, from its parts."""
+        mine = [p for p in self._pieces if p.is_mine and p.parallel is not None]
+        for depth in range(max((len(_splits(p)) for p in mine), default=0)):
+            deep = [p for p in mine if len(_splits(p)) > depth]
+            for group in {
+                _axis(p, depth).group.ranks: _axis(p, depth).group for p in deep
+            }.values():
+                _join_parts([p for p in deep if _axis(p, depth).group == group], depth, group)
+        for piece in mine:
+            assert piece.parallel is not None and piece.part is not None
+            stride = piece.parallel.stride
+            data = piece.part.new_empty(0).new_empty(piece.shape.numel())
+            piece.plain.data = data.as_strided(piece.shape, stride).copy_(piece.part)
+            if piece.part_grad is not None:
+                grad = torch.empty_like(piece.plain.data, dtype=piece.part_grad.dtype)
+                piece.plain.grad = grad.copy_(piece.part_grad)
 
     def _send_back(self, group: Group) -> None:
         """Send each rank its slices of the matrices that were stepped."""
@@ -284,10 +342,48 @@ class OwnerOptimizer(Optimizer):
         for piece in pieces:
             parcels.receive(piece.owner, to_local(piece.param).detach())
             if piece.is_mine:
-                flat = flatten(piece.plain.data, piece.entry.spec.stride)
+                flat = piece.stepped()
                 for rank in range(group.size):
                     parcels.send(rank, flat[piece.span(rank)])
         parcels.deliver("return matrices from their owners")
+
+
+def _splits(piece: _Piece) -> tuple[Axis, ...]:
+    return () if piece.parallel is None else piece.parallel.splits
+
+
+def _axis(piece: _Piece, depth: int) -> Axis:
+    """The innermost axes come first, as parts are put together."""
+    return _splits(piece)[-1 - depth]
+
+
+def _split_groups(pieces: Iterable[_Piece]) -> list[Group]:
+    found = {axis.group.ranks: axis.group for piece in pieces for axis in _splits(piece)}
+    return list(found.values())
+
+
+def _join_parts(pieces: list[_Piece], depth: int, group: Group) -> None:
+    """Put the parts of parameters, and of their gradients, together over one axis."""
+    parcels = _Parcels(group, owner_of(pieces[0].entry).mesh.device)
+    joined: list[tuple[list[Tensor], list[Tensor]]] = []
+    for piece in pieces:
+        axis, part = _axis(piece, depth), piece.part
+        assert axis.dim is not None and part is not None
+        grads = [] if piece.part_grad is None else [piece.part_grad]
+        found: list[list[Tensor]] = [[], []]
+        for tensor, pieces_of in zip((part, *grads), found, strict=False):
+            for rank, size in enumerate(axis.sizes):
+                shape = (*part.shape[: axis.dim], size, *part.shape[axis.dim + 1 :])
+                pieces_of.append(tensor.new_empty(shape))
+                parcels.send(rank, tensor.reshape(-1))
+                parcels.receive(rank, pieces_of[-1].view(-1))
+        joined.append((found[0], found[1]))
+    parcels.deliver("exchange parts of matrices")
+    for piece, (parts, grads) in zip(pieces, joined, strict=True):
+        dim = _axis(piece, depth).dim
+        assert dim is not None
+        piece.part = torch.cat(parts, dim)
+        piece.part_grad = torch.cat(grads, dim) if grads else None
 
 
 class _Parcels:

@@ -20,7 +20,7 @@ from fsdp_compose import comm
 from fsdp_compose.bucket import contiguous_strides, flatten, storage_order
 from fsdp_compose.checkpoint.consensus import groups_of
 from fsdp_compose.checkpoint.members import Member, Part
-from fsdp_compose.sharded import Residence, ShardSpec, is_sharded, tag
+from fsdp_compose.sharded import Axis, Parallel, Residence, ShardSpec, is_sharded, tag
 from fsdp_compose.state import owner_of
 
 
@@ -146,7 +146,16 @@ def _spec(
         shard_numel=numel,
         group=of.group,
         residence=Residence(),
+        parallel=_copies(of, shape, stride),
     )
+
+
+def _copies(of: ShardSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> Parallel | None:
+    """That the owners of all parts of a parameter have the same state, which one of them saves."""
+    if of.parallel is None or not of.parallel.axes:
+        return None
+    axes = tuple(Axis(axis.group, None) for axis in of.parallel.axes)
+    return Parallel(torch.Size(shape), stride, axes)
 
 
 def complete(
