@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,17 +24,19 @@ from fsdp_compose.parallel import find_parallel, note_repeated
 from fsdp_compose.plans import BucketPlan, Found, Ignored, Options, UnitPlan
 from fsdp_compose.policy import (
     INITS,
+    ByName,
     FullPrecision,
     MixedPrecision,
     MixedPrecisionLike,
     Offload,
     Prefetch,
+    check_function,
     place,
 )
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state, lane_of, owner_of
 from fsdp_compose.torch_private import is_opaque, parameter_slots
-from fsdp_compose.wrap import Decide, Policy
+from fsdp_compose.wrap import Decide, Policy, matches_nothing, near
 
 
 def plan_shards(
@@ -83,6 +85,7 @@ def plan_shards(
         _collect(plan, taken)
         lay_out(plan, promised, work)
         planned.append(plan)
+    _check_patterns(planned)
     return planned
 
 
@@ -113,22 +116,32 @@ def _check_options(options: Options, where: str) -> None:
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{where}: {name} is {value!r}; wanted {kind.__name__}(...).")
-    if not isinstance(options.mp, MixedPrecision) and not _is_function(options.mp):
-        raise TypeError(
-            f"{where}: mp_policy is {options.mp!r}; wanted MixedPrecision(param_dtype=...), or a "
-            "function (fqn, parameter) that returns one or None."
-        )
+    if not isinstance(options.mp, MixedPrecision):
+        if not callable(options.mp):
+            raise TypeError(
+                f"{where}: mp_policy is {options.mp!r}; wanted MixedPrecision(param_dtype=...), a "
+                "function (fqn, parameter) that returns one or None, or a dict of them by pattern "
+                "of names."
+            )
+        check_function(where, "mp_policy", options.mp, "(fqn, parameter)")
+    if callable(options.granularity):
+        check_function(where, "granularity", options.granularity, "(fqn, parameter)")
     if options.init not in INITS:
         raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")
-    if options.param_init_fn is not None and not callable(options.param_init_fn):
-        raise TypeError(
-            f"{where}: param_init_fn is {options.param_init_fn!r}; wanted a function of a module, "
-            "or None."
-        )
+    if options.param_init_fn is not None:
+        check_function(where, "param_init_fn", options.param_init_fn, "(module)")
 
 
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
+def _check_patterns(plans: Sequence[UnitPlan]) -> None:
+    """Every pattern of names that chose options of parameters has matched one."""
+    for plan in plans:
+        for option in (plan.options.mp, plan.options.granularity):
+            if isinstance(option, ByName) and option.unused:
+                pattern = min(option.unused)
+                raise ValueError(
+                    f"fully_shard: {option.option}={{{pattern!r}: ...}} matches no parameter of "
+                    f"unit {plan.name!r} or another; {near(pattern, option.seen)}."
+                )
 
 
 def _plan_units(
@@ -138,11 +151,7 @@ def _plan_units(
     choice = _Choice(options, policy.start(root), policy.leaves, ignored, {id(root)})
     choice.visit_children("", root)
     if not choice.plans:
-        kinds = sorted({type(m).__name__ for m in root.modules()} - {type(root).__name__})
-        raise ValueError(
-            f"fully_shard: units={policy.description} matches no submodule of "
-            f"{type(root).__name__}; it has submodules of classes {kinds}."
-        )
+        raise ValueError(matches_nothing(policy.description, root))
     return choice.plans
 
 
@@ -172,7 +181,7 @@ class _Choice:
         numel = self.visit_children(name, module)
         if find_state(module) is not None:
             return 0
-        decision = self.decide(name, module, numel)
+        decision = self.decide(clean_name(name), module, numel)
         if not decision:
             return numel
         overrides = decision if isinstance(decision, dict) else {}
@@ -371,7 +380,7 @@ def lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list
         if id(param) in promised:
             continue
         promised.add(id(param))
-        name = item.names[0]
+        name = plan.full_name(item.names[0])
         _check_parameter(plan, name, param)
         item.parallel = find_parallel(param, name, plan.name)
         devices.setdefault(options.device if param.is_meta else param.device, name)
@@ -402,7 +411,10 @@ def lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list
     for (storage, _, chosen), items in groups.items():
         compute, reduce, _ = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
-        extents = [Extent(i.names[0], tuple(i.part.shape), _granularity(options, i)) for i in items]
+        extents = [
+            Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity(plan, i))
+            for i in items
+        ]
         parts = mesh.size if options.placement.fused else mesh.shard.size
         layout = plan_layout(extents, itemsize, parts)
         before = work.setdefault((parts, *mesh.shard.ranks), [0] * parts)
@@ -466,12 +478,13 @@ def unit_precision(plan: UnitPlan) -> MixedPrecision:
     if not plan.found:
         return MixedPrecision()
     largest = max(plan.found, key=lambda item: item.param.numel())
-    return _precision(mp, largest.names[0], largest.param)
+    return _precision(mp, plan.full_name(largest.names[0]), largest.param)
 
 
 def _precision(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedPrecision:
     if isinstance(mp, MixedPrecision):
         return mp
+    assert not isinstance(mp, Mapping), "Options made a function of it"
     found: Any = mp(name, param)
     if found is not None and not isinstance(found, MixedPrecision):
         raise TypeError(
@@ -481,7 +494,9 @@ def _precision(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedP
     return found or MixedPrecision()
 
 
-def _granularity(options: Options, item: Found) -> Granularity:
-    if callable(options.granularity):
-        return options.granularity(item.names[0], item.param) or 1
-    return options.granularity
+def _granularity(plan: UnitPlan, item: Found) -> Granularity:
+    chosen: Any = plan.options.granularity
+    if not callable(chosen):
+        return cast(Granularity, chosen)
+    found = chosen(plan.full_name(item.names[0]), item.param)
+    return 1 if found is None else cast(Granularity, found)

@@ -318,7 +318,7 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         own = layout.slice_of(index, mesh.shard.rank)
         shard[own.shard_offset : own.shard_offset + own.numel].copy_(flat[own.start : own.stop])
         spec = ShardSpec(
-            fqn=_join(plan, item.names[0]),
+            fqn=plan.full_name(item.names[0]),
             unit=plan.name,
             shape=parts[index].shape,
             stride=strides[index],
@@ -360,10 +360,6 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         param.grad = grad  # takes this rank's slice
         take_over_hooks(find_entry(param).spec, *taken)
     return bucket
-
-
-def _join(plan: UnitPlan, name: str) -> str:
-    return f"{plan.name}.{name}" if plan.is_named else name
 
 
 def _device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from fsdp_compose.bucket import Slot
 from fsdp_compose.layout import Layout
 from fsdp_compose.mesh import Mesh, MeshLike
 from fsdp_compose.policy import (
+    ByName,
     GranularityLike,
     Init,
     MixedPrecision,
@@ -39,6 +40,12 @@ class Options:
     device: torch.device  # where meta parameters are materialised
     param_init_fn: Any = None  # as for fully_shard
     methods: Sequence[str] = ("forward",)  # that gather; of a unit, without "forward"
+
+    def __post_init__(self) -> None:
+        for name, option in (("mp", "mp_policy"), ("granularity", "granularity")):
+            value: Any = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, ByName(option, dict(value)))
 
 
 @dataclass
@@ -120,6 +127,14 @@ class UnitPlan:
     found: list[Found] = field(default_factory=list)
     buckets: list[BucketPlan] = field(default_factory=list)
     ignored: Ignored = Ignored()
+
+    def full_name(self, name: str) -> str:
+        """The name in the model of what is called ``name`` in the unit, as far as it is known.
+
+        A unit that was sharded by a call of its own is named from that call's module, until a call
+        on a module around it.
+        """
+        return f"{self.name}.{name}" if self.is_named else name
 
     def managed(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """The submodules of ``module`` that belong to the unit, with their names in it."""

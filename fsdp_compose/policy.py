@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -94,9 +96,13 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
         ValueError: they contradict each other.
         TypeError: one is of the wrong type.
     """
-    if strategy is not None and not isinstance(strategy, ShardingStrategy):
+    found: Any = strategy
+    if found is not None and not isinstance(found, ShardingStrategy):
+        known = {str(member.value): member for member in ShardingStrategy}
+        meant = known.get(str(found).lower(), ShardingStrategy.FULL_SHARD)
         raise TypeError(
-            f"fully_shard: strategy is {strategy!r}; wanted a ShardingStrategy or None."
+            f"fully_shard: strategy is {found!r}; wanted a ShardingStrategy or None, such as "
+            f"ShardingStrategy.{meant.name}."
         )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise TypeError(
@@ -166,14 +172,14 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         classes: Any = self.full_precision_classes
-        if isinstance(classes, type) or not all(
-            isinstance(c, type) and issubclass(c, nn.Module) for c in classes
-        ):
+        listed = not isinstance(classes, type | str) and isinstance(classes, Iterable)
+        if not listed or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise ValueError(
                 f"MixedPrecision: full_precision_classes is {classes!r}; wanted a tuple of classes "
                 "of modules, such as (nn.BatchNorm2d,)."
             )
         object.__setattr__(self, "full_precision_classes", tuple(classes))
+        _check_flags(self, "keep_low_precision_grads", "full_precision_in_eval")
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -183,7 +189,8 @@ class MixedPrecision:
                     f"MixedPrecision: {name} is {dtype!r}; wanted a floating-point torch.dtype "
                     "such as torch.bfloat16, or None."
                 )
-        if self.cast_forward_inputs not in (True, False, "root"):
+        found: Any = self.cast_forward_inputs
+        if not isinstance(found, bool) and found != "root":
             raise ValueError(
                 f"MixedPrecision: cast_forward_inputs is {self.cast_forward_inputs!r}; wanted "
                 'True, False or "root".'
@@ -210,8 +217,84 @@ class FullPrecision(MixedPrecision):
 
 MixedPrecisionLike: TypeAlias = (
     "MixedPrecision | Callable[[str, nn.Parameter], MixedPrecision | None]"
+    " | Mapping[str, MixedPrecision]"
 )
-GranularityLike: TypeAlias = "Granularity | Callable[[str, nn.Parameter], Granularity | None]"
+GranularityLike: TypeAlias = (
+    "Granularity | Callable[[str, nn.Parameter], Granularity | None] | Mapping[str, Granularity]"
+)
+
+
+@dataclass(eq=False)
+class ByName:
+    """A function of (fqn, parameter) made of a mapping: the first pattern that matches decides.
+
+    Attributes:
+        option: the option of ``fully_shard`` it was passed as, for messages.
+        unused: patterns that matched no parameter so far.
+        seen: names it was asked about.
+    """
+
+    option: str
+    table: dict[str, Any]
+    unused: set[str] = field(default_factory=set)
+    seen: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tests = {name: name_pattern(name, self.option) for name in self.table}
+        self.unused = set(self.table)
+
+    def __call__(self, fqn: str, parameter: nn.Parameter) -> Any:
+        self.seen.append(fqn)
+        matching = [pattern for pattern, test in self.tests.items() if test(fqn)]
+        self.unused.difference_update(matching)
+        return self.table[matching[0]] if matching else None
+
+
+def name_pattern(pattern: Any, where: str) -> Callable[[str], bool]:
+    """Whether a full name matches ``pattern``; see ``wrap.by_name`` for how it is written.
+
+    Raises:
+        TypeError: ``pattern`` is not a string.
+    """
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f'{where}: {pattern!r} is not a pattern of names; wanted a string, such as "layers.*".'
+        )
+    text = re.escape(pattern).replace(r"\[", "[").replace(r"\]", "]").replace(r"\-", "-")
+    text = text.replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\.\*\*", r"(?:\.[^.]+)*")
+    text = text.replace(r"\*\*", ".*").replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
+    compiled = re.compile(text)
+    return lambda name: compiled.fullmatch(name) is not None
+
+
+def check_function(where: str, name: str, function: Any, takes: str) -> None:
+    """Raise unless ``function`` can be called with as many positional arguments as ``takes`` lists.
+
+    Raises:
+        TypeError: it is not callable, or takes others.
+    """
+    found = repr(function)
+    if callable(function) and not isinstance(function, type):
+        found = str(getattr(function, "__name__", found))
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some functions in C have none
+            return
+        try:
+            signature.bind(*takes.strip("()").split(", "))
+        except TypeError:
+            found = f"{found}{signature}"
+        else:
+            return
+    raise TypeError(f"{where}: {name} is {found}; wanted a function of {takes}.")
+
+
+def _check_flags(value: Any, *names: str) -> None:
+    """Raise unless the fields ``names`` of a dataclass are booleans."""
+    for name in names:
+        found = getattr(value, name)
+        if not isinstance(found, bool):
+            raise TypeError(f"{type(value).__name__}: {name} is {found!r}; wanted True or False.")
 
 
 @dataclass(frozen=True)
@@ -235,6 +318,13 @@ class Prefetch:
     backward_moment: Literal["pre", "post"] | None = "pre"
 
     def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            depth: Any = getattr(self, name)
+            if isinstance(depth, bool) or not isinstance(depth, int):
+                raise TypeError(
+                    f"Prefetch: {name} is {depth!r}; wanted how many units are gathered ahead, an "
+                    "int >= 0."
+                )
         if self.forward < 0 or self.backward < 0:
             raise ValueError(
                 f"Prefetch: forward={self.forward}, backward={self.backward}; wanted depths >= 0."
@@ -264,6 +354,9 @@ class Offload:
     grads: bool = False
     optimizer: bool = False
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        _check_flags(self, "params", "grads", "optimizer", "pin_memory")
 
     @property
     def shards(self) -> bool:

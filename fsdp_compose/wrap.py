@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from fsdp_compose.names import clean_name
+from fsdp_compose.policy import check_function, name_pattern
 from fsdp_compose.trace import ExecutionOrder, TracingConfig, trace_execution_order
 
 UnitOptions = dict[str, Any]
@@ -24,9 +27,9 @@ class Policy:
 
     Attributes:
         start: given the module that is sharded, returns ``decide(fqn, submodule, numel)``, where
-            ``numel`` is the number of parameter elements in the submodule that no unit inside it
-            has taken. A dictionary instead of True overrides options of ``fully_shard`` for the
-            unit.
+            ``fqn`` is the submodule's full name in it, without what wrappers put in, and ``numel``
+            the number of parameter elements in the submodule that no unit inside it has taken. A
+            dictionary instead of True overrides options of ``fully_shard`` for the unit.
         description: what the policy is, for messages.
         leaves: classes that are taken whole: nothing inside one becomes a unit, whatever the policy
             is combined with.
@@ -37,6 +40,13 @@ class Policy:
     leaves: tuple[type[nn.Module], ...] = ()
 
     def __or__(self, other: Policy) -> Policy:
+        found: Any = other
+        if not isinstance(found, Policy):
+            raise TypeError(
+                f"wrap: {self.description} | {found!r}; wanted another policy of "
+                "fsdp_compose.wrap, such as wrap.by_class({Block})."
+            )
+
         def start(root: nn.Module) -> Decide:
             first, second = self.start(root), other.start(root)
             return lambda *question: first(*question) or second(*question)
@@ -46,14 +56,68 @@ class Policy:
 
 
 def by_class(classes: Classes, **options: Any) -> Policy:
-    """Every instance of one of ``classes`` is a unit, with ``options`` of its own if given."""
+    """Every instance of one of ``classes`` is a unit, with ``options`` of its own if given.
+
+    A module without any instance of them is an error, also where another policy chooses units.
+    """
     kinds = _classes(classes, "by_class")
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    description = f"by_class({{{names}}})"
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
         return isinstance(module, kinds) and (options or True)
 
-    return Policy(lambda root: decide, f"by_class({{{names}}})")
+    def start(root: nn.Module) -> Decide:
+        if not any(isinstance(module, kinds) for module in root.modules() if module is not root):
+            raise ValueError(matches_nothing(description, root))
+        return decide
+
+    return Policy(start, description)
+
+
+def by_name(*patterns: str, **options: Any) -> Policy:
+    """Submodules whose full name matches a pattern are units, with ``options`` if given.
+
+    ``*`` stands for any part of one name between dots, ``**`` for any number of such names, ``?``
+    for one character, ``[0-3]`` for one out of a range: ``by_name("layers.*", "**.head")``. A
+    pattern that matches no submodule is an error.
+    """
+    tests = {pattern: name_pattern(pattern, "by_name") for pattern in patterns}
+    if not tests:
+        raise TypeError('by_name: got no pattern; wanted names, such as by_name("layers.*").')
+    description = f"by_name({', '.join(map(repr, tests))})"
+
+    def start(root: nn.Module) -> Decide:
+        modules = root.named_modules(remove_duplicate=False)
+        names = [(clean_name(name), module) for name, module in modules if module is not root]
+        chosen: set[int] = set()
+        for pattern, test in tests.items():
+            matching = {id(module) for name, module in names if test(name)}
+            if not matching:
+                known = list(dict.fromkeys(name for name, _ in names))
+                raise ValueError(
+                    f"by_name: {pattern!r} matches no submodule of {type(root).__name__}; "
+                    f"{near(pattern, known)}."
+                )
+            chosen |= matching
+        return lambda fqn, module, numel: id(module) in chosen and (options or True)
+
+    return Policy(start, description)
+
+
+def near(name: str, known: list[str]) -> str:
+    """The names out of ``known`` that are most like ``name``, for a message."""
+    closest = difflib.get_close_matches(name, known, n=4, cutoff=0.3) or known[:4]
+    return f"the closest names are {closest}" if closest else "there are no names"
+
+
+def matches_nothing(description: str, root: nn.Module) -> str:
+    """Message: a policy found no unit."""
+    kinds = sorted({type(m).__name__ for m in root.modules()} - {type(root).__name__})
+    return (
+        f"fully_shard: units={description} matches no submodule of {type(root).__name__}; it has "
+        f"submodules of classes {kinds}."
+    )
 
 
 def by_size(
@@ -68,6 +132,7 @@ def by_size(
         leaf: classes that are taken whole: nothing inside them becomes a unit, also where the
             policy is combined with others.
     """
+    _check_numel(min_numel, "by_size")
     excluded = _classes(exclude, "by_size")
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
@@ -78,6 +143,7 @@ def by_size(
 
 def by_fn(fn: Callable[[str, nn.Module], Decision]) -> Policy:
     """``fn(fqn, module)`` says whether a submodule is a unit, or with which options."""
+    check_function("by_fn", "fn", fn, "(fqn, module)")
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
         decision: Any = fn(fqn, module)
@@ -108,10 +174,14 @@ def by_execution_order(
     Args:
         sample_args: arguments of the module's forward; see ``trace_execution_order``.
     """
+    _check_numel(min_numel, "by_execution_order")
+    found: Any = config
+    if found is not None and not isinstance(found, TracingConfig):
+        raise TypeError(f"by_execution_order: config is {found!r}; wanted TracingConfig(...).")
 
     def start(root: nn.Module) -> Decide:
         order = trace_execution_order(root, sample_args, config, kwargs=kwargs)
-        called, spans = set(order.modules), _spans(root, order)
+        called, spans = {clean_name(name) for name in order.modules}, _spans(root, order)
 
         def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
             if numel < min_numel or fqn not in called:
@@ -140,10 +210,20 @@ def _spans(root: nn.Module, order: ExecutionOrder) -> dict[int, tuple[int, int]]
     return spans
 
 
-def _classes(classes: Classes, where: str) -> tuple[type[nn.Module], ...]:
+def _check_numel(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        kind = ValueError if isinstance(value, int | float) else TypeError
+        raise kind(
+            f"{where}: min_numel is {value!r}; wanted a number of parameter elements, such as 1e6."
+        )
+
+
+def _classes(classes: Any, where: str) -> tuple[type[nn.Module], ...]:
+    wanted = "wanted classes of modules, such as {Block}, not instances or names"
+    if isinstance(classes, str | nn.Module) or not isinstance(classes, type | Iterable):
+        raise TypeError(f"{where}: {classes!r:.80} is not a class of modules; {wanted}.")
     kinds = (classes,) if isinstance(classes, type) else tuple(classes)
-    kind: Any
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise TypeError(f"{where}: {kind!r} is not a class of modules.")
+            raise TypeError(f"{where}: {kind!r:.80} is not a class of modules; {wanted}.")
     return kinds

@@ -278,13 +278,13 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
             survey.buckets.append(_of_plan(plan, bucket))
             for item in bucket.found:
                 index[id(item.param)] = own[-1]
-                _note_split(survey, _join(plan, item.names[0]), item.parallel)
-                lenders[id(item.param)] = plan, _join(plan, item.names[0])
+                _note_split(survey, plan.full_name(item.names[0]), item.parallel)
+                lenders[id(item.param)] = plan, plan.full_name(item.names[0])
         places: dict[tuple[int, str], Use] = {}
         loans: list[Loan] = []
         for item in plan.found:
             sharded.add(id(item.param))
-            name = _join(plan, item.names[0])
+            name = plan.full_name(item.names[0])
             itemsize = survey.buckets[index[id(item.param)]].compute.itemsize
             bytes_ = item.part.numel() * itemsize * item.param.requires_grad
             use = Use(id(item.param), name, index[id(item.param)], bytes_)
@@ -305,7 +305,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
                 ),
                 loans=tuple(loans),
                 ties=tuple(
-                    tuple(_join(plan, name) for name in item.names)
+                    tuple(plan.full_name(name) for name in item.names)
                     for item in plan.found
                     if len(item.names) > 1
                 ),
@@ -447,7 +447,7 @@ def _of_plan(plan: UnitPlan, bucket: BucketPlan) -> PlannedBucket:
     same = bucket.mp.dtypes_for(bucket.storage_dtype).compute == bucket.storage_dtype
     return _bucket(
         unit=plan.name,
-        parameters=tuple(_join(plan, item.names[0]) for item in bucket.found),
+        parameters=tuple(plan.full_name(item.names[0]) for item in bucket.found),
         storage=bucket.storage_dtype,
         mp=bucket.mp,
         mesh=bucket.mesh,
@@ -497,10 +497,6 @@ def _bucket(
         device_copy=offload.optimizer and not offload.params,
         owned=tuple(whole_owners(layout)),
     )
-
-
-def _join(plan: UnitPlan, name: str) -> str:
-    return clean_name(f"{plan.name}.{name}" if plan.is_named else name)
 
 
 def _planned_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> int:
