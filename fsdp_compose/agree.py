@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import Slot, flatten, storage_order
+from fsdp_compose.collect import unit_precision
 from fsdp_compose.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.parallel import tensor_parallel_groups
-from fsdp_compose.plans import Options, UnitPlan
+from fsdp_compose.plans import UnitPlan
 from fsdp_compose.policy import Placement
 from fsdp_compose.sharded import Parallel, part_of
 from fsdp_compose.torch_private import buffer_slots
@@ -105,7 +106,7 @@ def values_of(plan: UnitPlan) -> Iterator[Value]:
     for bucket in plan.buckets:
         for item in bucket.found:
             name = item.names[0]
-            what = f"parameter {name!r} of unit {plan.name!r}"
+            what = f"parameter {plan.full_name(name)!r} of unit {plan.name!r}"
             key = f"{plan.name}:p:{name}"
             yield Value(key, name, what, item.param, item.slots[0], bucket.mesh)
     seen: set[int] = set()
@@ -118,7 +119,7 @@ def values_of(plan: UnitPlan) -> Iterator[Value]:
                 if id(buffer) not in seen:
                     seen.add(id(buffer))
                     name = f"{path}.{place}" if path else place
-                    what = f"buffer {name!r} of unit {plan.name!r}"
+                    what = f"buffer {plan.full_name(name)!r} of unit {plan.name!r}"
                     key = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
                     slot = Slot(weakref.ref(submodule), place, slots)
                     yield Value(key, name, what, buffer, slot, mesh_of(plan, buffer))
@@ -190,7 +191,7 @@ def _structure(plan: UnitPlan) -> Any:
     """What must be the same on every rank, as plain data: name, options, parameters, buckets."""
     params = [
         (
-            f"parameter {item.names[0]!r}",
+            f"parameter {plan.full_name(item.names[0])!r}",
             tuple(item.param.shape),
             str(item.param.dtype),
             "trained" if item.param.requires_grad else "frozen",
@@ -199,10 +200,16 @@ def _structure(plan: UnitPlan) -> Any:
         for item in plan.found
     ]
     buckets = [
-        ("bucket", b.layout.offsets, str(b.mp.dtypes_for(b.storage_dtype)), b.mesh.shard.size)
+        (
+            "bucket",
+            b.layout.offsets,
+            b.layout.shard_numel,
+            str(b.mp.dtypes_for(b.storage_dtype)),
+            f"{b.mesh.shard.size} x {b.mesh.replicate.size} ranks",
+        )
         for b in plan.buckets
     ]
-    return plan.name, [*_option_values(plan.options), *params, *buckets]
+    return plan.name, [*_option_values(plan), *params, *buckets]
 
 
 def _place(parallel: Parallel) -> str:
@@ -210,9 +217,35 @@ def _place(parallel: Parallel) -> str:
     return f"of {' and '.join(places)} of tensor parallelism, part at {parallel.offsets}"
 
 
-def _option_values(options: Options) -> list[tuple[str, str]]:
-    kept = ("placement", "offload", "prefetch", "init", "methods")
-    return [(f.name, repr(getattr(options, f.name))) for f in fields(options) if f.name in kept]
+_COMPARED = {
+    "placement": "strategy and reshard_after_forward",
+    "offload": "offload_policy",
+    "prefetch": "prefetch",
+    "init": "init",
+    "methods": "methods",
+}
+"""Options that are the same on every rank as they are written, and the arguments they came as."""
+
+
+def _option_values(plan: UnitPlan) -> list[tuple[str, str]]:
+    """Options by argument; of those that are functions what they answered, or that there is one."""
+    options = plan.options
+    values = [(argument, repr(getattr(options, name))) for name, argument in _COMPARED.items()]
+    precision = unit_precision(plan)
+    for field in fields(precision):
+        value: Any = getattr(precision, field.name)
+        if field.name == "full_precision_classes":
+            value = sorted(kind.__qualname__ for kind in value)
+        values.append((f"mp_policy's {field.name}", str(value)))
+    ignored = sum(1 for module in plan.modules for m in module.modules() if _left_alone(plan, m))
+    return [*values, ("ignored", f"{ignored} modules")]
+
+
+def _left_alone(plan: UnitPlan, module: torch.nn.Module) -> bool:
+    ignored = plan.ignored
+    return id(module) in ignored.modules or any(
+        id(buffer) in ignored.buffers for buffer in buffer_slots(module).values()
+    )
 
 
 def _groups(mesh: MeshLike | None) -> tuple[Group, ...]:

@@ -496,7 +496,5 @@ def _precision(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedP
 
 def _granularity(plan: UnitPlan, item: Found) -> Granularity:
     chosen: Any = plan.options.granularity
-    if not callable(chosen):
-        return cast(Granularity, chosen)
-    found = chosen(plan.full_name(item.names[0]), item.param)
+    found = chosen(plan.full_name(item.names[0]), item.param) if callable(chosen) else chosen
     return 1 if found is None else cast(Granularity, found)

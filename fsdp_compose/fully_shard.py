@@ -46,7 +46,6 @@ from fsdp_compose.policy import (
     MixedPrecision,
     MixedPrecisionLike,
     Offload,
-    Placement,
     Prefetch,
     ShardingStrategy,
     place,
@@ -163,26 +162,22 @@ def fully_shard(
         RuntimeError: several ranks were launched (``WORLD_SIZE`` in the environment), ``mesh`` is
             None, and there is no process group.
     """
-    options = Options(
-        mesh=mesh,
-        placement=Placement(),
-        offload=offload_policy,
-        mp=mp_policy,
-        granularity=granularity,
-        prefetch=prefetch,
-        init=init,
-        device=torch.device("cpu"),
-        param_init_fn=param_init_fn,
-        methods=methods,
-    )
     hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor, ShardedDTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
     plans: list[UnitPlan] = []
     try:
-        options = replace(
-            options,
+        options = Options(
+            mesh=mesh,
             placement=place(strategy, reshard_after_forward),
+            offload=offload_policy,
+            mp=mp_policy,
+            granularity=granularity,
+            prefetch=prefetch,
+            init=init,
+            device=torch.device("cpu"),
+            param_init_fn=param_init_fn,
+            methods=methods,
         )
         if is_on_meta(modules):
             options = replace(options, device=compute_device(mesh, options.device))

@@ -84,9 +84,10 @@ class Ignored:
 
     @classmethod
     def of(cls, ignored: Iterable[torch.Tensor | nn.Module]) -> Ignored:
-        if isinstance(ignored, torch.Tensor | nn.Module):
+        given: Any = ignored
+        if isinstance(given, torch.Tensor | nn.Module | str) or not isinstance(given, Iterable):
             raise TypeError(
-                f"fully_shard: ignored is a {type(ignored).__name__}; wanted a sequence of "
+                f"fully_shard: ignored is a {type(given).__name__}; wanted a sequence of "
                 "parameters, buffers and modules: ignored=[...]."
             )
         params: set[int] = set()

@@ -483,12 +483,12 @@ def scripted_inside(rank: int) -> None:
     [
         (
             wrapped,
-            "parameter 'up.weight' of unit 'blocks.0' is an instance of "
+            "parameter 'blocks.0.up.weight' of unit 'blocks.0' is an instance of "
             "Elsewhere, whose class computes in __torch_dispatch__",
         ),
         (
             slotted,
-            "parameter 'up.weight' of unit 'blocks.0' is an instance of Slotted, a class with ",
+            "parameter 'blocks.0.up.weight' of unit 'blocks.0' is an instance of Slotted, a ",
         ),
         (
             lazy,

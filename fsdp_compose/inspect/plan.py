@@ -323,13 +323,18 @@ def plan(
 
 def imagine(world_size: int | tuple[int, int], backend: str) -> Mesh:
     """A mesh of so many ranks, or (replicas, shards), seen from rank 0, that cannot communicate."""
-    replicas, shards = world_size if isinstance(world_size, tuple) else (None, world_size)
-    for number in (shards, 1 if replicas is None else replicas):
-        if type(number) is not int or number < 1:
-            raise ValueError(
-                f"plan: world_size is {world_size!r}; wanted a number of ranks, 1 or more, or "
-                "(replicas, shards)."
-            )
+    numbers: Any = world_size if isinstance(world_size, tuple) else (None, world_size)
+    if len(numbers) != 2 or any(
+        type(number) is not int or number < 1 for number in numbers if number is not None
+    ):
+        raise ValueError(
+            f"plan: world_size is {world_size!r}; wanted a number of ranks, 1 or more, or "
+            "(replicas, shards)."
+        )
+    replicas, shards = numbers
+    found: Any = backend
+    if not isinstance(found, str):
+        raise TypeError(f'plan: backend is {found!r}; wanted a name, such as "nccl" or "gloo".')
     shard = Group(None, 0, shards, backend, tuple(range(shards)))
     replicate = SELF
     if replicas is not None:
@@ -348,7 +353,15 @@ def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int
     """(tensors per parameter, name)."""
     if optimizer is None:
         return 0, None
+    found: Any = optimizer
+    if isinstance(found, bool) or not isinstance(found, str | int | torch.optim.Optimizer):
+        raise TypeError(
+            f"plan: optimizer is {found!r}; wanted one of {sorted(STATES)}, the number of tensors "
+            "of a parameter's size that it keeps, an optimizer of torch.optim, or None."
+        )
     if isinstance(optimizer, int):
+        if optimizer < 0:
+            raise ValueError(f"plan: optimizer is {optimizer}; wanted a number of tensors >= 0.")
         return optimizer, f"{optimizer} tensors per parameter"
     if isinstance(optimizer, torch.optim.Optimizer):
         settings: dict[str, Any] = optimizer.defaults
