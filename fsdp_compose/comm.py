@@ -12,7 +12,10 @@ heads, and the receiver says so instead of waiting for ever or reading what is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -24,6 +27,7 @@ from fsdp_compose.torch_private import (
     GATHER_OPTIONS,
     REDUCE_OPTIONS,
     all_gather_single,
+    default_store,
     reduce_scatter_single,
 )
 
@@ -132,7 +136,14 @@ class Exchange:
             _wait(works, self.peers, self.purpose)
 
 
-def _wait(works: Sequence[Any], peers: Sequence[int], purpose: str) -> None:
+_UNITS = (
+    "it has died, is stuck, or runs other units. Look at what it printed; every rank must run the "
+    "same units in the same order."
+)
+_ALONE = "it has died or is stuck. Look at what it printed."
+
+
+def _wait(works: Sequence[Any], peers: Sequence[int], purpose: str, advice: str = _UNITS) -> None:
     if works:
         for index, work in enumerate(works):
             try:
@@ -141,9 +152,7 @@ def _wait(works: Sequence[Any], peers: Sequence[int], purpose: str) -> None:
                 who = f"rank {peers[index]}" if peers else "another rank"
                 raise RuntimeError(
                     f"rank {dist.get_rank()} waits to {purpose}, and {who} does not answer: "
-                    "it has died, is stuck, or runs other units. Look at what it printed; every "
-                    "rank must run the same units in the same order. The transport says: "
-                    f"{error}"
+                    f"{advice} The transport says: {error}"
                 ) from error
 
 
@@ -358,9 +367,147 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.pg is None or group.backend == "fake":
         return [value] * group.size
     traffic.control += 1
-    values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.pg)
-    return values
+    mine = pickle.dumps(value)
+    if is_point_to_point(group):
+        others = [r for r in range(group.size) if r != group.rank]
+        found = _swap_bytes(dict.fromkeys(others, mine), others, group)
+    else:
+        found = _all_gather_bytes(mine, group)
+    found[group.rank] = mine
+    return [pickle.loads(found[r]) for r in range(group.size)]
+
+
+def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Group) -> Any:
+    """What ``act`` makes on the first rank of every rank's ``value``: each rank gets its own part.
+
+    Args:
+        value: picklable, and so are the parts.
+        act: takes the values by rank and gives as many parts.
+        group: point to point.
+
+    Raises:
+        RuntimeError: a rank does not answer, which is named.
+        Exception: what ``act`` raised, on every rank.
+    """
+    if group.pg is None:
+        return act([value])[0]
+    traffic.control += 1
+    if group.rank:
+        _swap_bytes({0: pickle.dumps(value)}, [], group)
+        error, part = pickle.loads(_swap_bytes({}, [0], group)[0])
+    else:
+        others = range(1, group.size)
+        found = _swap_bytes({}, others, group)
+        error, parts = None, [None] * group.size
+        try:
+            parts = act([value, *(pickle.loads(found[r]) for r in others)])
+        except Exception as raised:
+            error = raised
+        sent = None if error is None else RuntimeError(f"{error} (found on rank {group.ranks[0]})")
+        _swap_bytes({r: pickle.dumps((sent, parts[r])) for r in others}, [], group)
+        part = parts[0]
+    if error is not None:
+        error.__dict__[SETTLED] = True
+        raise error
+    return part
+
+
+SETTLED = "_fsdp_compose_settled"
+"""Set on an error that every rank raises."""
+
+
+def _swap_bytes(
+    outgoing: Mapping[int, bytes], senders: Sequence[int], group: Group
+) -> dict[int, bytes]:
+    """Send bytes to some ranks and receive some from others, which do the same the other way."""
+    pg: Any = group.pg
+    lengths = {r: torch.tensor([len(data)]) for r, data in outgoing.items()}
+    arriving = {r: torch.empty(1, dtype=torch.int64) for r in senders}
+    payloads = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in outgoing.items()}
+    for tag in (_OBJECT_TAGS, _OBJECT_TAGS + 1):
+        works = [pg.recv([tensor], r, tag) for r, tensor in arriving.items()]
+        works += [pg.send([tensor], r, tag) for r, tensor in lengths.items()]
+        peers = [group.ranks[r] for r in (*arriving, *lengths)]
+        _wait_attentively(works, peers, group)
+        if tag == _OBJECT_TAGS:
+            lengths = payloads
+            arriving = {
+                r: torch.empty(int(length), dtype=torch.uint8) for r, length in arriving.items()
+            }
+    return {r: to_bytes(tensor) for r, tensor in arriving.items()}
+
+
+def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
+    """Every rank's bytes, through collectives on the device that the group serves."""
+    device = torch.device("cpu")
+    if group.backend != "gloo" and (accelerator := torch.accelerator.current_accelerator()):
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    size = torch.tensor([own.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(group.size)]
+    dist.all_gather(sizes, size, group=group.pg)
+    lengths = [int(length) for length in sizes]
+    padded = own.new_empty(max(lengths))
+    padded[: own.numel()].copy_(own)
+    whole = [torch.empty_like(padded) for _ in range(group.size)]
+    dist.all_gather(whole, padded, group=group.pg)
+    return {r: to_bytes(whole[r][:length]) for r, length in enumerate(lengths)}
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous uint8 tensor; without NumPy, which torch does not depend on."""
+    host = tensor.cpu()
+    return ctypes.string_at(host.data_ptr(), host.numel()) if host.numel() else b""
+
+
+def leave(group: Group, error: BaseException) -> None:
+    """Tell the ranks that wait in the same call that this one has left it.
+
+    Their messages on this group would no longer meet; it must not be used again.
+    """
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        default_store().set(group.note, f"rank {dist.get_rank()} left {group.purpose}: {reason}")
+    except (RuntimeError, ValueError):
+        pass  # the rank that keeps the store is gone: they find out by themselves
+
+
+def _wait_attentively(works: Sequence[Any], peers: Sequence[int], group: Group) -> None:
+    """Wait, and meanwhile hear Ctrl-C and that another rank has left the call.
+
+    Raises:
+        RuntimeError: a rank does not answer, or has left.
+    """
+    done = threading.Event()
+    failure: list[BaseException] = []
+    purpose = group.purpose or "compare notes with the other ranks"
+
+    def wait() -> None:
+        try:
+            _wait(works, peers, purpose, _ALONE)
+        except BaseException as error:
+            failure.append(error)
+        done.set()
+
+    threading.Thread(target=wait, name=f"wait to {purpose}", daemon=True).start()
+    pause = 0.05
+    while not done.wait(pause):
+        pause = min(2 * pause, 1.0)
+        _raise_if_left(group)
+    if failure:
+        _raise_if_left(group)
+        raise failure[0]
+
+
+def _raise_if_left(group: Group) -> None:
+    text = None
+    try:
+        if group.note and default_store().check([group.note]):
+            text = default_store().get(group.note).decode(errors="replace")
+    except (RuntimeError, ValueError):
+        pass  # the rank that keeps the store is gone, as what is waited for will tell
+    if text is not None:
+        raise RuntimeError(text)
 
 
 def _swap(
@@ -385,6 +532,7 @@ def _swap(
     return Exchange(works, purpose, [group.ranks[r] for r in senders + peers], heads)
 
 
+_OBJECT_TAGS = 1 << 29
 _DATA_TAGS = 1 << 30  # those of data behind heads; heads have smaller ones, other data has 0
 
 

@@ -22,13 +22,19 @@ MeshLike: TypeAlias = (
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate; ``pg`` is None for a group of one rank, which never communicates."""
+    """Ranks that communicate; ``pg`` is None for a group of one rank, which never communicates.
+
+    A group over which one call exchanges messages has the name of that call as ``purpose``, and in
+    ``note`` the key of the store below which a rank says that it left the call.
+    """
 
     pg: dist.ProcessGroup | None = field(repr=False)
     rank: int
     size: int
     backend: str
     ranks: tuple[int, ...]
+    purpose: str = field(default="", compare=False)
+    note: str = field(default="", compare=False)
 
 
 SELF = Group(pg=None, rank=0, size=1, backend="none", ranks=(0,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from inspect import signature
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,7 +19,8 @@ import torch.distributed.nn.functional  # imported after a group exists, it keep
 from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import filesystem, state_dict_loader
+from torch.distributed.checkpoint import metadata as checkpoint_metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
@@ -354,14 +356,31 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
+def timeout_of(pg: dist.ProcessGroup) -> float:
+    """Seconds that the ranks of a group wait for each other."""
+    backend: Any = pg._get_backend(pg._device_types[0])
+    timeout: timedelta = backend.options._timeout
+    return timeout.total_seconds()
+
+
+def gloo_group(key: str, rank: int, size: int, timeout: float) -> Any:
+    """A group that torch does not list, over the ranks that call with the same ``key``, once."""
+    store = _c10d.PrefixStore(key, default_store())
+    return _c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+
+
 def default_store() -> Any:
     """The key-value store that the default process group was started with."""
     return dist.distributed_c10d._get_default_store()
 
 
-# torch.distributed.checkpoint's save and load, without the warning that their public forms give
-# wherever there is no process group.
-save_checkpoint_plan: Callable[..., Any] = state_dict_saver._save_state_dict
-"""``(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)``"""
+StorageInfo: type[Any] = filesystem._StorageInfo
+"""Where the metadata of a checkpoint says that a piece lies: relative_path, offset, length."""
+
+MemoryFormatCode: type[Any] = checkpoint_metadata._MEM_FORMAT_ENCODING
+"""Part of what the metadata of a checkpoint pickles for each tensor."""
+
+# torch.distributed.checkpoint's load, without the warning that its public form gives wherever
+# there is no process group.
 load_checkpoint_plan: Callable[..., None] = state_dict_loader._load_state_dict
 """``(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)``"""

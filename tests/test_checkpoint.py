@@ -192,7 +192,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
         def die(*args: Any, **kwargs: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        if stage == "write" and rank == 1:
+        if stage == "write":
             files.CommittingWriter.write_data = die  # type: ignore[method-assign]
         elif stage == "finish":
             files.CommittingWriter.finish = die  # type: ignore[method-assign]
@@ -205,7 +205,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
             run_ranks(killed, 2, stage)
         for state, _ in run_ranks(load, 3, tmp_path):
             same(state, saved)
-    assert len(list(tmp_path.glob("data-*"))) == 4
+    assert len(list(tmp_path.glob("data-*"))) > 1
     newer = run_ranks(save, 2, tmp_path, steps=4)[0]
     assert len(list(tmp_path.glob("data-*"))) == 1  # what the killed ones left is gone
     same(run_ranks(load, 1, tmp_path)[0][0], newer)

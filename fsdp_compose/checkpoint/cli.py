@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
-import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_compose.checkpoint.files import (
-    FOLDER,
-    MANIFEST,
-    METADATA,
-    CommittingWriter,
-    Sum,
-    json_of,
-    read_metadata,
-    verify,
-    write_durably,
-)
-from fsdp_compose.checkpoint.full import INDEX, MAX_FILE_BYTES, check_sum, find_items
+from fsdp_compose.checkpoint.export import ASIDE, Export, remove
+from fsdp_compose.checkpoint.files import FOLDER, METADATA, CommittingWriter, Sum
+from fsdp_compose.checkpoint.full import MAX_FILE_BYTES, check_sum, find_items
+from fsdp_compose.checkpoint.metadata import check_whole, manifests, read_metadata, verify
 from fsdp_compose.checkpoint.source import Source
-from fsdp_compose.checkpoint.tensorfile import Item, plan_files, sync
-from fsdp_compose.torch_private import save_checkpoint_plan
+from fsdp_compose.checkpoint.tensorfile import FilePlan, Item, plan_files, sync
+from fsdp_compose.checkpoint.write import write_checkpoint
+from fsdp_compose.mesh import SELF
 
 Outlines = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -97,6 +86,7 @@ def _show_sharded(path: Path, check: bool) -> None:
     rows, numbers = [], [0, 0]
     for key, entry in sorted(metadata.state_dict_metadata.items()):
         if isinstance(entry, TensorStorageMetadata):
+            check_whole(path, key, entry)
             dtype, shape = entry.properties.dtype, tuple(entry.size)
             rows.append((key, _name(dtype), str(shape), f"{len(entry.chunks)} pieces"))
             numbers[0] += math.prod(shape)
@@ -104,9 +94,9 @@ def _show_sharded(path: Path, check: bool) -> None:
         else:
             rows.append((key, "object", "", ""))
     _print(rows)
-    manifests = [json_of(found) for found in path.glob(f"{FOLDER}*/{MANIFEST}")]
-    ranks = f", saved by {manifests[0]['world_size']} ranks" if manifests else ""
-    checked = ", every file as it was saved" if check and manifests else ""
+    found = manifests(path)
+    ranks = f", saved by {found[0].world_size} ranks" if found else ""
+    checked = ", every file as it was saved" if check and found else ""
     print(f"{len(rows)} entries, {numbers[0]:,} elements, {numbers[1]:,} bytes{ranks}{checked}")
 
 
@@ -115,7 +105,7 @@ def _show_full(path: Path, check: bool) -> None:
     for file in sorted(sums) if check else ():
         check_sum(file, sums[file])
     _print([(k, _name(i.dtype), str(i.shape), i.file.name) for k, i in items.items()])
-    total = sum(item.numel * item.dtype.itemsize for item in items.values())
+    total = sum(item.nbytes for item in items.values())
     numel = sum(item.numel for item in items.values())
     checked = ", every file as it was saved" if check and sums else ""
     print(f"{len(items)} entries, {numel:,} elements, {total:,} bytes{checked}")
@@ -128,17 +118,26 @@ def _name(dtype: torch.dtype) -> str:
 def _print(rows: list[tuple[str, str, str, str]]) -> None:
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
     for row in rows:
-        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+        line = "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 def _convert(args: argparse.Namespace) -> None:
-    if args.target.exists() and any(args.target.iterdir()):
+    if args.target.exists() and not _is_free(args.target):
         raise ValueError(f"{args.target}: not empty; name a folder that is not there yet.")
+    for left in args.target.iterdir() if args.target.exists() else ():
+        remove(left)
     if is_sharded_checkpoint(args.source):
         to_full(args.source, args.target, args.prefix, args.max_file_bytes)
     else:
         to_sharded(args.source, args.target, args.prefix)
     print(f"{args.source} -> {args.target}")
+
+
+def _is_free(target: Path) -> bool:
+    """Whether a folder holds nothing, or only what a conversion that was killed has left."""
+    names = {entry.name for entry in target.iterdir()}
+    return METADATA not in names and all(name.startswith((ASIDE, FOLDER)) for name in names)
 
 
 def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -162,24 +161,25 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{source}: {name!r} is not a tensor; safetensors holds only those.")
         outlines[name] = (entry.properties.dtype, tuple(entry.size))
-    plans = plan_files(outlines, max_file_bytes)
     target.mkdir(parents=True, exist_ok=True)
-    sums: dict[str, Any] = {}
-    for plan in plans:
-        temporary = target / f".{plan.name}"
-        plan.create(temporary)
-        for name in plan.starts:
-            reader.want(keys[name], None)
-            reader.read()
-            plan.put(temporary, name, reader.values.pop(keys[name]))
-        sync(temporary)
-        sums[plan.name] = dataclasses.asdict(Sum.of(temporary))
-        os.replace(temporary, target / plan.name)
-    index = {
-        "metadata": {"total_size": sum(p.data_bytes for p in plans), "checksums": sums},
-        "weight_map": {key: plan.name for plan in plans for key in plan.starts},
-    }
-    write_durably(target / INDEX, json.dumps(index, indent=1).encode())
+    export = Export(target, plan_files(outlines, max_file_bytes), uuid.uuid4().hex[:8])
+    try:
+        export.commit({plan.name: _write(plan, export, reader, keys) for plan in export.plans})
+    finally:
+        export.discard()
+
+
+def _write(plan: FilePlan, export: Export, reader: Source, keys: Mapping[str, str]) -> Sum:
+    """Write one file, a tensor at a time."""
+    export.aside.mkdir(exist_ok=True)
+    temporary = export.temporary(plan)
+    plan.create(temporary)
+    for name in plan.starts:
+        reader.want(keys[name], None)
+        reader.read()
+        plan.put(temporary, name, reader.values.pop(keys[name]))
+    sync(temporary)
+    return Sum.of(temporary)
 
 
 def to_sharded(source: Path, target: Path, prefix: str) -> None:
@@ -195,7 +195,7 @@ def to_sharded(source: Path, target: Path, prefix: str) -> None:
     for part in reversed(prefix.split(".") if prefix else []):
         state = {part: state}
     writer = CommittingWriter(target, uuid.uuid4().hex[:12], 1, checksum=True)
-    save_checkpoint_plan(state, writer, None, 0, True, DefaultSavePlanner())
+    write_checkpoint(state, writer, SELF)
 
 
 def _mapped(item: Item) -> Tensor:

@@ -5,8 +5,12 @@ Also who is there: ``assemble`` names the ranks that never call, instead of hang
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
+import contextlib
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +19,10 @@ from torch import nn
 from fsdp_compose import comm
 from fsdp_compose.bucket import find_entry
 from fsdp_compose.checkpoint.names import parameters_by_name
-from fsdp_compose.mesh import SELF, Group, group_of, require_group
+from fsdp_compose.mesh import SELF, Group, require_group
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import held_by_fewer, iter_units, owner_of
-from fsdp_compose.torch_private import default_store
+from fsdp_compose.torch_private import default_store, gloo_group, timeout_of
 
 _KINDS: dict[str, type[Exception]] = {
     "RuntimeError": RuntimeError,
@@ -68,6 +72,7 @@ def settle(problem: Exception | None, groups: Iterable[Group], facts: object = N
         if problem is None:
             problem = _difference([f for _, f in reports], group.ranks)
     if problem is not None:
+        problem.__dict__[comm.SETTLED] = True
         raise problem
 
 
@@ -82,23 +87,30 @@ def _difference(facts: Sequence[object], ranks: Sequence[int]) -> Exception | No
     return None
 
 
-TIMEOUT = 600.0
-"""Seconds that ranks wait for each other before a save or load starts."""
-
-_CPU = torch.device("cpu")
-_control: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_meetings: dict[str, int] = {}
+_control: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By the default group, which ends with its process group: gloo over some ranks, for messages."""
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def assemble(
-    what: str, module: nn.Module, process_group: dist.ProcessGroup | None, timeout: float
+    what: str,
+    module: nn.Module,
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
 ) -> Group:
     """Wait for all ranks that hold ``module``, and give a gloo group of its own over them.
+
+    Its messages wait for as long as the ranks' own group does.
 
     Args:
         what: the function they were to call.
         process_group: those ranks; None: the group the module is cut over, or all ranks when it is
             cut over several or none.
+        timeout: seconds; None for that of the process group.
 
     Raises:
         RuntimeError: some did not come in ``timeout`` seconds; names them. This rank may try again.
@@ -110,43 +122,109 @@ def assemble(
     if dist.get_backend() == "fake":
         return SELF
     groups = groups_of(module)
-    if process_group is not None:
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-    elif len(groups) == 1:
-        ranks = groups[0].ranks
-    else:
-        ranks = tuple(range(dist.get_world_size()))
+    pg = process_group
+    if pg is None:
+        pg = groups[0].pg if len(groups) == 1 else dist.group.WORLD
+    assert pg is not None
+    ranks = tuple(dist.get_process_group_ranks(pg))
     if len(ranks) == 1:
         return SELF
-    _meet(what, ranks, timeout)
-    if ranks not in _control:
-        _control[ranks] = dist.new_group(
-            list(ranks), backend="gloo", use_local_synchronization=True
-        )
-    return group_of(_control[ranks], _CPU)
+    patience = timeout_of(pg)
+    me = ranks.index(dist.get_rank())
+    known = _control.setdefault(_world(), {})
+    key, is_new = _meet(what, ranks, patience if timeout is None else timeout, ranks in known)
+    if is_new:
+        known.pop(ranks, None)
+        known[ranks] = gloo_group(key, me, len(ranks), patience)
+    return Group(known[ranks], me, len(ranks), "gloo", ranks, what, f"{key}/left")
 
 
-def _meet(what: str, ranks: tuple[int, ...], timeout: float) -> None:
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+@contextlib.contextmanager
+def attending(group: Group) -> Iterator[None]:
+    """Scope of a call that ``assemble`` began: ranks that wait in it hear of one that leaves early.
+
+    They raise a RuntimeError that says why, where they would wait until the timeout.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if group.size > 1 and not _is_settled(error):
+            _control.get(_world(), {}).pop(group.ranks, None)
+            comm.leave(group, error)
+        raise
+
+
+def _is_settled(error: BaseException | None) -> bool:
+    while error is not None:
+        if comm.SETTLED in error.__dict__:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _meet(what: str, ranks: tuple[int, ...], timeout: float, has_group: bool) -> tuple[str, bool]:
+    """Wait for the other ranks; a name for the meeting, and whether some rank has no group yet."""
     store, me = default_store(), dist.get_rank()
+    turns = _meetings.setdefault(_world(), {})
     place = f"fsdp_compose/{what}/{'.'.join(map(str, ranks))}"
-    turn = _meetings.get(place, 0)
+    turn = turns.get(place, 0)
     here = f"{place}/{turn}"
     store.set(f"{here}/{me}", "here")
+    if not has_group:
+        store.set(f"{here}/new", "new")
     if store.add(f"{here}/count", 1) == len(ranks):
-        store.set(f"{here}/go", "go")
+        store.set(f"{here}/go", uuid.uuid4().hex)
     try:
-        store.wait([f"{here}/go"], timedelta(seconds=timeout))
-    except RuntimeError:
+        has_come = _await_key(f"{here}/go", timeout)
+    except KeyboardInterrupt:
+        _withdraw(here)
+        raise
+    if not has_come:
         missing = [r for r in ranks if not store.check([f"{here}/{r}"])]
-        store.add(f"{here}/count", -1)
-        store.delete_key(f"{here}/{me}")
+        _withdraw(here)
         raise RuntimeError(
             f"{what}: rank {me} waited {timeout:g} s for rank {', '.join(map(str, missing))}, "
             f"which did not call it. Every rank must call {what}, not rank 0 alone."
-        ) from None
-    _meetings[place] = turn + 1
-    if turn:
-        store.delete_key(f"{place}/{turn - 1}/{me}")
+        )
+    turns[place] = turn + 1
+    is_new = store.check([f"{here}/new"])
+    meeting = f"{here}/{store.get(f'{here}/go').decode()}"
+    if store.add(f"{here}/gone", 1) == len(ranks):
+        for key in (*ranks, "new", "count", "go", "gone"):
+            store.delete_key(f"{here}/{key}")
+    return meeting, is_new
+
+
+def _withdraw(here: str) -> None:
+    default_store().add(f"{here}/count", -1)
+    default_store().delete_key(f"{here}/{dist.get_rank()}")
+
+
+def _await_key(key: str, timeout: float) -> bool:
+    """Whether a key comes in time; in naps, as the store's own wait hears no Ctrl-C and holds it.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    store, end, nap = default_store(), time.monotonic() + timeout, 0.001
+    try:
+        while not store.check([key]):
+            if time.monotonic() > end:
+                return False
+            time.sleep(nap)
+            nap = min(2 * nap, 0.2)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the store of the process group does not answer: the rank that keeps it, usually rank "
+            f"0, has died. Look at what it printed. The store says: {error}"
+        ) from error
+    return True
 
 
 def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) -> None:

@@ -19,35 +19,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm_hooks
 from fsdp_compose.checkpoint import optim as optimizers
 from fsdp_compose.checkpoint.consensus import (
-    TIMEOUT,
     Shared,
     assemble,
+    attending,
     check_names,
     settle,
     several,
 )
-from fsdp_compose.checkpoint.files import (
-    CommittingWriter,
-    describe_failures,
-    read_metadata,
-    verify,
-)
+from fsdp_compose.checkpoint.files import CommittingWriter
 from fsdp_compose.checkpoint.members import OptimLike
+from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
 from fsdp_compose.checkpoint.names import Names, clean, names_of
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
+from fsdp_compose.checkpoint.write import write_checkpoint
+from fsdp_compose.comm import to_bytes
 from fsdp_compose.mesh import Group
 from fsdp_compose.sharded import is_sharded
-from fsdp_compose.torch_private import save_checkpoint_plan
 
 PathLike = str | os.PathLike[str]
 
@@ -87,7 +82,7 @@ def save_checkpoint(
     asynchronous: bool = False,
     checksum: bool = True,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> Saving:
     """Save model and optimizer into the folder ``path``; every rank must call it.
 
@@ -104,7 +99,7 @@ def save_checkpoint(
         checksum: read the files back and note their checksums, which ``load_checkpoint`` checks.
         process_group: the ranks that save; needed where the module lies on several groups that
             together are not all ranks.
-        timeout: seconds to wait for ranks that have not called.
+        timeout: seconds to wait for ranks that have not called; None: as the process group does.
 
     Raises:
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did
@@ -113,6 +108,27 @@ def save_checkpoint(
     """
     finish_pending()
     group = assemble("save_checkpoint", module, process_group, timeout)
+    with attending(group):
+        return _save(os.fspath(path), module, optim, extra, group, asynchronous, checksum)
+
+
+def finish_pending() -> None:
+    """Wait for saves under way; their errors are for whoever holds the handles."""
+    while _pending:
+        saving = _pending.pop()
+        if saving._thread is not None:
+            saving._thread.join()
+
+
+def _save(
+    path: str,
+    module: nn.Module,
+    optim: OptimLike | None,
+    extra: object,
+    group: Group,
+    asynchronous: bool,
+    checksum: bool,
+) -> Saving:
     check_names("save_checkpoint", module, group, everywhere=False)
     problem: Exception | None = None
     state: dict[str, Any] = {}
@@ -122,17 +138,18 @@ def save_checkpoint(
             state = _staged(state)
     except Exception as error:
         problem = error
-    settle(problem, several(group), os.fspath(path))
+    settle(problem, several(group), path)
     token = broadcast_object(uuid.uuid4().hex[:12], several(group))
     writer = CommittingWriter(Path(path), token, group.size, checksum)
     saving = Saving()
     if not asynchronous:
-        _write(state, writer, group)
+        write_checkpoint(state, writer, group)
         return saving
 
     def run() -> None:
         try:
-            _write(state, writer, group)
+            with attending(group):
+                write_checkpoint(state, writer, group)
         except BaseException as error:
             saving._error = error
 
@@ -140,14 +157,6 @@ def save_checkpoint(
     _pending.append(saving)
     saving._thread.start()
     return saving
-
-
-def finish_pending() -> None:
-    """Wait for saves under way; their errors are for whoever holds the handles."""
-    while _pending:
-        saving = _pending.pop()
-        if saving._thread is not None:
-            saving._thread.join()
 
 
 def _state(
@@ -194,18 +203,6 @@ def _staged(tree: Any) -> Any:
     return tree
 
 
-def _write(state: dict[str, Any], writer: CommittingWriter, group: Group) -> None:
-    try:
-        save_checkpoint_plan(state, writer, group.pg, 0, group.pg is None, DefaultSavePlanner())
-    except CheckpointException as error:
-        failures = [(rank, wrapped[0]) for rank, wrapped in sorted(error.failures.items())]
-        writer.discard()
-        raise RuntimeError(
-            f"save_checkpoint: {writer.root} was not saved; what it held before is untouched: "
-            f"{describe_failures(failures)}"
-        ) from error
-
-
 def load_checkpoint(
     path: PathLike,
     module: nn.Module,
@@ -214,7 +211,7 @@ def load_checkpoint(
     strict: bool = True,
     verify_files: bool = True,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> Any:
     """Load what ``save_checkpoint``, or torch.distributed.checkpoint, saved; every rank must call.
 
@@ -242,8 +239,19 @@ def load_checkpoint(
     """
     finish_pending()
     group = assemble("load_checkpoint", module, process_group, timeout)
+    with attending(group):
+        return _load(Path(path), module, optim, strict, verify_files, group)
+
+
+def _load(
+    root: Path,
+    module: nn.Module,
+    optim: OptimLike | None,
+    strict: bool,
+    verify_files: bool,
+    group: Group,
+) -> Any:
     ranks = several(group)
-    root = Path(path)
     with Shared(ranks):
         metadata = read_metadata(root)
     with Shared(ranks):
@@ -271,7 +279,7 @@ def load_checkpoint(
         warnings.warn(
             f"{root}: it holds no state of communication hooks for the ranks and units there are "
             "now, so that the hooks of this module go on with the state they have.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return extra
 
@@ -363,5 +371,4 @@ def _comm_hooks_key(source: Source, module: nn.Module, group: Group) -> str | No
 
 
 def _unpickle(data: Tensor) -> Any:
-    file = io.BytesIO(bytes(data.tolist()) if data.numel() < 64 else data.numpy().tobytes())
-    return torch.load(file, map_location="cpu", weights_only=False)
+    return torch.load(io.BytesIO(to_bytes(data)), map_location="cpu", weights_only=False)

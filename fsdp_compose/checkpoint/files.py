@@ -9,22 +9,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import re
 import shutil
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
@@ -38,6 +45,18 @@ class Sum:
 
     bytes: int
     crc32: int
+
+    @classmethod
+    def from_json(cls, value: Any, file: Path) -> Sum:
+        """What ``file`` says of another one.
+
+        Raises:
+            RuntimeError: it is not what a save writes.
+        """
+        match value:
+            case {"bytes": int(size), "crc32": int(crc)} if len(value) == 2:
+                return cls(size, crc)
+        raise RuntimeError(f"{file}: damaged: found {value!r:.80} where a checksum was wanted.")
 
     @classmethod
     def of(cls, path: Path) -> Sum:
@@ -113,9 +132,16 @@ class CommittingWriter(FileSystemWriter):
             }
             write_durably(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync_folder(self.folder)
-        os.replace(prepared, self.root / METADATA)  # ... and this is the commit
-        sync_folder(self.root)
-        self._remove_others()
+        with committing(self.root):
+            wanted = {result.storage_data.relative_path for of_rank in plain for result in of_rank}
+            if lost := sorted(name for name in wanted if not (self.root / name).is_file()):
+                raise RuntimeError(
+                    f"another save to {self.root}, which ended meanwhile, removed {lost[0]}. Save "
+                    "from one job at a time"
+                )
+            os.replace(prepared, self.root / METADATA)  # ... and this is the commit
+            sync_folder(self.root)
+            self._remove_others()
 
     def _remove_others(self) -> None:
         for entry in self.root.iterdir():
@@ -125,9 +151,10 @@ class CommittingWriter(FileSystemWriter):
                 entry.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove what a save that failed has written."""
-        if not _refers_to(self.root, self.folder.name):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what a save that failed has written, unless it was committed after all."""
+        with contextlib.suppress(OSError, RuntimeError), committing(self.root):
+            if not _refers_to(self.root, self.folder.name):
+                shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _refers_to(root: Path, folder: str) -> bool:
@@ -139,6 +166,40 @@ def _refers_to(root: Path, folder: str) -> bool:
 
 def _inside(prefix: Any, folder: str) -> Any:
     return dataclasses.replace(prefix, prefix=f"{folder}/{prefix.prefix}")
+
+
+@contextlib.contextmanager
+def committing(root: Path, patience: float = 60.0) -> Iterator[None]:
+    """Scope in which no other process commits to the folder; a killed one leaves no lock behind.
+
+    Where the file system knows no locks, two jobs that save to one folder are not kept apart.
+
+    Raises:
+        RuntimeError: another process has been committing for ``patience`` seconds.
+    """
+    descriptor = os.open(root, os.O_RDONLY) if fcntl is not None else -1
+    try:
+        if descriptor >= 0:
+            _lock(descriptor, root, time.monotonic() + patience)
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)  # which unlocks
+
+
+def _lock(descriptor: int, root: Path, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{root}: was not saved: another process has been saving to it for a minute."
+                ) from None
+            time.sleep(0.05)
+        except OSError:
+            return  # no locks here
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -163,33 +224,6 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_metadata(path: Path) -> Metadata:
-    """What is in a checkpoint.
-
-    Raises:
-        RuntimeError: there is no checkpoint, only a half-written one, or its metadata is damaged.
-    """
-    file = path / METADATA
-    if not file.is_file():
-        half = path.is_dir() and any(e.name.startswith(FOLDER) for e in path.iterdir())
-        raise RuntimeError(
-            f"{path}: "
-            + ("half-written: a first save to it was not finished" if half else "no checkpoint")
-            + f" (there is no {METADATA} file)."
-        )
-    manifests = [json_of(found) for found in sorted(path.glob(f"{FOLDER}*/{MANIFEST}"))]
-    wanted = [manifest.get("metadata") for manifest in manifests]
-    if wanted and dataclasses.asdict(Sum.of(file)) not in wanted:
-        raise RuntimeError(f"{file}: damaged: its size or checksum is not what was saved.")
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-        raise RuntimeError(f"{file}: damaged or truncated ({error}).") from error
-    if not isinstance(metadata, Metadata):
-        raise RuntimeError(f"{file}: holds a {type(metadata).__name__}, not checkpoint metadata.")
-    return metadata
-
-
 def json_of(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
@@ -203,37 +237,6 @@ def json_of(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RuntimeError(f"{path}: holds a {type(value).__name__}; wanted a JSON object.")
     return value
-
-
-def verify(path: Path, metadata: Metadata, share: slice, contents: bool = True) -> None:
-    """Check a share of the checkpoint's files: there, of the right size, with the right checksum.
-
-    Args:
-        share: which of the sorted files.
-        contents: read them, where the checkpoint has checksums; else look at sizes only.
-
-    Raises:
-        RuntimeError: names the file.
-    """
-    ends: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-    sums: dict[str, dict[str, int]] = {}
-    for folder in sorted({name.split("/")[0] for name in ends if "/" in name}):
-        if (path / folder / MANIFEST).is_file():
-            sums.update(json_of(path / folder / MANIFEST).get("files", {}))
-    for name in sorted(ends)[share]:
-        file = path / name
-        if not file.is_file():
-            raise RuntimeError(f"{file}: missing; the checkpoint's metadata names it.")
-        size = file.stat().st_size
-        wanted = sums.get(name)
-        if size < ends[name] or (wanted is not None and size != wanted["bytes"]):
-            expected = wanted["bytes"] if wanted else f"{ends[name]} or more"
-            raise RuntimeError(f"{file}: truncated: {size} bytes, wanted {expected}.")
-        if contents and wanted is not None and Sum.of(file).crc32 != wanted["crc32"]:
-            raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
 
 
 def describe_failures(failures: Sequence[tuple[int, BaseException]]) -> str:

@@ -6,12 +6,9 @@ reads only the bytes of this rank's slices. Neither holds the model, and nothing
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,16 @@ from torch import Tensor, nn
 
 from fsdp_compose import comm
 from fsdp_compose.checkpoint.consensus import (
-    TIMEOUT,
     Shared,
     assemble,
+    attending,
     check_names,
     settle,
     several,
 )
-from fsdp_compose.checkpoint.files import Sum, json_of, sync_folder, write_durably
+from fsdp_compose.checkpoint.export import INDEX, Export, known_sums
+from fsdp_compose.checkpoint.files import Sum, json_of
+from fsdp_compose.checkpoint.metadata import check_relative
 from fsdp_compose.checkpoint.model import (
     IncompatibleKeys,
     buffer_dtypes,
@@ -36,18 +35,16 @@ from fsdp_compose.checkpoint.model import (
     match,
     write,
 )
-from fsdp_compose.checkpoint.names import clean, names_of
+from fsdp_compose.checkpoint.names import Names, clean, names_of
 from fsdp_compose.checkpoint.stream import each_full
-from fsdp_compose.checkpoint.tensorfile import FilePlan, Item, plan_files, read_header, sync
+from fsdp_compose.checkpoint.tensorfile import Item, plan_files, read_header, sync
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.values import storage_dims, whole, whole_shape
 from fsdp_compose.mesh import Group
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 
 PathLike = str | os.PathLike[str]
-INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 << 30
-_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors")
 
 
 def save_full(
@@ -57,12 +54,13 @@ def save_full(
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> None:
     """Save the model's full parameters and buffers as safetensors; every rank must call it.
 
-    Files of up to ``max_file_bytes`` and an index with their checksums. They are complete before
-    they get their names, and the index comes last. Tied parameters are written under each name.
+    Files of up to ``max_file_bytes`` and an index with their checksums. What was in ``path`` stays
+    complete until the new files are, whenever the process is killed, and what a killed save left is
+    removed by the next. Tied parameters are written under each name.
 
     Args:
         path: a folder on a file system that all ranks see.
@@ -70,20 +68,34 @@ def save_full(
         process_group, timeout: as for ``save_checkpoint``.
 
     Raises:
-        RuntimeError: on every rank: the disk is full, the folder cannot be written; or a rank did
-            not come, which is named.
+        RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did not
+            come, which is named; or another job saved to the folder at the same time.
         ValueError: state that safetensors cannot hold.
     """
     group = assemble("save_full", module, process_group, timeout)
+    with attending(group):
+        _save(Path(path), module, max_file_bytes, dtype, group)
+
+
+def _save(
+    root: Path, module: nn.Module, max_file_bytes: int, dtype: torch.dtype | None, group: Group
+) -> None:
     check_names("save_full", module, group, everywhere=True)
-    root = Path(path)
     names = names_of(module)
     with Shared(several(group)):
         tensors = _outlines(names.values, buffer_dtypes(module), dtype)
         plans = plan_files(tensors, max_file_bytes)
         root.mkdir(parents=True, exist_ok=True)
     token = broadcast_object(uuid.uuid4().hex[:8], several(group))
-    saving = _Saving(root, plans, token, group)
+    export = Export(root, plans, token)
+    try:
+        _write(names, _Saving(export, group))
+    finally:
+        export.discard()
+
+
+def _write(names: Names, saving: _Saving) -> None:
+    """Gathers bucket by bucket, writes this rank's files and commits all."""
     saving.create()
     leaves: dict[int, list[str]] = {}
     for name, value in names.values.items():
@@ -120,23 +132,22 @@ def _outlines(
 class _Saving:
     """The files of one ``save_full``: this rank's are written here. An error waits for commit."""
 
-    def __init__(self, root: Path, plans: list[FilePlan], token: str, group: Group) -> None:
-        self.root, self.plans, self.token, self.group = root, plans, token, group
+    def __init__(self, export: Export, group: Group) -> None:
+        self.export, self.group = export, group
+        plans = export.plans
         self.mine = {p.name: p for i, p in enumerate(plans) if i % group.size == group.rank}
         self.place = {key: plan for plan in plans for key in plan.starts}
         self.problem: Exception | None = None
 
-    def temporary(self, plan: FilePlan) -> Path:
-        return self.root / f".{plan.name}.{self.token}"
-
     def create(self) -> None:
+        self._try(lambda: self.export.aside.mkdir(exist_ok=True))
         for plan in self.mine.values():
-            self._try(lambda plan=plan: plan.create(self.temporary(plan)))
+            self._try(lambda plan=plan: plan.create(self.export.temporary(plan)))
 
     def put(self, key: str, tensor: Tensor) -> None:
         plan = self.place[key]
         if plan.name in self.mine:
-            self._try(lambda: plan.put(self.temporary(plan), key, tensor))
+            self._try(lambda: plan.put(self.export.temporary(plan), key, tensor))
 
     def _try(self, act: Any) -> None:
         """Ranks must keep gathering together, so that an error here must not leave the loop."""
@@ -145,7 +156,7 @@ class _Saving:
                 act()
             except (OSError, ValueError) as error:
                 self.problem = RuntimeError(
-                    f"save_full: {self.root} was not saved: {type(error).__name__}: {error}"
+                    f"save_full: {self.export.root} was not saved: {type(error).__name__}: {error}"
                 )
 
     def commit(self) -> None:
@@ -153,42 +164,17 @@ class _Saving:
 
         def finish() -> None:
             for plan in self.mine.values():
-                sync(self.temporary(plan))
-                sums[plan.name] = Sum.of(self.temporary(plan))
+                sync(self.export.temporary(plan))
+                sums[plan.name] = Sum.of(self.export.temporary(plan))
 
         self._try(finish)
-        try:
-            settle(self.problem, several(self.group))
-        except Exception:
-            for plan in self.mine.values():
-                self.temporary(plan).unlink(missing_ok=True)
-            raise
+        settle(self.problem, several(self.group))
         all_sums: dict[str, Sum] = {}
         for found in comm.gather_objects(sums, self.group):
             all_sums.update(found)
         with Shared(several(self.group)):
             if self.group.rank == 0:
-                self._rename(all_sums)
-
-    def _rename(self, sums: Mapping[str, Sum]) -> None:
-        index = {
-            "metadata": {
-                "total_size": sum(plan.data_bytes for plan in self.plans),
-                "checksums": {name: dataclasses.asdict(s) for name, s in sorted(sums.items())},
-            },
-            "weight_map": {key: plan.name for plan in self.plans for key in plan.starts},
-        }
-        (self.root / INDEX).unlink(missing_ok=True)
-        for plan in self.plans:
-            os.replace(self.temporary(plan), self.root / plan.name)
-        prepared = self.root / f".{INDEX}.{self.token}"
-        write_durably(prepared, json.dumps(index, indent=1).encode())
-        os.replace(prepared, self.root / INDEX)
-        kept = {plan.name for plan in self.plans}
-        for entry in self.root.iterdir():
-            if _PART.fullmatch(entry.name) and entry.name not in kept:
-                entry.unlink(missing_ok=True)
-        sync_folder(self.root)
+                self.export.commit(all_sums)
 
 
 def load_full(
@@ -198,7 +184,7 @@ def load_full(
     strict: bool = True,
     verify_files: bool = True,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> IncompatibleKeys:
     """Load safetensors files into a sharded, or plain, module; every rank must call it.
 
@@ -217,8 +203,15 @@ def load_full(
             or shapes do not fit; a rank did not come, which is named.
     """
     group = assemble("load_full", module, process_group, timeout)
+    with attending(group):
+        return _load(Path(path), module, strict, verify_files, group)
+
+
+def _load(
+    path: Path, module: nn.Module, strict: bool, verify_files: bool, group: Group
+) -> IncompatibleKeys:
     with Shared(several(group)):
-        items, sums = find_items(Path(path))
+        items, sums = find_items(path)
     with Shared(several(group)):
         for file in sorted(sums)[group.rank :: group.size] if verify_files else ():
             check_sum(file, sums[file])
@@ -247,8 +240,8 @@ def load_full(
     return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
-def find_items(path: Path) -> tuple[dict[str, Item], dict[Path, Sum]]:
-    """Every tensor below ``path`` by name, and the checksums of files that have one.
+def find_items(path: Path) -> tuple[dict[str, Item], dict[Path, list[Sum]]]:
+    """Every tensor below ``path`` by name, and what files may have that the index knows.
 
     Raises:
         RuntimeError: there are no such files, or one is missing, truncated or damaged.
@@ -267,27 +260,43 @@ def find_items(path: Path) -> tuple[dict[str, Item], dict[Path, Sum]]:
             what = "no .safetensors file" if not files else f"{len(files)} files and no index"
             raise RuntimeError(f"{path}: {what}; wanted a file, or a folder with {INDEX}.")
         return read_header(files[0])[0], {}
-    index = json_of(indices[0])
-    weight_map = index.get("weight_map")
+    (index,) = indices
+    single = path / index.name.removesuffix(".index.json")
+    if single.is_file():  # as Hugging Face's readers prefer it
+        items = read_header(single)[0]
+        names = {single.name}
+    else:
+        items, names = _items_of_index(index)
+    sums = {path / name: known for name, known in known_sums(index).items() if name in names}
+    return items, sums
+
+
+def _items_of_index(index: Path) -> tuple[dict[str, Item], set[str]]:
+    """The tensors that an index names, and the files they lie in."""
+    weight_map = json_of(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise RuntimeError(f"{indices[0]}: damaged: it has no 'weight_map'.")
+        raise RuntimeError(f"{index}: damaged: it has no 'weight_map'.")
+    for key, name in weight_map.items():
+        try:
+            check_relative(name)
+        except ValueError as error:
+            raise RuntimeError(f"{index}: damaged: where {key!r} lies, {error}.") from error
     items: dict[str, Item] = {}
     for name in sorted(set(weight_map.values())):
-        for key, item in read_header(path / name)[0].items():
+        for key, item in read_header(index.parent / name)[0].items():
             if weight_map.get(key) == name:
                 items[key] = item
     if lost := [key for key in weight_map if key not in items]:
-        raise RuntimeError(f"{path / weight_map[lost[0]]}: damaged: it lacks {lost[0]!r}.")
-    checksums = index.get("metadata", {}).get("checksums", {})
-    return items, {path / name: Sum(**entry) for name, entry in checksums.items()}
+        raise RuntimeError(f"{index.parent / weight_map[lost[0]]}: damaged: it lacks {lost[0]!r}.")
+    return items, set(weight_map.values())
 
 
-def check_sum(file: Path, wanted: Sum) -> None:
-    """Raise RuntimeError when a file is not what was saved."""
+def check_sum(file: Path, wanted: Sequence[Sum]) -> None:
+    """Raise RuntimeError when a file is none of what was saved."""
     found = Sum.of(file)
-    if found.bytes != wanted.bytes:
-        raise RuntimeError(f"{file}: truncated: {found.bytes} bytes, wanted {wanted.bytes}.")
-    if found != wanted:
+    if all(found.bytes != known.bytes for known in wanted):
+        raise RuntimeError(f"{file}: truncated: {found.bytes} bytes, wanted {wanted[0].bytes}.")
+    if found not in wanted:
         raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
 
 

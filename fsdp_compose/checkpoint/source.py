@@ -5,6 +5,9 @@ Needs no process group: what each rank reads depends on its own slices alone.
 
 from __future__ import annotations
 
+import io
+import pickle
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compose.checkpoint.files import describe_failures
+from fsdp_compose.checkpoint.metadata import Reader, check_whole
 from fsdp_compose.checkpoint.names import clean
 from fsdp_compose.checkpoint.values import as_whole, whole_shape
 from fsdp_compose.sharded import is_sharded, tag
@@ -32,7 +36,7 @@ class Source:
     """
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
-        self.path = path
+        self.path, self.metadata = path, metadata
         self.entries: dict[str, Any] = metadata.state_dict_metadata
         nested = metadata.planner_data or {}
         self.paths: dict[Path_, str] = {tuple(nested.get(key, (key,))): key for key in self.entries}
@@ -126,11 +130,15 @@ class Source:
             like: what it will be written into; of a sharded tensor of the saved shape only the
                 slice is read. None: all of it.
             dtype: None for that of ``like``, or the saved one.
+
+        Raises:
+            RuntimeError: the checkpoint does not hold all of it.
         """
         entry = self.entries[key]
         if not isinstance(entry, TensorStorageMetadata):
             self._wanted[key] = None
             return
+        check_whole(self.path, key, entry)
         dtype = dtype or (entry.properties.dtype if like is None else like.dtype)
         if is_sharded(like) and whole_shape(like) == entry.size:
             spec = like._shard_spec
@@ -147,9 +155,9 @@ class Source:
         """
         if not self._wanted:
             return
-        reader = FileSystemReader(self.path)
+        reader = Reader(self.path, self.metadata)
         try:
-            load_checkpoint_plan(self._wanted, reader, None, 0, True, DefaultLoadPlanner())
+            load_checkpoint_plan(self._wanted, reader, None, 0, True, _Planner())
         except CheckpointException as error:
             failures = [(rank, wrapped[0]) for rank, wrapped in error.failures.items()]
             raise RuntimeError(
@@ -157,6 +165,23 @@ class Source:
             ) from error
         self.values.update(self._wanted)
         self._wanted = {}
+
+
+class _Planner(DefaultLoadPlanner):
+    """Unpickles values that are not tensors as torch does with ``weights_only``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            what = "what is not plain data" if found is None else f"a {found[1]}"
+            raise RuntimeError(
+                f"{key!r} holds {what}, and is not unpickled, as that could run code. If you trust "
+                "the file, call torch.serialization.add_safe_globals([...]) with the class"
+            ) from error
+        self.original_state_dict[key] = loaded
 
 
 def _in_groups(path: Path_) -> bool:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_compose.checkpoint.metadata import check_shape
+
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -28,6 +30,9 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -55,6 +60,10 @@ class Item:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def read(self, first: int = 0, last: int | None = None) -> Tensor:
         """Elements ``[first, last)`` of the flattened tensor, as a 1-D tensor on the CPU.
@@ -88,13 +97,16 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError for what safetensors cannot hold."""
     if dtype not in _NAMES:
         raise ValueError(f"{name!r} is {dtype}, which the safetensors format cannot hold.")
+    if name == "__metadata__":
+        raise ValueError("'__metadata__' is no name of a tensor in the safetensors format.")
 
 
 def read_header(path: Path) -> tuple[dict[str, Item], dict[str, str]]:
     """What a file holds, by name, and its ``__metadata__``.
 
     Raises:
-        RuntimeError: it is missing, truncated or damaged.
+        RuntimeError: it is missing, truncated or damaged, or describes what no file can hold: its
+            tensors must fill it, each with bytes of its own.
     """
     try:
         size = path.stat().st_size
@@ -102,25 +114,59 @@ def read_header(path: Path) -> tuple[dict[str, Item], dict[str, str]]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size or length > _MAX_HEADER:
                 raise RuntimeError(f"{path}: truncated or not a safetensors file ({size} bytes).")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
         raise RuntimeError(f"{path}: missing.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{path}: damaged or unreadable ({error}).") from error
+    if not isinstance(header, dict):
+        raise RuntimeError(f"{path}: damaged: its header is a {type(header).__name__}.")
+    notes = header.pop("__metadata__", {})
     try:
-        notes = header.pop("__metadata__", {})
-        items: dict[str, Item] = {}
-        for name, entry in header.items():
-            start, stop = entry["data_offsets"]
-            item = Item(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
-            if stop - start != item.numel * item.dtype.itemsize or start < 0:
-                raise RuntimeError(f"{path}: damaged: {name!r} does not have the bytes it says.")
-            if 8 + length + stop > size:
-                raise RuntimeError(f"{path}: truncated: {size} bytes, wanted {8 + length + stop}.")
-            items[name] = item
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(f"{path}: damaged header ({error!r}).") from error
-    return items, notes
+        items = {name: _item(path, 8 + length, name, entry) for name, entry in header.items()}
+    except ValueError as error:
+        raise RuntimeError(f"{path}: damaged: {error}.") from error
+    end = 8 + length
+    for name, item in sorted(items.items(), key=lambda pair: (pair[1].start, pair[1].nbytes)):
+        if item.start != end:
+            how = "lies over another tensor" if item.start < end else "comes after unused bytes"
+            raise RuntimeError(f"{path}: damaged: {name!r} {how}.")
+        end += item.nbytes
+    if end > size:
+        raise RuntimeError(f"{path}: truncated: {size} bytes, wanted {end}.")
+    if end < size:
+        raise RuntimeError(f"{path}: damaged: {size - end} bytes belong to no tensor.")
+    return items, notes if isinstance(notes, dict) else {}
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name appears twice in its header")
+    return found
+
+
+def _item(path: Path, data: int, name: str, entry: object) -> Item:
+    """One entry of the header of a file whose data starts at byte ``data``.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    match entry:
+        case {"dtype": str(dtype), "shape": shape, "data_offsets": [start, stop]}:
+            pass
+        case _:
+            raise ValueError(f"{name!r} is described by {entry!r:.80}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name!r} is {dtype}; known are {', '.join(_DTYPES)}")
+    if type(start) is not int or type(stop) is not int or start < 0:
+        raise ValueError(f"{name!r} lies at {start!r:.40}, {stop!r:.40}")
+    item = Item(path, _DTYPES[dtype], check_shape(name, shape), data + start)
+    if stop - start != item.nbytes:
+        raise ValueError(
+            f"{name!r} has {stop - start} bytes; {dtype} of shape {item.shape} has {item.nbytes}"
+        )
+    return item
 
 
 class FilePlan:
