@@ -31,7 +31,7 @@ from fsdp_compose.comm import ReduceScatter
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
-from fsdp_compose.sharded import Hooks, Residence, set_local, to_local
+from fsdp_compose.sharded import Hooks, Residence, set_local, to_local, unit_finders
 from fsdp_compose.streams import Streams, make_streams
 from fsdp_compose.torch_private import untraced
 from fsdp_compose.verify import Log, code_of, is_alive, log_key
@@ -492,6 +492,15 @@ def find_state(module: nn.Module) -> _FSDPState | None:
     """The state ``fully_shard`` attached to ``module`` itself, if any."""
     state: _FSDPState | None = module.__dict__.get(STATE_KEY)
     return state
+
+
+def find_unit_name(module: nn.Module) -> str | None:
+    """The name of the unit that ``module`` heads, for errors that name it."""
+    state = find_state(module)
+    return None if state is None else state.unit.name
+
+
+unit_finders.append(find_unit_name)
 
 
 def get_state(module: nn.Module) -> _FSDPState:

@@ -13,7 +13,13 @@ from test_sharded import on_ranks, shard
 from torch import nn
 
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import ShardedTensor, ShardedWeightError, is_sharded, spec_of
+from fsdp_compose.sharded import (
+    ShardedTensor,
+    ShardedWeightError,
+    as_own_file,
+    is_sharded,
+    spec_of,
+)
 
 from harness import run_ranks
 
@@ -229,8 +235,13 @@ def test_state_dict_round_trip(ranks: int) -> None:
         params = shard(tensors(0), group)
         optimizer = torch.optim.AdamW(params, 0.1)
         step(optimizer, params, tensors(1))
+        with pytest.raises(ShardedWeightError, match=r"layer\.0.*optim_state_dict"):
+            torch.save(optimizer.state_dict(), io.BytesIO())
+        saved = optimizer.state_dict()
+        for values in saved["state"].values():
+            values.update((k, as_own_file(v)) for k, v in values.items() if is_sharded(v))
         buffer = io.BytesIO()
-        torch.save(optimizer.state_dict(), buffer)
+        torch.save(saved, buffer)
         buffer.seek(0)
         twins = [copy.deepcopy(p) for p in params]
         resumed = torch.optim.AdamW(twins, 0.1)

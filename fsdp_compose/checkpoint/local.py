@@ -81,6 +81,7 @@ def flat_spec(bucket: Bucket, name: str) -> ShardSpec:
         offset=0,
         hooks=type(first.hooks)(),
         parallel=None,
+        is_own_file=True,
     )
 
 

@@ -38,8 +38,9 @@ from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
 from fsdp_compose.comm import gather_objects
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
+from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
 from fsdp_compose.state import owner_of
+from fsdp_compose.torch_private import tree_map
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch.optim that is one number per parameter, also for a parameter of one number."""
@@ -109,6 +110,7 @@ def optim_state_dict(
             result["state"] = complete(module, state, parts)
         return _full(module, result, parts, wanted)
     if kind == "local":
+        result["state"] = tree_map(lambda v: as_own_file(v) if is_sharded(v) else v, state)
         result[WORLD] = _layout(parts)
     return result
 

@@ -5,6 +5,7 @@ them elementwise) answer ``shape``, ``dim()``, ``numel()`` with the original's. 
 functions act on the slice, reductions of everything are global (every rank of the group must call
 them) and differentiable, and whatever else would see a slice raises :class:`ShardedWeightError`.
 
+    advice.py   what an error says to call instead, by who called
     ops.py      tables of torch functions by what they mean on a slice
     parallel.py where a rank's part of a tensor lies that tensor parallelism split
     spec.py     where a slice lies in its parameter and its bucket
@@ -14,12 +15,14 @@ them) and differentiable, and whatever else would see a slice raises :class:`Sha
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
+from fsdp_compose.sharded.advice import unit_finders
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import Hooks, Residence, ShardedWeightError, ShardSpec, refuse
 from fsdp_compose.sharded.tensor import (
     ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
+    as_own_file,
     close_dtensor,
     gather_part,
     give_back_hooks,
@@ -49,6 +52,7 @@ __all__ = [
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
+    "as_own_file",
     "close_dtensor",
     "gather_part",
     "give_back_hooks",
@@ -68,6 +72,7 @@ __all__ = [
     "tag_all",
     "take_over_hooks",
     "to_local",
+    "unit_finders",
     "untag",
     "whole_slice",
 ]

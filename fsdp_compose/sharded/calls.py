@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp_compose.comm import all_reduce
 from fsdp_compose.sharded import ops
+from fsdp_compose.sharded.advice import WHOLE_COPY
 from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce
 from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import (
@@ -58,13 +59,14 @@ def _operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, 
     """The operands with every plain tensor cut as ``spec`` is; refuse what has no one meaning."""
     target = kwargs.get("out", args[0] if func in ops.IN_PLACE and args else None)
     if target is not None and not is_sharded(target):
-        refuse(func, spec, "it would write a slice into a plain tensor")
+        refuse(func, spec, _INTO_PLAIN, WHOLE_COPY)
     if kwargs.get("memory_format") not in _PLAIN_FORMATS:
         refuse(func, spec, "the slice has no memory format")
     cut = tuple(_operand(func, value, spec) for value in args)
     return cut, {k: _operand(func, value, spec) for k, value in kwargs.items()}
 
 
+_INTO_PLAIN = "it would write a slice into a plain tensor"
 _PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
@@ -160,7 +162,7 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if (name == first and func in ops.FOREACH_IN_PLACE) or (
                 func in ops.FUSED and items[i].ndim
             ):
-                refuse(func, spec, "it would write a slice into a plain tensor")
+                refuse(func, spec, _INTO_PLAIN, WHOLE_COPY)
             items[i] = _operand(func, items[i], spec)
     args = tuple(lists.get(i, value) for i, value in enumerate(args))
     out = call_raw(func, (), args, {k: lists.get(k, value) for k, value in kwargs.items()})
@@ -236,7 +238,7 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = first_spec(args, kwargs)
-    if len(spec.shape) != 1 or len(args) != 2 or kwargs:
+    if len(args) != 2 or kwargs or any(value.ndim != 1 for value in args):
         refuse(func, spec)
     first = args[0].conj() if func in _CONJUGATING else args[0]
     return (first * args[1]).sum()
@@ -285,6 +287,15 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return tag(func(tensor, *rest, **{**kwargs, "size": local}), spec)
         fill = rest[1:] if rest and not isinstance(rest[0], int) else ()
         return tag(func(tensor, local, *fill, **kwargs), spec)
+
+
+def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor of numbers like ``p``; other sharded tensors in it are refused."""
+    data = kwargs["data"] if "data" in kwargs else args[1]
+    if is_sharded(data):
+        refuse(func, data._shard_spec)
+    with raw():
+        return func(*args, **kwargs)
 
 
 def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -373,14 +384,13 @@ _handle(
     ops.functions("__bool__ __complex__ __float__ __index__ __int__ is_nonzero item", Tensor), _item
 )
 _handle(ops.functions("is_nonzero", torch), _item)
-_handle(ops.functions("new_empty new_full new_ones new_tensor new_zeros", Tensor), _new)
-_handle(ops.functions("new_tensor", Tensor), _shared)
+_handle(ops.functions("new_empty new_full new_ones new_zeros", Tensor), _new)
+_handle(ops.functions("new_tensor", Tensor), _new_tensor)
 _handle(ops.functions("contiguous", Tensor), _contiguous)
 _handle([torch.nn.functional.pad], _pad)
 _handle(ops.functions("view_as_real", torch), _view_as_real)
 _handle([torch.nn.init.constant_], _constant)
 _handle([torch.autograd.grad], _autograd_grad)
-_handle([torch.autograd.backward], _shared)
 _handle([torch.autograd.backward], _shared)  # given sharded tensors as inputs=
 for _name in (
     "__format__ __len__ __reduce_ex__ __repr__ dim is_contiguous ndimension nelement numel "

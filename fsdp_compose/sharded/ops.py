@@ -118,10 +118,9 @@ _SHARED_GETTERS = """
     name output_nr requires_grad retains_grad volatile
 """
 _SHARED_METHODS = """
-    __dir__ _is_view _is_zerotensor backward const_data_ptr data_ptr dense_dim element_size
-    get_device is_coalesced is_conj is_distributed is_inference is_neg is_pinned is_set_to
-    is_shared is_signed qscheme record_stream requires_grad_ retain_grad share_memory_ sparse_dim
-    storage storage_offset storage_type untyped_storage
+    __dir__ _is_view _is_zerotensor backward dense_dim element_size get_device is_coalesced is_conj
+    is_distributed is_inference is_neg is_pinned is_shared is_signed qscheme record_stream
+    requires_grad_ retain_grad share_memory_ sparse_dim storage_type
 """
 SHARED = (
     getters(_SHARED_GETTERS)
@@ -134,3 +133,10 @@ SHARED = (
     | setters("_backward_hooks _post_accumulate_grad_hooks grad_dtype names requires_grad")
 )
 """Facts that the slice and the whole have in common."""
+
+MEMORY = functions(
+    """__array__ __dlpack__ __dlpack_device__ _storage _typed_storage as_subclass const_data_ptr
+    data_ptr is_set_to numpy storage storage_offset untyped_storage""",
+    torch.Tensor,
+) | getters("__cuda_array_interface__")
+"""Functions that give out memory, of which a slice has less than its shape says: all refused."""

@@ -23,10 +23,19 @@ import torch
 from torch.overrides import resolve_name
 
 from fsdp_compose.mesh import Group
+from fsdp_compose.sharded.advice import SAVING, advise
 from fsdp_compose.sharded.parallel import Parallel
 from fsdp_compose.torch_private import is_called_by_dtensor
 
-__all__ = ["Hooks", "Residence", "ShardSpec", "ShardedWeightError", "refuse", "require_group"]
+__all__ = [
+    "Hooks",
+    "Residence",
+    "ShardSpec",
+    "ShardedWeightError",
+    "refuse",
+    "refuse_pickle",
+    "require_group",
+]
 
 
 class ShardedWeightError(RuntimeError):
@@ -67,6 +76,8 @@ class ShardSpec:
     residence: Residence
     hooks: Hooks = field(default_factory=Hooks)
     parallel: Parallel | None = None
+    is_own_file: bool = False
+    """Whether it was asked for as this rank's own slice (``kind="local"``): pickle may store it."""
     numel: int = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
@@ -150,8 +161,11 @@ def _cut(offset: int, numel: int, shard_numel: int, rank: int) -> tuple[int, int
     return start, min(max((rank + 1) * shard_numel - offset, start), numel)
 
 
-def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "") -> NoReturn:
-    """Raise D1 for a function that cannot work on the slice of ``spec``; D9 if DTensor calls it."""
+def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: str = "") -> NoReturn:
+    """Raise D1 for a function that cannot work on the slice of ``spec``; D9 if DTensor calls it.
+
+    ``instead`` says what to call, where that does not follow from ``func`` and from who calls it.
+    """
     if is_called_by_dtensor():
         raise ShardedWeightError(
             f"parameter {spec.fqn!r} of unit {spec.unit!r} is sharded, rank {spec.group.rank} "
@@ -163,10 +177,18 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "") -> NoReturn
     name = (resolve_name(func) or getattr(func, "__name__", repr(func))).removesuffix(".__get__")
     raise ShardedWeightError(
         f"{name} needs the whole of {spec.fqn!r} (unit {spec.unit!r}), of which rank "
-        f"{spec.group.rank} holds {spec.held}{why and f'; {why}'}. Gather it for a while: "
-        "`with fsdp_compose.gathered(module):`; if a method other than forward uses it, name the "
-        "method: `fully_shard(module, methods=('forward', ...))`. `p.full_tensor()` is a detached "
-        "copy of the whole, `p.to_local()` this rank's 1-D slice."
+        f"{spec.group.rank} holds {spec.held}{why and f'; {why}'}. "
+        f"{instead or advise(func, spec, spec.unit)}"
+    )
+
+
+def refuse_pickle(spec: ShardSpec) -> NoReturn:
+    """Raise for a slice that would be written to a file as if it were the whole."""
+    raise ShardedWeightError(
+        f"{spec.fqn!r} (unit {spec.unit!r}) is sharded: pickle (torch.save, "
+        f"broadcast_object_list, a queue) would store what rank {spec.group.rank} of "
+        f"{spec.group.size} holds, {spec.held}. {SAVING} The same goes for an optimizer's state: "
+        "optim_state_dict(model, optim, kind='full') or kind='local'."
     )
 
 

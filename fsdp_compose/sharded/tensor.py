@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -26,6 +27,7 @@ from fsdp_compose.sharded.spec import (
     ShardedWeightError,
     ShardSpec,
     refuse,
+    refuse_pickle,
     require_group,
 )
 from fsdp_compose.torch_private import (
@@ -209,6 +211,11 @@ class _Sharded(_Base):
             refuse(Tensor.set_, self._shard_spec)
         return call_raw(Tensor.set_, (), (self, *args), kwargs)
 
+    def as_subclass(self, cls: Any) -> Any:
+        if is_torch_function_enabled():
+            refuse(Tensor.as_subclass, self._shard_spec)
+        return call_raw(Tensor.as_subclass, (), (self, cls))
+
     def to_local(self) -> Tensor:
         """This rank's slice as a plain 1-D tensor: same storage, same version counter.
 
@@ -280,8 +287,14 @@ class _Sharded(_Base):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A slice and the place it has in the whole; what is unpickled knows it is a slice."""
+        """A slice and the place it has in the whole; what is unpickled knows it is a slice.
+
+        Raises:
+            ShardedWeightError: nobody asked for this rank's own slice, by ``kind="local"``.
+        """
         spec, local = self._shard_spec, to_local(self)
+        if not spec.is_own_file:
+            refuse_pickle(spec)
         if local.untyped_storage().nbytes() > local.nbytes:
             local = local.clone()
         place = (spec.fqn, spec.unit, tuple(spec.shape), spec.stride, spec.offset)
@@ -370,6 +383,11 @@ def untag(tensor: Any) -> Any:
 def to_local(tensor: Tensor) -> Tensor:
     """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
     return call_raw(Tensor.detach, (), (tensor,))
+
+
+def as_own_file(tensor: Tensor) -> Any:
+    """A detached slice that pickle may store, for a file of this rank alone."""
+    return tag(to_local(tensor), replace(spec_of(tensor), is_own_file=True))
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
@@ -533,6 +551,7 @@ def rebuild_sharded(
         group,
         Residence(),
         parallel=None if not rest or rest[0] is None else Parallel.from_plain(rest[0]),
+        is_own_file=True,
     )
     return _build(ShardedParameter if is_parameter else ShardedTensor, local, spec, requires_grad)
 

@@ -1,0 +1,163 @@
+"""What to call instead of a function that is refused on a slice, judged by who called it.
+
+The callers' frames are read, which takes time only where an error is raised anyway. The innermost
+frame that says something decides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compose.sharded.ops import MEMORY
+
+__all__ = ["RAW", "SAVING", "WHOLE_COPY", "advise", "unit_finders"]
+
+unit_finders: list[Callable[[nn.Module], str | None]] = []
+"""Functions that give the name of the unit that a module heads, or None; ``state.py`` adds one."""
+
+_COPIES = (
+    "`p.full_tensor()` is a detached copy of the whole (every rank calls it), `p.to_local()` this "
+    "rank's 1-D slice."
+)
+ANY = (
+    "Gather it for a while: `with fsdp_compose.gathered(module):`; if a method other than forward "
+    f"uses it, name the method: `fully_shard(module, methods=('forward', ...))`. {_COPIES}"
+)
+SAVING = (
+    "To save the whole, call on every rank fsdp_compose.save_full(model, path) (safetensors), "
+    "save_checkpoint(...), or state_dict(model, kind='full'), whose plain tensors any format "
+    "takes; state_dict(model, kind='local') is for one file per rank."
+)
+RAW = (
+    f"{SAVING} The memory of the slice itself is `p.to_local()`, or all of it "
+    "local_parameters(model); `p.full_tensor()` is a detached copy of the whole (every rank calls "
+    "it). Tied parameters are one object: compare id(p), not addresses."
+)
+WHOLE_COPY = (
+    "An EMA or another copy of the model that was made before fully_shard is whole: make it after, "
+    "with copy.deepcopy(model) or AveragedModel(model), and it is sharded alike. State that an "
+    "optimizer made before is whole too: carry it over with optim_state_dict and "
+    f"load_optim_state_dict. {_COPIES}"
+)
+INIT = (
+    "An initialiser sees the whole in `with fsdp_compose.gathered(module, writeback=True):`, which "
+    "every rank enters with the same seed (or rank0_only=True); or initialise before fully_shard, "
+    "or pass fully_shard param_init_fn=. "
+    f"{_COPIES}"
+)
+HOOK = (
+    "A gradient hook is given the reduced gradient's slice: `grad.norm()`, `grad.mean()`, "
+    "`grad.max()` and arithmetic with numbers work on it as they are; `grad.to_local()` is this "
+    "rank's 1-D slice (for a histogram of it, say), `grad.full_tensor()` the whole, which every "
+    "rank's hook must call."
+)
+EDGE = (
+    "Its gradient is reduced by its unit, so its node in the graph never sees it. Give "
+    "torch.autograd.grad and backward(inputs=) the parameter itself; for a hook call "
+    "p.register_post_accumulate_grad_hook(fn), or p.register_hook(fn)."
+)
+MULTI_HOOK = (
+    "Gradients are reduced a unit at a time, so autograd cannot count them. To act on a unit's "
+    "gradients together call fsdp_compose.register_post_reduce_hook(module, fn); on each, "
+    "p.register_hook(fn) or p.register_post_accumulate_grad_hook(fn); on the first one, "
+    "register_multi_grad_hook(..., mode='any')."
+)
+STAGE = (
+    "A schedule that splits backward needs to know that the stage is sharded: "
+    "`fsdp_compose.pipeline_stage(stage)` before the schedule is built."
+)
+PRIVACY = (
+    "opacus clips each sample's gradient before ranks combine them, and fsdp_compose reduces "
+    "gradients inside backward, so the two cannot train one model: wrap the plain model in opacus "
+    "(with its own DPDDP, or its FSDP2 support), or train without it."
+)
+
+
+def _in_optimizer(name: str) -> str:
+    make = f"lambda groups: {name}(groups, ...)"
+    return (
+        f"{name} asks for whole parameters, so step it as "
+        f"`fsdp_compose.owner_step(params, {make})`: one rank has each whole parameter, and a step "
+        "sends this rank's part of parameters and gradients there and back (nothing with "
+        "granularity='tensor'). fsdp_compose.local_parameters(model) costs nothing and gives "
+        "plain 1-D slices: right where each element is updated by itself, and wrong without an "
+        "error where an optimizer takes norms, means or sums of a parameter (LAMB, LARS, "
+        "Adafactor, Muon, Shampoo) or of all of them (Prodigy, D-Adaptation, whose sums "
+        f"owner_step does not join either). {_COPIES}"
+    )
+
+
+def _in_method(module: nn.Module, method: str, unit: str) -> str:
+    kind = type(module).__name__
+    given = f"methods=('forward', {method!r})"
+    if any(find(module) == unit for find in unit_finders):
+        text = f"{kind}.{method} gathers it if you name that method: fully_shard(module, {given}"
+        return f"{text}, ...); or, for a while, `with fsdp_compose.gathered(module):`. {_COPIES}"
+    return (
+        f"{kind}.{method} gathers it if that {kind} is a unit of its own: fully_shard(part, "
+        f"{given}) before the module around it, or in units=; or, for a while, "
+        f"`with fsdp_compose.gathered(module):`. {_COPIES}"
+    )
+
+
+_BY_PACKAGE = {"numpy": RAW, "opacus": PRIVACY, "safetensors": RAW}
+_BY_MODULE = {
+    "torch.distributed.pipelining._backward": STAGE,
+    "torch.nn.init": INIT,
+    "torch.serialization": RAW,
+}
+_BY_CALLER = {
+    ("torch.autograd.graph", "get_gradient_edge"): EDGE,
+    ("torch.autograd.graph", "register_multi_grad_hook"): MULTI_HOOK,
+    ("fsdp_compose.sharded.tensor", "on_slice"): HOOK,
+    ("torch.optim.swa_utils", "update_parameters"): WHOLE_COPY,
+}
+_EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
+
+
+def advise(func: Callable[..., Any], spec: object, unit: str) -> str:
+    """What to call instead of ``func`` on the slice of ``spec``, whose unit is called ``unit``."""
+    if func in MEMORY:
+        return RAW
+    for frame in _callers():
+        module = str(frame.f_globals.get("__name__", ""))
+        found = (
+            _BY_CALLER.get((module, frame.f_code.co_name))
+            or _BY_MODULE.get(module)
+            or _BY_PACKAGE.get(module.partition(".")[0])
+        )
+        if found is not None:
+            return found
+        owner, name = _self_of(frame), frame.f_code.co_name
+        if isinstance(owner, Optimizer):
+            return _in_optimizer(type(owner).__name__)
+        if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
+            return _in_method(owner, name, unit)
+    return f"{EDGE} {_COPIES}" if func in _EDGES else ANY
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _self_of(frame: FrameType) -> Any:
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _has(module: nn.Module, spec: object) -> bool:
+    return any(getattr(param, "_shard_spec", None) is spec for param in module.parameters())
+
+
+def _is_own_method(module: nn.Module, name: str) -> bool:
+    is_module = name == "forward" or name in dir(nn.Module)
+    return not is_module and callable(getattr(type(module), name, None))
