@@ -17,6 +17,7 @@ blocks and their scales. Replicas each do the work on equal gradients, so they s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -127,11 +128,9 @@ class _Piece:
         return flatten(new, self.entry.spec.stride)
 
     def hollow(self) -> None:
-        """Hold nothing until the next step."""
-        stride = self.entry.spec.stride if self.parallel is None else self.parallel.stride
-        empty = self.plain.data.new_empty(0).new_empty(self.shape.numel())
-        self.plain.data = empty.as_strided(self.shape, stride)
-        self.plain.untyped_storage().resize_(0)
+        """Hold nothing until the next step: one NaN reads as every element."""
+        nan = self.plain.data.new_full((1,) * len(self.shape), math.nan)
+        self.plain.data = nan.expand(self.shape)
         self.plain.grad = self.part = self.part_grad = None
 
 

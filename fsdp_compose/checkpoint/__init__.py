@@ -3,7 +3,8 @@
 from fsdp_compose.checkpoint.dcp import Saving, load_checkpoint, save_checkpoint
 from fsdp_compose.checkpoint.full import load_full, save_full
 from fsdp_compose.checkpoint.model import load_state_dict, state_dict
-from fsdp_compose.checkpoint.optim import load_optim_state_dict, optim_state_dict
+from fsdp_compose.checkpoint.optim import load_optim_state_dict
+from fsdp_compose.checkpoint.optim_read import optim_state_dict
 from fsdp_compose.checkpoint.plain import (
     get_state_dict_type,
     set_state_dict_type,

@@ -28,6 +28,7 @@ from fsdp_compose.checkpoint.consensus import (
     assemble,
     attending,
     check_names,
+    groups_of,
     settle,
     several,
 )
@@ -36,6 +37,7 @@ from fsdp_compose.checkpoint.members import OptimLike
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
 from fsdp_compose.checkpoint.names import Names, clean, names_of
+from fsdp_compose.checkpoint.optim_read import Found, read_optim
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
@@ -131,9 +133,17 @@ def _save(
 ) -> Saving:
     check_names("save_checkpoint", module, group, everywhere=False)
     problem: Exception | None = None
+    found: Found | None = None
+    try:
+        found = None if optim is None else read_optim(module, optim)
+    except Exception as error:
+        problem = error
+    settle(problem, several(group))
     state: dict[str, Any] = {}
     try:
-        state = _state(module, optim, extra, group)
+        if found is not None:
+            found.agree("save_checkpoint", groups_of(module))
+        state = _state(module, found, extra, group)
         if asynchronous:
             state = _staged(state)
     except Exception as error:
@@ -159,13 +169,11 @@ def _save(
     return saving
 
 
-def _state(
-    module: nn.Module, optim: OptimLike | None, extra: object, group: Group
-) -> dict[str, Any]:
+def _state(module: nn.Module, found: Found | None, extra: object, group: Group) -> dict[str, Any]:
     """What this rank saves: what it alone has, and on the first rank what is alike everywhere."""
     state: dict[str, Any] = {"model": dict(state_dict(module, "sharded"))}
-    if optim is not None:
-        state["optim"] = optimizers.optim_state_dict(module, optim, "sharded")
+    if found is not None:
+        state["optim"] = found.result
     if group.rank:
         state = _only_sharded(state)
     for key, value in (("extra", extra), ("comm_hooks", comm_hooks.snapshot(module))):

@@ -1,4 +1,4 @@
-"""Optimizer state by FQN: out of any optimizer over a sharded module, and into any other.
+"""Optimizer state by FQN into any optimizer over a sharded module; nothing is written on error.
 
 The format is that of a plain optimizer with names for numbers::
 
@@ -11,36 +11,23 @@ of (``owner_step``), which only that rank lists; everything else is the same on 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.bucket import Bucket
 from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
-from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.names import clean, listing, parameter_names
+from fsdp_compose.checkpoint.nested import find_object, flatten, unflatten
+from fsdp_compose.checkpoint.optim_read import WORLD, describe_object, layout_of
 from fsdp_compose.checkpoint.rekey import has_numbers, to_names
-from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
-from fsdp_compose.checkpoint.structure import (
-    block_spec,
-    by_block,
-    complete,
-    fits,
-    owned,
-    restored,
-    row_keys,
-)
+from fsdp_compose.checkpoint.structure import Owned, block_spec, complete, fits, restored
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
-from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
-from fsdp_compose.comm import gather_objects
+from fsdp_compose.checkpoint.values import fit, needs_gather, whole, whole_shape
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
-from fsdp_compose.state import owner_of
-from fsdp_compose.torch_private import tree_map
+from fsdp_compose.sharded import ShardSpec, is_sharded, to_local
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch.optim that is one number per parameter, also for a parameter of one number."""
@@ -52,153 +39,6 @@ ELEMENTWISE = frozenset(
     )
 )
 """State of torch.optim that has the parameter's shape."""
-
-WORLD = "_fsdp_compose_local"
-
-
-def optim_state_dict(
-    module: nn.Module,
-    optim: OptimLike,
-    kind: Kind = "full",
-    *,
-    cpu_offload: bool = False,
-    rank0_only: bool = False,
-) -> dict[str, Any]:
-    """The state of an optimizer over ``module``'s parameters, by FQN; nothing is changed.
-
-    Args:
-        optim: one optimizer, or several (one per layer, one per parameter) whose states are merged.
-            They may hold the parameters, or plain tensors over pieces of the shards.
-        kind: ``"full"``: plain tensors of the parameters' shapes, gathered bucket by bucket; every
-            rank must call it. ``"sharded"``: no communication; live slices that know their place.
-            ``"local"``: as sharded, and loads only into the same layout.
-        cpu_offload, rank0_only: with ``"full"``, as in ``state_dict``.
-
-    Raises:
-        ValueError: the optimizer holds tensors that are not ``module``'s, or options that do not
-            go together.
-        TypeError: ``optim`` is not an optimizer.
-    """
-    wanted = StateDictType(kind, cpu_offload, rank0_only)
-    state: dict[str, dict[str, Any]] = {}
-    parts: dict[str, Part] = {}
-    result: dict[str, Any] = {"state": state, "param_groups": []}
-    for one in optimizers_of(optim):
-        plain = one.state_dict()
-        groups = members_of(module, one)
-        numbers = [number for group in plain["param_groups"] for number in group["params"]]
-        flat = [member for group in groups for member in group]
-        held = [
-            (member, plain["state"].get(n, {})) for n, member in zip(numbers, flat, strict=True)
-        ]
-        rows = row_keys(held)
-        if kind == "full" and any(member.is_raw for member in flat):
-            for group in groups_of(module):
-                rows = set().union(*gather_objects(rows, group))
-        for member, found in held:
-            parts.update((part.name, part) for part in member.parts)
-            for part, values in _split(member, found, rows):
-                if values:
-                    state[part.name] = values
-        for group, members in zip(plain["param_groups"], groups, strict=True):
-            hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            names = [part.name for member in members for part in member.parts]
-            result["param_groups"].append({**hyper, "params": names})
-        result.update((k, v) for k, v in plain.items() if k not in ("state", "param_groups"))
-    if kind == "full":
-        if any(part.owner is not None for part in parts.values()):
-            result["state"] = complete(module, state, parts)
-        return _full(module, result, parts, wanted)
-    if kind == "local":
-        result["state"] = tree_map(lambda v: as_own_file(v) if is_sharded(v) else v, state)
-        result[WORLD] = _layout(parts)
-    return result
-
-
-def _split(
-    member: Member, values: Mapping[str, Any], rows: Collection[str]
-) -> Iterable[tuple[Part, dict[str, Any]]]:
-    """A member's state, for each of its parts."""
-    for part in member.parts:
-        if part.owner is not None and part.spec is not None:
-            yield part, owned(part, values)
-            continue
-        yield part, {k: _piece(member, part, k, v, k in rows) for k, v in values.items()}
-
-
-def _piece(member: Member, part: Part, key: str, value: Any, has_rows: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if is_sharded(value):
-        return as_whole(value)
-    if part.spec is None:
-        return value.detach()
-    local = (part.spec.stop - part.spec.start,)
-    if member.is_raw:
-        if value.ndim and has_rows and len(member.parts) == 1:
-            return by_block(part, key, value)
-        if value.shape == member.param.shape and value.ndim:
-            return as_whole(tag(value.detach()[part.span], part.spec))
-    elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
-        return as_whole(tag(value.detach(), part.spec))  # an optimizer over p.to_local()
-    return value.detach()
-
-
-def _layout(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """What must be alike where ``kind="local"`` is loaded; not the rank, which the slices know."""
-    return {
-        name: (
-            part.spec.group.size,
-            part.spec.offset,
-            part.spec.shard_numel,
-            part.owner,
-            *_place(part.spec),
-        )
-        for name, part in parts.items()
-        if part.spec is not None
-    }
-
-
-def _place(spec: ShardSpec) -> tuple[object, ...]:
-    return () if spec.parallel is None else spec.parallel.key
-
-
-def _full(
-    module: nn.Module, sharded: dict[str, Any], parts: Mapping[str, Part], wanted: StateDictType
-) -> dict[str, Any]:
-    """Gather one kind of state of one bucket at a time."""
-    keep = not wanted.rank0_only or is_first(module)
-    state: dict[str, dict[str, Any]] = {name: {} for name in sharded["state"]}
-    runs: dict[tuple[int, str, torch.dtype], tuple[Bucket, dict[str, Tensor]]] = {}
-    for name, values in sharded["state"].items():
-        entry = parts[name].entry
-        for key, value in values.items():
-            if is_sharded(value) and entry is not None and value._shard_spec.key == entry.spec.key:
-                bucket = owner_of(entry)
-                run = runs.setdefault((id(bucket), key, value.dtype), (bucket, {}))
-                run[1][name] = value
-                state[name][key] = None  # keeps the order of keys
-            elif isinstance(value, Tensor):
-                state[name][key] = own_copy(whole(value), wanted.cpu_offload)
-            else:
-                state[name][key] = value
-    for (_, key, dtype), (bucket, values) in runs.items():
-        shard = bucket.shard.new_zeros(bucket.layout.shard_numel, dtype=dtype)
-        slices = shard.split(bucket.splits)
-        for name, value in values.items():
-            entry = parts[name].entry
-            assert entry is not None
-            slices[bucket.pieces[entry.index]].copy_(to_local(value))
-        flat = gather_bucket(bucket, shard)
-        for name in values:
-            entry = parts[name].entry
-            assert entry is not None
-            view = full_view(bucket, flat, entry.index)  # a collective where it was split
-            if keep:
-                state[name][key] = own_copy(view, wanted.cpu_offload)
-            del view
-        del flat
-    return {**sharded, "state": state} if keep else {}
 
 
 def load_optim_state_dict(
@@ -291,6 +131,21 @@ def commit(targets: Targets, given: Mapping[str, Any]) -> None:
     ready = [(one, _numbered(one, members, given)) for one, members in targets]
     for one, plain in ready:
         one.load_state_dict(plain)
+        params = [p for group in one.param_groups for p in group["params"]]
+        for number, values in plain["state"].items():
+            own = one.state.get(params[number], {})
+            own.update({k: _with_text(v, own[k]) for k, v in values.items() if k in own})
+
+
+def _with_text(saved: Any, loaded: Any) -> Any:
+    """What was loaded, with strings as they were saved; torch casts them letter by letter."""
+    if isinstance(saved, str | bytes):
+        return saved
+    if type(saved) is dict:
+        return {key: _with_text(value, loaded[key]) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(map(_with_text, saved, loaded))
+    return loaded
 
 
 def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
@@ -309,7 +164,10 @@ def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, An
         ]
         state_dict = to_names(state_dict, order)
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
-    state = {canonical.get(clean(n), clean(n)): v for n, v in state_dict["state"].items()}
+    state = {
+        canonical.get(clean(n), clean(n)): Owned(flatten(v)) if isinstance(v, Owned) else flatten(v)
+        for n, v in state_dict["state"].items()
+    }
     groups = [
         {**group, "params": [canonical.get(clean(n), clean(n)) for n in group["params"]]}
         for group in state_dict["param_groups"]
@@ -333,7 +191,7 @@ def _check(
     problems: list[str] = []
     gathers = 0
     if given.get(WORLD) is not None:
-        mine = _layout(parts_of(targets))
+        mine = layout_of(parts_of(targets))
         for name, place in mine.items():
             theirs = given[WORLD].get(name)
             if theirs is not None and tuple(theirs) != place:
@@ -394,6 +252,8 @@ def _misfits(
 ) -> list[str]:
     found: list[str] = []
     for key, value in values.items():
+        if part.spec is not None and find_object(value) is not None:
+            found.append(describe_object("the state given", key, part.name, value))
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
@@ -453,7 +313,7 @@ def _numbered(
         numbers = []
         for member in members:
             if values := _joined(optim, member, given):
-                state[number] = values
+                state[number] = unflatten(values)
             numbers.append(number)
             number += 1
         names = [part.name for member in members for part in member.parts]
@@ -467,7 +327,7 @@ def _numbered(
 
 def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
     """A member's state, from that of its parts."""
-    before = optim.state.get(member.param, {})
+    before = flatten(optim.state.get(member.param, {}))
     result: dict[str, Any] = {}
     for part in member.parts:
         if part.owner is not None and part.spec is not None:

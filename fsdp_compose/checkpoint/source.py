@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fsdp_compose.checkpoint.files import describe_failures
 from fsdp_compose.checkpoint.metadata import Reader, check_whole
 from fsdp_compose.checkpoint.names import clean
+from fsdp_compose.checkpoint.nested import nested_key
 from fsdp_compose.checkpoint.values import as_whole, whole_shape
 from fsdp_compose.sharded import is_sharded, tag
 from fsdp_compose.torch_private import load_checkpoint_plan
@@ -98,7 +99,8 @@ class Source:
             match path[depth:]:
                 case ("param_groups", int(number), hyper):
                     groups.setdefault(number, {})[hyper] = key
-                case ("state", name, what):
+                case ("state", name, first, *rest):
+                    what = nested_key(first, rest)
                     tensor = isinstance(self.entries[key], TensorStorageMetadata)
                     state.setdefault(name, {})[what] = self.outline(key) if tensor else key
                     if not tensor:

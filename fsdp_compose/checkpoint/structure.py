@@ -39,11 +39,7 @@ class _Outline:
 
 
 def owned(part: Part, values: Mapping[str, Any]) -> Owned:
-    """The owner's state of ``part`` as values that are saved; memory is shared.
-
-    Raises:
-        TypeError: a value is neither a tensor, a number, a string nor None.
-    """
+    """The owner's state of ``part`` as values that are saved; memory is shared."""
     assert part.spec is not None and part.owner is not None
     found = Owned()
     for key, value in values.items():
@@ -51,13 +47,8 @@ def owned(part: Part, values: Mapping[str, Any]) -> Owned:
             stride = storage_order(value)
             spec = _spec(part.spec, key, tuple(value.shape), stride, part.owner)
             found[key] = tag(flatten(value.detach(), stride), spec)
-        elif value is None or isinstance(value, bool | int | float | str):
-            found[key] = value
         else:
-            raise TypeError(
-                f"optimizer state: {key!r} of {part.name!r} is a {type(value).__name__}; wanted "
-                "tensors, numbers and strings, each under a key of its own."
-            )
+            found[key] = value
     return found
 
 

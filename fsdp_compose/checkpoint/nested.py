@@ -1,0 +1,113 @@
+"""Lists, tuples and dictionaries of tensors in optimizer state, as one flat dictionary and back.
+
+``{"GG": [a, b], "step": 3}`` is ``{"GG[0]": a, "GG[1]": b, "step": 3}`` when flat: ``[0]`` is an
+item of a list, ``(0)`` of a tuple, ``{'left'}`` or ``{2}`` an entry of a dictionary. Containers
+without a tensor stay one value.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_compose.torch_private import is_opaque
+
+_STEP = r"\[\d+\]|\(\d+\)|\{-?\d+\}|\{'[^']*'\}"
+_NESTED = re.compile(rf"(.+?)((?:{_STEP})+)", re.DOTALL)
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_CONSTANTS = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def flatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """One parameter's state with every tensor under a key of its own."""
+    found: dict[Any, Any] = {}
+    for key, value in values.items():
+        if type(value) in (list, tuple, dict) and has_tensor(value):
+            found.update(_leaves(str(key), value))
+        else:
+            found[key] = value
+    return found
+
+
+def unflatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Undo ``flatten``."""
+    root: dict[Any, Any] = {}
+    for key, value in values.items():
+        match = _NESTED.fullmatch(key) if isinstance(key, str) else None
+        if match is None:
+            root[key] = value
+            continue
+        at: dict[Any, Any] = root
+        name: Any = match[1]
+        for step in re.findall(_STEP, match[2]):
+            at = at.setdefault(name, _Branch())
+            name = (step[0], ast.literal_eval(step[1:-1]))
+        at[name] = value
+    return {key: _build(value) for key, value in root.items()}
+
+
+def nested_key(key: Any, path: Iterable[Any]) -> Any:
+    """The flat key of what lies at ``path`` in lists and dictionaries below ``key``."""
+    steps = [_step("[" if type(at) is int else "{", at) for at in path]
+    return "".join([str(key), *steps]) if steps else key
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether ``value`` is a tensor or a container with one in it."""
+    if isinstance(value, Tensor):
+        return True
+    items = value.values() if type(value) is dict else value
+    return type(value) in (list, tuple, dict) and any(map(has_tensor, items))
+
+
+def find_object(value: Any) -> Any:
+    """The first thing in ``value`` that cannot be saved and resumed on other ranks, or None.
+
+    Tensors, numbers, strings and containers of them can. Objects, and tensors of classes that keep
+    their numbers elsewhere, may hold a slice or the whole, and nothing tells which.
+    """
+    if isinstance(value, Tensor):
+        return value if is_opaque(value) else None
+    if value is None or isinstance(value, _CONSTANTS):
+        return None
+    if type(value) not in (list, tuple, dict):
+        return value
+    items = [*value, *value.values()] if type(value) is dict else value
+    return next((found for item in items if (found := find_object(item)) is not None), None)
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) not in (list, tuple, dict) or not has_tensor(value):
+        yield prefix, value
+    elif type(value) is dict:
+        for key, item in value.items():
+            if not isinstance(key, str | int) or "'" in str(key):
+                raise TypeError(f"optimizer state: {prefix!r} has a key {key!r}; wanted a string")
+            yield from _leaves(prefix + _step("{", key), item)
+    else:
+        for index, item in enumerate(value):
+            yield from _leaves(prefix + _step("[" if type(value) is list else "(", index), item)
+
+
+def _step(kind: str, key: Any) -> str:
+    return f"{kind}{key!r}{_CLOSING[kind]}"
+
+
+class _Branch(dict[Any, Any]):
+    """A container in the making, by (kind, key)."""
+
+
+def _build(value: Any) -> Any:
+    if type(value) is not _Branch:
+        return value
+    items = {key: _build(item) for (_, key), item in value.items()}
+    kind = next(iter(value))[0]
+    if kind == "{":
+        return items
+    ordered = [items[index] for index in sorted(items)]
+    return ordered if kind == "[" else tuple(ordered)

@@ -1,0 +1,185 @@
+"""Ranks agree on what their optimizers hold before anything is gathered, or all of them raise.
+
+What is cut is compared by name, type and shape; what is not (step counts, learning rates, an
+optimizer's own sums) by its numbers too, since one rank's are saved for all.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_compose import comm
+from fsdp_compose.checkpoint.members import Part
+from fsdp_compose.checkpoint.structure import Owned
+from fsdp_compose.mesh import Group
+from fsdp_compose.sharded import is_sharded, spec_of, tag
+from fsdp_compose.state import owner_of
+
+Fact = tuple[Any, ...]
+"""Of cut state ("cut", dtype, whole shape), of any other tensor ("tensor", dtype, shape, numbers),
+else ("value", text)."""
+
+Facts = dict[str, dict[tuple[str, Any], Fact]]
+"""Parameter -> ("state", key) or ("setting", key) -> what must be alike on all ranks."""
+
+_FEW = 16
+"""Elements up to which numbers are compared as such; longer tensors are compared by a digest."""
+
+
+class _Report(NamedTuple):
+    facts: Facts
+    empty: set[str]  # parameters of which the rank has no element
+
+
+def agree_on_state(
+    caller: str, result: Mapping[str, Any], parts: Mapping[str, Part], groups: Iterable[Group]
+) -> None:
+    """Raise on every rank where the optimizers of two ranks differ; a collective.
+
+    An optimizer may skip a slice without elements. Then the other ranks tell what state it lacks,
+    and it is added to ``result``.
+
+    Raises:
+        RuntimeError: naming the parameter, what differs and the ranks.
+    """
+    facts = _facts_of(result, parts)
+    for group in groups:
+        mine = {name: fact for name, fact in facts.items() if _is_over(parts[name], group)}
+        digests = comm.gather_objects(_digest(mine), group)
+        if any(digest != digests[0] for digest in digests):
+            empty = {name for name in mine if _is_empty(parts[name])}
+            reports = comm.gather_objects(_Report(mine, empty), group)
+            _compare(caller, reports, group)
+            _fill(result["state"], parts, mine, reports)
+
+
+def _facts_of(result: Mapping[str, Any], parts: Mapping[str, Part]) -> Facts:
+    facts: Facts = {}
+    for group in result["param_groups"]:
+        settings = {("setting", k): _fact(v) for k, v in group.items() if k != "params"}
+        for name in group["params"]:
+            facts[name] = dict(settings)
+    for name, values in result["state"].items():
+        if name in facts and not isinstance(values, Owned):
+            facts[name].update((("state", key), _fact(value)) for key, value in values.items())
+    return {name: fact for name, fact in facts.items() if parts[name].entry is not None}
+
+
+def _fact(value: Any) -> Fact:
+    if is_sharded(value):
+        return "cut", str(value.dtype), tuple(spec_of(value).whole_shape)
+    if isinstance(value, Tensor):
+        return "tensor", str(value.dtype), tuple(value.shape), _numbers(value.detach())
+    return "value", _text(value)
+
+
+def _numbers(tensor: Tensor) -> Any:
+    if tensor.numel() <= _FEW:
+        return str(tensor.tolist())
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(bytes(data.tolist()), digest_size=8).hexdigest()
+
+
+def _text(value: Any) -> str:
+    """What tells two settings apart; of objects and functions only the class is the same."""
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(map(_text, value))})"
+    if isinstance(value, dict):
+        return str({str(key): _text(item) for key, item in value.items()})
+    if isinstance(value, Tensor):
+        return str(_fact(value))
+    plain = value is None or isinstance(value, bool | int | float | complex | str)
+    return repr(value) if plain else type(value).__name__
+
+
+def _digest(facts: Facts) -> bytes:
+    ordered = [(name, sorted(facts[name].items(), key=str)) for name in sorted(facts)]
+    return hashlib.blake2b(repr(ordered).encode(), digest_size=16).digest()
+
+
+def _is_over(part: Part, group: Group) -> bool:
+    """Whether the parameter is cut or copied over this group."""
+    assert part.entry is not None
+    parallel = part.entry.spec.parallel
+    groups = (*owner_of(part.entry).mesh.groups, *(() if parallel is None else parallel.groups))
+    return any(group.ranks == other.ranks for other in groups)
+
+
+def _is_empty(part: Part) -> bool:
+    return part.spec is not None and part.spec.start == part.spec.stop
+
+
+def _lacks_state(report: _Report, name: str) -> bool:
+    """Whether the rank has no element of the parameter, and so may have no state of it."""
+    return name in report.empty and not any(kind == "state" for kind, _ in report.facts[name])
+
+
+def _compare(caller: str, reports: Sequence[_Report], group: Group) -> None:
+    ranked = list(zip(group.ranks, reports, strict=True))
+    for name in dict.fromkeys(name for report in reports for name in report.facts):
+        absent = [rank for rank, report in ranked if name not in report.facts]
+        if absent:
+            raise RuntimeError(
+                f"{caller}: the optimizer of rank {absent[0]} does not hold {name!r}, those of "
+                "other ranks do; every rank must give its optimizers the same parameters."
+            )
+        found = [(r, report.facts[name]) for r, report in ranked if not _lacks_state(report, name)]
+        for rank, fact in found[1:]:
+            _compare_facts(caller, name, found[0], (rank, fact))
+
+
+def _compare_facts(
+    caller: str, name: str, a: tuple[int, dict[Any, Fact]], b: tuple[int, dict[Any, Fact]]
+) -> None:
+    for at in (*a[1], *b[1]):
+        if a[1].get(at) != b[1].get(at):
+            kind, key = at
+            raise RuntimeError(
+                f"{caller}: {kind} {key!r} of {name!r} is {_show(a[1].get(at))} on rank {a[0]} and "
+                f"{_show(b[1].get(at))} on rank {b[0]}; wanted the same on every rank, since it is "
+                "not cut. An optimizer that takes sums or norms over local_parameters or "
+                "flat_parameters takes them of one rank's slices: give it the sharded parameters, "
+                "whose sums are of the whole, or use owner_step where it needs whole matrices."
+            )
+
+
+def _show(fact: Fact | None) -> str:
+    if fact is None:
+        return "absent"
+    if fact[0] == "cut":
+        return f"cut, {fact[1]} of shape {fact[2]}"
+    return str(fact[-1])
+
+
+def _fill(
+    state: dict[str, Any], parts: Mapping[str, Part], mine: Facts, reports: Sequence[_Report]
+) -> None:
+    """Add the state of parameters that this rank's optimizer skipped, having no element of them."""
+    for name, facts in mine.items():
+        part = parts[name]
+        if not _lacks_state(_Report(mine, {name} if _is_empty(part) else set()), name):
+            continue
+        others = (report.facts[name] for report in reports if not _lacks_state(report, name))
+        theirs: dict[tuple[str, Any], Fact] = next(others, facts)
+        values = {
+            key: _absent(part, fact) for (kind, key), fact in theirs.items() if kind == "state"
+        }
+        if values:
+            state[name] = values
+
+
+def _absent(part: Part, fact: Fact) -> Any:
+    """A slice without elements, or a value that is alike on all ranks."""
+    if fact[0] == "value":
+        return ast.literal_eval(fact[1])
+    assert part.entry is not None and part.spec is not None
+    dtype = getattr(torch, fact[1].removeprefix("torch."))
+    if fact[0] == "cut":
+        return tag(torch.empty(0, dtype=dtype, device=part.entry.param.device), part.spec)
+    return torch.tensor(ast.literal_eval(fact[3]), dtype=dtype).reshape(fact[2])

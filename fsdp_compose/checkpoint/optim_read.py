@@ -1,0 +1,329 @@
+"""Optimizer state by FQN, out of any optimizer over a sharded module.
+
+Ranks may list parameters in any order: state is matched by name, and gathered in the order of the
+model. What cannot be resumed on other ranks is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compose.bucket import Bucket
+from fsdp_compose.checkpoint.consensus import groups_of, settle
+from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
+from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
+from fsdp_compose.checkpoint.names import parameter_names
+from fsdp_compose.checkpoint.nested import find_object, flatten, unflatten
+from fsdp_compose.checkpoint.optim_agree import agree_on_state
+from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
+from fsdp_compose.checkpoint.structure import Owned, by_block, complete, owned, row_keys
+from fsdp_compose.checkpoint.values import as_whole, whole
+from fsdp_compose.comm import gather_objects
+from fsdp_compose.mesh import Group
+from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
+from fsdp_compose.state import owner_of
+
+WORLD = "_fsdp_compose_local"
+"""The entry of ``kind="local"`` with what must be alike where it is loaded."""
+
+
+def optim_state_dict(
+    module: nn.Module,
+    optim: OptimLike,
+    kind: Kind = "full",
+    *,
+    cpu_offload: bool = False,
+    rank0_only: bool = False,
+) -> dict[str, Any]:
+    """The state of an optimizer over ``module``'s parameters, by FQN; nothing is changed.
+
+    Args:
+        optim: one optimizer, or several (one per layer, one per parameter) whose states are merged.
+            They may hold the parameters, or plain tensors over pieces of the shards; ranks may list
+            them in different orders.
+        kind: ``"full"``: plain tensors of the parameters' shapes, gathered bucket by bucket; every
+            rank must call it. ``"sharded"``: no communication; live slices that know their place.
+            ``"local"``: as sharded, and loads only into the same layout.
+        cpu_offload, rank0_only: with ``"full"``, as in ``state_dict``.
+
+    Raises:
+        RuntimeError: with ``"full"``, on every rank: the ranks' optimizers have other parameters,
+            settings or numbers that are not cut, which is named.
+        ValueError: the optimizer holds tensors that are not ``module``'s, or options that do not
+            go together.
+        TypeError: ``optim`` is not an optimizer, or keeps an object, or state that belongs to no
+            parameter, which is named. With ``"full"`` on every rank.
+    """
+    wanted = StateDictType(kind, cpu_offload, rank0_only)
+    if kind == "full":
+        found = _collect_agreed(module, optim)
+        return _nested(_full(module, found, wanted))
+    found = read_optim(module, optim)
+    result = found.result
+    if kind == "local":
+        result["state"] = {
+            name: type(values)(
+                (k, as_own_file(v) if is_sharded(v) else v) for k, v in values.items()
+            )
+            for name, values in result["state"].items()
+        }
+        result[WORLD] = layout_of(found.parts)
+    return _nested(result)
+
+
+def read_optim(module: nn.Module, optim: OptimLike) -> Found:
+    """As ``optim_state_dict(kind="sharded")``, with every tensor under a key of its own."""
+    return _collect(_holdings(module, optim))
+
+
+@dataclass
+class _Holding:
+    """What one optimizer has: its own state dict, and what its numbers stand for."""
+
+    plain: dict[str, Any]
+    groups: list[list[Member]]
+    held: list[tuple[Member, dict[Any, Any]]]
+    rows: set[str]
+
+    @property
+    def has_raw(self) -> bool:
+        return any(member.is_raw for member, _ in self.held)
+
+
+@dataclass
+class Found:
+    """State by name, and what the names stand for."""
+
+    result: dict[str, Any]
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def agree(self, caller: str, groups: Iterable[Group]) -> None:
+        """Raise on every rank where ranks hold other things; a collective."""
+        agree_on_state(caller, self.result, self.parts, groups)
+
+
+def _holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
+    """What each optimizer holds, every tensor under a key of its own.
+
+    Raises:
+        TypeError, ValueError: as for ``optim_state_dict``.
+    """
+    found: list[_Holding] = []
+    for one in optimizers_of(optim):
+        plain = one.state_dict()
+        _check_format(one, plain)
+        groups = members_of(module, one)
+        numbers = [number for group in plain["param_groups"] for number in group["params"]]
+        flat = [member for group in groups for member in group]
+        _check_keys(one, plain["state"], numbers)
+        held: list[tuple[Member, dict[Any, Any]]] = []
+        for member, number in zip(flat, numbers, strict=True):
+            values = plain["state"].get(number, {})
+            _check_values(one, member, values)
+            held.append((member, flatten(values)))
+        found.append(_Holding(plain, groups, held, row_keys(held)))
+    return found
+
+
+def _check_format(optim: Optimizer, plain: Any) -> None:
+    if not isinstance(plain, Mapping) or not {"state", "param_groups"} <= set(plain):
+        keys = sorted(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
+        raise TypeError(
+            f"optimizer state: {type(optim).__name__}.state_dict() has {keys}; wanted 'state' and "
+            "'param_groups', as torch.optim has. If it wraps another optimizer, pass that one and "
+            "save what the wrapper keeps yourself."
+        )
+
+
+def _check_keys(optim: Optimizer, state: Mapping[Any, Any], numbers: list[Any]) -> None:
+    known = set(numbers)
+    strange = next((key for key in state if key not in known), None)
+    if strange is not None:
+        raise TypeError(
+            f"optimizer state: {type(optim).__name__} keeps state under {strange!r}, which is no "
+            "parameter of its groups, so nothing tells whether it is one rank's or alike on all; "
+            "wanted state by parameter, and numbers for all of them in the parameter groups."
+        )
+
+
+def _check_values(optim: Optimizer, member: Member, values: Mapping[Any, Any]) -> None:
+    if all(part.spec is None for part in member.parts):
+        return
+    for key, value in values.items():
+        strange = find_object(value)
+        if strange is not None:
+            raise TypeError(describe_object(type(optim).__name__, key, member.parts[0].name, value))
+
+
+def describe_object(optim: str, key: Any, name: str, value: Any) -> str:
+    """Why state of a sharded parameter is refused, for messages."""
+    strange = find_object(value)
+    where = "" if strange is value else f" that holds a {type(strange).__name__}"
+    return (
+        f"optimizer state: {key!r} of {name!r} in {optim} is a {type(value).__name__}{where}, in "
+        "which nothing tells slices from whole tensors, so it would resume wrongly; wanted "
+        "tensors, numbers, strings, and lists, tuples and dictionaries of them."
+    )
+
+
+def _collect(holdings: list[_Holding]) -> Found:
+    """The state of all optimizers by name; cut state as live slices."""
+    state: dict[str, dict[str, Any]] = {}
+    found = Found({"state": state, "param_groups": []})
+    for holding in holdings:
+        for member, values in holding.held:
+            found.parts.update((part.name, part) for part in member.parts)
+            for part, own in _split(member, values, holding.rows):
+                if own:
+                    state[part.name] = own
+        for group, members in zip(holding.plain["param_groups"], holding.groups, strict=True):
+            hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            names = [part.name for member in members for part in member.parts]
+            found.result["param_groups"].append({**hyper, "params": names})
+        extra = {k: v for k, v in holding.plain.items() if k not in ("state", "param_groups")}
+        found.result.update(extra)
+    return found
+
+
+def _collect_agreed(module: nn.Module, optim: OptimLike) -> Found:
+    """As ``_collect``, the same on every rank or an error on every rank; a collective."""
+    groups = groups_of(module)
+    problem: Exception | None = None
+    holdings: list[_Holding] = []
+    try:
+        holdings = _holdings(module, optim)
+    except (TypeError, ValueError) as error:
+        problem = error
+    settle(problem, groups)
+    # Where a slice is short its shape does not tell of rows; then another rank's does.
+    if any(holding.has_raw for holding in holdings):
+        for group in groups:
+            for theirs in gather_objects([holding.rows for holding in holdings], group):
+                for holding, rows in zip(holdings, theirs, strict=False):
+                    holding.rows |= rows
+    found = Found({})
+    try:
+        found = _collect(holdings)
+    except (TypeError, ValueError) as error:
+        problem = error
+    settle(problem, groups)
+    state = found.result["state"]
+    found.agree("optim_state_dict", groups)
+    if any(part.owner is not None for part in found.parts.values()):
+        found.result["state"] = complete(module, state, found.parts)
+    return found
+
+
+def _nested(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with lists, tuples and dictionaries as the optimizer has them."""
+    if "state" not in result:
+        return result
+    state: dict[str, Any] = {}
+    for name, values in result["state"].items():
+        own = unflatten(values)
+        state[name] = Owned(own) if isinstance(values, Owned) else own
+    return {**result, "state": state}
+
+
+def _split(
+    member: Member, values: Mapping[str, Any], rows: Collection[str]
+) -> Iterable[tuple[Part, dict[str, Any]]]:
+    """A member's state, for each of its parts."""
+    for part in member.parts:
+        if part.owner is not None and part.spec is not None:
+            yield part, owned(part, values)
+            continue
+        yield part, {k: _piece(member, part, k, v, k in rows) for k, v in values.items()}
+
+
+def _piece(member: Member, part: Part, key: str, value: Any, has_rows: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if is_sharded(value):
+        return as_whole(value)
+    if part.spec is None:
+        return value.detach()
+    local = (part.spec.stop - part.spec.start,)
+    if member.is_raw:
+        if value.ndim and has_rows and len(member.parts) == 1:
+            return by_block(part, key, value)
+        if value.shape == member.param.shape and value.ndim:
+            return as_whole(tag(value.detach()[part.span], part.spec))
+    elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
+        return as_whole(tag(value.detach(), part.spec))  # an optimizer over p.to_local()
+    return value.detach()
+
+
+def layout_of(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """What must be alike where ``kind="local"`` is loaded; not the rank, which the slices know."""
+    return {
+        name: (
+            part.spec.group.size,
+            part.spec.offset,
+            part.spec.shard_numel,
+            part.owner,
+            *_place(part.spec),
+        )
+        for name, part in parts.items()
+        if part.spec is not None
+    }
+
+
+def _place(spec: ShardSpec) -> tuple[object, ...]:
+    return () if spec.parallel is None else spec.parallel.key
+
+
+def _full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, Any]:
+    """Gather one kind of state of one bucket at a time, in the order of the model."""
+    keep = not wanted.rank0_only or is_first(module)
+    sharded, parts = found.result["state"], found.parts
+    position = {names[0]: i for i, names in enumerate(parameter_names(module).values())}
+    ordered = sorted(sharded, key=lambda name: (position.get(name, len(position)), name))
+    state = {name: dict.fromkeys(values) for name, values in sharded.items()}  # keeps the orders
+    runs: dict[tuple[int, str, str], tuple[Bucket, dict[str, Tensor]]] = {}
+    for name in ordered:
+        entry = parts[name].entry
+        for key in sorted(sharded[name], key=str):
+            value = sharded[name][key]
+            if is_sharded(value) and entry is not None and value._shard_spec.key == entry.spec.key:
+                bucket = owner_of(entry)
+                run = runs.setdefault((id(bucket), key, str(value.dtype)), (bucket, {}))
+                run[1][name] = value
+            elif isinstance(value, Tensor):
+                full = whole(value)
+                state[name][key] = own_copy(full, wanted.cpu_offload) if keep else None
+            else:
+                state[name][key] = value
+    for (_, key, _), (bucket, values) in runs.items():
+        _gather_run(bucket, values, parts, key, state if keep else None, wanted.cpu_offload)
+    return {**found.result, "state": state} if keep else {}
+
+
+def _gather_run(
+    bucket: Bucket,
+    values: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
+    key: str,
+    state: dict[str, dict[Any, Any]] | None,
+    cpu_offload: bool,
+) -> None:
+    """Gather one kind of state of a bucket's parameters into ``state``, if it is kept here."""
+    dtype = next(iter(values.values())).dtype
+    shard = bucket.shard.new_zeros(bucket.layout.shard_numel, dtype=dtype)
+    slices = shard.split(bucket.splits)
+    entries = {name: parts[name].entry for name in values}
+    for name, entry in entries.items():
+        assert entry is not None
+        slices[bucket.pieces[entry.index]].copy_(to_local(values[name]))
+    flat = gather_bucket(bucket, shard)
+    for name, entry in entries.items():
+        assert entry is not None
+        view = full_view(bucket, flat, entry.index)  # a collective where it was split
+        if state is not None:
+            state[name][key] = own_copy(view, cpu_offload)
+        del view
