@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+PARTS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not cuda and not models and not torchtitan"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m "not cuda and not models and not torchtitan"
 	$(MAKE) test-models
 
 test-models: $(MODELS)

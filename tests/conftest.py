@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 from collections.abc import Iterator
+from zlib import crc32
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked OpenMP pool has no threads
 
@@ -31,6 +32,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="run the i-th of n parts of the tests: i/n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A CPU backward pass counts the GPUs and starts a thread for each, after which no fork can
     # run backward. So they are hidden, except in a run that asks for them with `-m cuda`.
@@ -53,7 +58,10 @@ def pytest_runtest_protocol() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("part").split("/"))
+    # By name, so that a test stays in its part when others come and go.
+    items[:] = [item for item in items if crc32(item.nodeid.encode()) % parts == part - 1]
     if torch.cuda.is_available():
         return
     reason = "no CUDA device; on a machine that has one, run pytest with -m cuda"
