@@ -1,76 +1,84 @@
-"""Fully Sharded Data Parallel as plain functions over plain modules."""
+"""Fully Sharded Data Parallel as plain functions over plain modules.
 
-from fsdp_compose import wrap
-from fsdp_compose.apply import apply
-from fsdp_compose.checkpoint import (
-    Saving,
-    get_state_dict_type,
-    load_checkpoint,
-    load_full,
-    load_optim_state_dict,
-    load_state_dict,
-    optim_state_dict,
-    rekey_optim_state_dict,
-    save_checkpoint,
-    save_full,
-    set_state_dict_type,
-    state_dict,
-    state_dict_type,
-)
-from fsdp_compose.comm_hooks import (
-    Int8ErrorFeedback,
-    bf16_compress_hook,
-    comm_hook_state_dict,
-    default_hook,
-    fp16_compress_hook,
-    int8_error_feedback_hook,
-    load_comm_hook_state_dict,
-    register_comm_hook,
-    register_post_reduce_hook,
-)
-from fsdp_compose.flat import flat_parameters, local_parameters, named_local_parameters
-from fsdp_compose.fully_shard import fully_shard, undo
-from fsdp_compose.grads import clip_grad_norm_, grad_norm
-from fsdp_compose.init import seeded_init
-from fsdp_compose.inspect import (
-    Plan,
-    count_traffic,
-    explain,
-    plan,
-    plot_plan,
-    traffic_report,
-)
-from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
-from fsdp_compose.owner import OwnerOptimizer, owner_step
-from fsdp_compose.parallel import declare_tensor_parallel
-from fsdp_compose.participate import participate
-from fsdp_compose.pipeline import pipeline_stage
-from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
-from fsdp_compose.refresh import refresh
-from fsdp_compose.scaler import GradScaler
-from fsdp_compose.schedule import seed_order, set_backward_prefetch, set_forward_prefetch
-from fsdp_compose.scopes import gathered, iter_full, summon_full_params
-from fsdp_compose.sharded import (
-    ShardedDTensor,
-    ShardedParameter,
-    ShardedTensor,
-    ShardedWeightError,
-)
-from fsdp_compose.state import get_state, is_fully_sharded
-from fsdp_compose.switches import (
-    accumulate,
-    no_sync,
-    set_gradient_divide_factor,
-    set_is_last_backward,
-    set_requires_all_reduce,
-    set_requires_gradient_sync,
-    set_reshard_after_backward,
-    set_reshard_after_forward,
-)
-from fsdp_compose.trace import ExecutionOrder, TracingConfig, trace_execution_order
-from fsdp_compose.traced import set_traceable
-from fsdp_compose.unshard import UnshardHandle, prefetch_units, reduce_grads, reshard, unshard
-from fsdp_compose.verify import set_debug
+What is public is imported when the first of its names is used: the command line and the launcher
+start without torch.
+"""
+
+from fsdp_compose.lazy import import_on_use as _import_on_use
+
+_is_used: bool = globals().get("_is_used", False)  # set by lazy.py, which runs this file again
+if _is_used:
+    from fsdp_compose import wrap
+    from fsdp_compose.apply import apply
+    from fsdp_compose.checkpoint import (
+        Saving,
+        get_state_dict_type,
+        load_checkpoint,
+        load_full,
+        load_optim_state_dict,
+        load_state_dict,
+        optim_state_dict,
+        rekey_optim_state_dict,
+        save_checkpoint,
+        save_full,
+        set_state_dict_type,
+        state_dict,
+        state_dict_type,
+    )
+    from fsdp_compose.comm_hooks import (
+        Int8ErrorFeedback,
+        bf16_compress_hook,
+        comm_hook_state_dict,
+        default_hook,
+        fp16_compress_hook,
+        int8_error_feedback_hook,
+        load_comm_hook_state_dict,
+        register_comm_hook,
+        register_post_reduce_hook,
+    )
+    from fsdp_compose.flat import flat_parameters, local_parameters, named_local_parameters
+    from fsdp_compose.fully_shard import fully_shard, undo
+    from fsdp_compose.grads import clip_grad_norm_, grad_norm
+    from fsdp_compose.init import seeded_init
+    from fsdp_compose.inspect import (
+        Plan,
+        count_traffic,
+        explain,
+        plan,
+        plot_plan,
+        traffic_report,
+    )
+    from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
+    from fsdp_compose.owner import OwnerOptimizer, owner_step
+    from fsdp_compose.parallel import declare_tensor_parallel
+    from fsdp_compose.participate import participate
+    from fsdp_compose.pipeline import pipeline_stage
+    from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
+    from fsdp_compose.refresh import refresh
+    from fsdp_compose.scaler import GradScaler
+    from fsdp_compose.schedule import seed_order, set_backward_prefetch, set_forward_prefetch
+    from fsdp_compose.scopes import gathered, iter_full, summon_full_params
+    from fsdp_compose.sharded import (
+        ShardedDTensor,
+        ShardedParameter,
+        ShardedTensor,
+        ShardedWeightError,
+    )
+    from fsdp_compose.state import get_state, is_fully_sharded
+    from fsdp_compose.switches import (
+        accumulate,
+        no_sync,
+        set_gradient_divide_factor,
+        set_is_last_backward,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+        set_reshard_after_backward,
+        set_reshard_after_forward,
+    )
+    from fsdp_compose.trace import ExecutionOrder, TracingConfig, trace_execution_order
+    from fsdp_compose.traced import set_traceable
+    from fsdp_compose.unshard import UnshardHandle, prefetch_units, reduce_grads, reshard, unshard
+    from fsdp_compose.verify import set_debug
 
 __all__ = [
     "ExecutionOrder",
@@ -158,3 +166,5 @@ __all__ = [
     "wrap",
 ]
 __version__ = "0.1.0"
+
+_import_on_use(__name__)

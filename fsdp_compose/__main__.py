@@ -1,4 +1,4 @@
-"""The command line: ``python -m fsdp_compose`` or ``fsdp-compose``."""
+"""The command line, ``python -m fsdp_compose`` or ``fsdp-compose``; starts without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
-from fsdp_compose.checkpoint.cli import add_commands as add_checkpoint_commands
 from fsdp_compose.launch import launch
 
 __all__ = ["main"]
@@ -35,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_run(commands)
-    add_checkpoint_commands(commands)
+    _add_checkpoint(commands)
     return parser
 
 
@@ -63,6 +62,30 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     command.set_defaults(handler=_run)
 
 
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("checkpoint", help="look into a checkpoint, or convert it")
+    command.set_defaults(handler=_checkpoint)
+    actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
+    show = actions.add_parser("show", help="list what a checkpoint holds")
+    show.add_argument("path", type=Path)
+    show.add_argument("--verify", action="store_true", help="read the files, compare checksums")
+    convert = actions.add_parser(
+        "convert",
+        help="turn a sharded checkpoint into safetensors files, or the reverse",
+        description="A sharded checkpoint (a folder with .metadata) becomes safetensors files with "
+        "an index; safetensors files become a sharded checkpoint. One tensor is held at a time.",
+    )
+    convert.add_argument("source", type=Path)
+    convert.add_argument("target", type=Path)
+    convert.add_argument("--max-file-bytes", type=_positive, metavar="N", help="per safetensors")
+    convert.add_argument(
+        "--prefix",
+        default="model",
+        metavar="NAME",
+        help="where the model is in the sharded checkpoint; '' for the top (default: model)",
+    )
+
+
 def _add_nproc(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nproc", type=_positive, default=2, metavar="N", help="local ranks (default: 2)"
@@ -86,6 +109,12 @@ def _demo(args: argparse.Namespace) -> int:
         )
         return 2
     return launch(_DEMO, args.args, nproc=args.nproc, env=_environment())
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    from fsdp_compose.checkpoint.cli import run  # which imports torch
+
+    return run(args)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ from fsdp_compose.collect import plan_shards, unit_precision
 from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
+from fsdp_compose.lazy import import_all
 from fsdp_compose.mesh import MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.methods import attach_methods, check_methods
 from fsdp_compose.names import clean_name
@@ -162,6 +163,7 @@ def fully_shard(
         RuntimeError: several ranks were launched (``WORLD_SIZE`` in the environment), ``mesh`` is
             None, and there is no process group.
     """
+    import_all(str(__package__))
     hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor, ShardedDTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from importlib import import_module
 from inspect import signature
+from threading import Thread
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -66,6 +68,11 @@ def hide_from_traces(modules: Iterable[str], *classes: type) -> None:
 
     Guards compare what a tensor says of its shape with the shape in C++, and these say another.
     """
+    if "torch._dynamo" not in sys.modules:
+        # What this import keeps of its callers' frames would keep their model: give it none.
+        importer = Thread(target=import_module, args=("torch._dynamo",))
+        importer.start()
+        importer.join()
     import torch._dynamo
 
     if not set(classes) <= torch._dynamo.config.nontraceable_tensor_subclasses:

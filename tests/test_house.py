@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "fsdp_compose"
 # Top imports nothing; each file imports only from files above it. A name with a slash is a package:
 # one layer, whose files may import each other and everything above.
 LAYERS = [
+    "lazy.py",
     "torch_private.py",
     "layout.py",
     "tree.py",

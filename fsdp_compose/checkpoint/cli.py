@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +26,14 @@ from fsdp_compose.mesh import SELF
 Outlines = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def add_commands(commands: Any) -> None:
-    """Add ``checkpoint show`` and ``checkpoint convert`` to an argparse subparsers object."""
-    checkpoint = commands.add_parser("checkpoint", help="look into a checkpoint, or convert it")
-    actions = checkpoint.add_subparsers(metavar="ACTION", required=True)
-    show = actions.add_parser("show", help="list what a checkpoint holds")
-    show.add_argument("path", type=Path)
-    show.add_argument("--verify", action="store_true", help="read the files, compare checksums")
-    show.set_defaults(handler=_handler(_show))
-    convert = actions.add_parser(
-        "convert",
-        help="turn a sharded checkpoint into safetensors files, or the reverse",
-        description="A sharded checkpoint (a folder with .metadata) becomes safetensors files with "
-        "an index; safetensors files become a sharded checkpoint. One tensor is held at a time.",
-    )
-    convert.add_argument("source", type=Path)
-    convert.add_argument("target", type=Path)
-    convert.add_argument(
-        "--max-file-bytes", type=int, default=MAX_FILE_BYTES, metavar="N", help="per safetensors"
-    )
-    convert.add_argument(
-        "--prefix",
-        default="model",
-        metavar="NAME",
-        help="where the model is in the sharded checkpoint; '' for the top (default: model)",
-    )
-    convert.set_defaults(handler=_handler(_convert))
-
-
-def _handler(act: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    def run(args: argparse.Namespace) -> int:
-        try:
-            act(args)
-        except (OSError, RuntimeError, ValueError) as error:
-            print(f"fsdp-compose checkpoint: {error}", file=sys.stderr)
-            return 1
-        return 0
-
-    return run
+def run(args: argparse.Namespace) -> int:
+    """Do what ``checkpoint show`` or ``convert`` was asked for; an error is a line on stderr."""
+    try:
+        (_show if args.action == "show" else _convert)(args)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"fsdp-compose checkpoint: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -128,7 +98,7 @@ def _convert(args: argparse.Namespace) -> None:
     for left in args.target.iterdir() if args.target.exists() else ():
         remove(left)
     if is_sharded_checkpoint(args.source):
-        to_full(args.source, args.target, args.prefix, args.max_file_bytes)
+        to_full(args.source, args.target, args.prefix, args.max_file_bytes or MAX_FILE_BYTES)
     else:
         to_sharded(args.source, args.target, args.prefix)
     print(f"{args.source} -> {args.target}")
