@@ -10,6 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,6 +226,32 @@ def _await_key(key: str, timeout: float) -> bool:
             f"0, has died. Look at what it printed. The store says: {error}"
         ) from error
     return True
+
+
+def claim(what: str, path: Path, group: Group) -> None:
+    """Raise where other ranks of this job, none of them in ``group``, have saved to ``path``.
+
+    Raises:
+        RuntimeError: on every rank of ``group``.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    with Shared(several(group)):
+        if group.rank:
+            return
+        store = default_store()
+        ranks = list(group.ranks) if group.size > 1 else [dist.get_rank()]
+        mine = ".".join(map(str, ranks))
+        place = f"fsdp_compose/saved/{path.resolve()}"
+        found = store.compare_set(place, "", mine).decode()
+        if set(found.split(".")).isdisjoint(mine.split(".")):
+            raise RuntimeError(
+                f"{what}: ranks {found.replace('.', ', ')} have saved to {path} in this job, and "
+                f"ranks {mine.replace('.', ', ')} would overwrite it. If they hold stages of one "
+                "pipeline, save all of them in one call: on every rank, pass "
+                "process_group=torch.distributed.group.WORLD. Else save to another folder."
+            )
+        store.set(place, mine)
 
 
 def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) -> None:

@@ -28,6 +28,7 @@ from fsdp_compose.checkpoint.consensus import (
     assemble,
     attending,
     check_names,
+    claim,
     groups_of,
     settle,
     several,
@@ -39,6 +40,7 @@ from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
 from fsdp_compose.checkpoint.names import Names, clean, names_of
 from fsdp_compose.checkpoint.optim_read import Found, read_optim
 from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.stages import Stages, find_stages, join_states
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.write import write_checkpoint
@@ -132,6 +134,8 @@ def _save(
     checksum: bool,
 ) -> Saving:
     check_names("save_checkpoint", module, group, everywhere=False)
+    stages = find_stages("save_checkpoint", module, group, saves=True)
+    claim("save_checkpoint", Path(path), group)
     problem: Exception | None = None
     found: Found | None = None
     try:
@@ -143,12 +147,14 @@ def _save(
     try:
         if found is not None:
             found.agree("save_checkpoint", groups_of(module))
-        state = _state(module, found, extra, group)
-        if asynchronous:
-            state = _staged(state)
+        state = _state(module, found, extra, stages)
     except Exception as error:
         problem = error
     settle(problem, several(group), path)
+    state = join_states("save_checkpoint", state, stages)
+    if asynchronous:
+        with Shared(several(group)):
+            state = _staged(state)
     token = broadcast_object(uuid.uuid4().hex[:12], several(group))
     writer = CommittingWriter(Path(path), token, group.size, checksum)
     saving = Saving()
@@ -169,16 +175,16 @@ def _save(
     return saving
 
 
-def _state(module: nn.Module, found: Found | None, extra: object, group: Group) -> dict[str, Any]:
+def _state(module: nn.Module, found: Found | None, extra: object, stages: Stages) -> dict[str, Any]:
     """What this rank saves: what it alone has, and on the first rank what is alike everywhere."""
     state: dict[str, Any] = {"model": dict(state_dict(module, "sharded"))}
     if found is not None:
         state["optim"] = found.result
-    if group.rank:
-        state = _only_sharded(state)
+    if not stages.is_first:
+        state = {"model": {}, **_only_sharded(state)}
     for key, value in (("extra", extra), ("comm_hooks", comm_hooks.snapshot(module))):
         if value is not None:
-            state[key] = {str(group.rank): _pickle(value)}
+            state[key] = {str(stages.group.rank): _pickle(value)}
     return state
 
 
@@ -259,6 +265,7 @@ def _load(
     verify_files: bool,
     group: Group,
 ) -> Any:
+    stages = find_stages("load_checkpoint", module, group, saves=False)
     ranks = several(group)
     with Shared(ranks):
         metadata = read_metadata(root)
@@ -267,9 +274,9 @@ def _load(
     names = names_of(module)
     with Shared(ranks):
         source = Source(root, metadata)
-        staged, unknown = _stage_model(source, module, names, strict)
+        staged, unknown = _stage_model(source, module, names, strict, stages)
         targets = None if optim is None else optimizers.targets_of(module, optim)
-        given = {} if targets is None else _stage_optim(source, module, targets)
+        given = {} if targets is None else _stage_optim(source, module, targets, stages)
         key = _extra_key(source, group)
         hooks_key = _comm_hooks_key(source, module, group)
         source.read()
@@ -293,7 +300,7 @@ def _load(
 
 
 def _stage_model(
-    source: Source, module: nn.Module, names: Names, strict: bool
+    source: Source, module: nn.Module, names: Names, strict: bool, stages: Stages
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Ask ``source`` for what fits the module: keys by name, and those of names it does not have.
 
@@ -302,11 +309,14 @@ def _stage_model(
     """
     prefix = source.model_prefix(names.values)
     keys = {clean(path[-1]): key for path, key in source.below(prefix).items()}
+    keys = stages.keep_own(keys)
     outlines = {name: source.outline(key) for name, key in keys.items()}
     custom = custom_load(module)
     matched = match(module, names.values, outlines, strict and not custom, None)
     if matched.problem is not None:
-        raise type(matched.problem)(f"{source.path}: {matched.problem}")
+        raise type(matched.problem)(
+            f"{source.path}: {matched.problem}{stages.advise(matched.unexpected)}"
+        )
     asked: dict[int, str] = {}  # by parameter: one that is tied is read once
     staged: dict[str, str] = {}
     by_outline = {id(outline): keys[name] for name, outline in outlines.items()}
@@ -321,13 +331,15 @@ def _stage_model(
     return staged, unknown
 
 
-def _stage_optim(source: Source, module: nn.Module, targets: optimizers.Targets) -> dict[str, Any]:
+def _stage_optim(
+    source: Source, module: nn.Module, targets: optimizers.Targets, stages: Stages
+) -> dict[str, Any]:
     """Ask ``source`` for optimizer state: what was saved, by name, with outlines for tensors.
 
     Raises:
         RuntimeError: there is none, or it does not fit.
     """
-    saved = source.optimizer()
+    saved = stages.keep_own_groups(source.optimizer())
     try:
         given = optimizers.checked(module, targets, saved)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from fsdp_compose.checkpoint.consensus import (
     assemble,
     attending,
     check_names,
+    claim,
     settle,
     several,
 )
@@ -35,9 +36,16 @@ from fsdp_compose.checkpoint.model import (
     match,
     write,
 )
-from fsdp_compose.checkpoint.names import Names, clean, names_of
+from fsdp_compose.checkpoint.names import clean, names_of
+from fsdp_compose.checkpoint.stages import Stages, find_stages
 from fsdp_compose.checkpoint.stream import each_full
-from fsdp_compose.checkpoint.tensorfile import Item, plan_files, read_header, sync
+from fsdp_compose.checkpoint.tensorfile import (
+    FilePlan,
+    Item,
+    plan_files_of_each,
+    read_header,
+    sync,
+)
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.values import storage_dims, whole, whole_shape
 from fsdp_compose.mesh import Group
@@ -45,6 +53,7 @@ from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 
 PathLike = str | os.PathLike[str]
 MAX_FILE_BYTES = 5 << 30
+Outlines: TypeAlias = "dict[str, tuple[torch.dtype, tuple[int, ...]]]"
 
 
 def save_full(
@@ -81,24 +90,30 @@ def _save(
     root: Path, module: nn.Module, max_file_bytes: int, dtype: torch.dtype | None, group: Group
 ) -> None:
     check_names("save_full", module, group, everywhere=True)
-    names = names_of(module)
+    stages = find_stages("save_full", module, group, saves=True)
+    claim("save_full", root, group)
+    values: dict[str, Any] = {}
+    tensors: Outlines = {}
+    plans: list[list[FilePlan]] = []
     with Shared(several(group)):
-        tensors = _outlines(names.values, buffer_dtypes(module), dtype)
-        plans = plan_files(tensors, max_file_bytes)
+        values = {n: v for n, v in names_of(module).values.items() if n not in stages.earlier}
+        tensors = _outlines(values, buffer_dtypes(module), dtype)
+    with Shared(several(group)):
+        plans = plan_files_of_each(stages.gather(tensors), max_file_bytes)
         root.mkdir(parents=True, exist_ok=True)
     token = broadcast_object(uuid.uuid4().hex[:8], several(group))
-    export = Export(root, plans, token)
+    export = Export(root, [plan for of_stage in plans for plan in of_stage], token)
     try:
-        _write(names, _Saving(export, group))
+        _write(values, _Saving(export, plans[stages.mine], stages))
     finally:
         export.discard()
 
 
-def _write(names: Names, saving: _Saving) -> None:
+def _write(values: Mapping[str, Any], saving: _Saving) -> None:
     """Gathers bucket by bucket, writes this rank's files and commits all."""
     saving.create()
     leaves: dict[int, list[str]] = {}
-    for name, value in names.values.items():
+    for name, value in values.items():
         if is_sharded(value):
             leaves.setdefault(id(value), []).append(name)
 
@@ -106,8 +121,8 @@ def _write(names: Names, saving: _Saving) -> None:
         for name in leaves[id(leaf)]:
             saving.put(name, full)
 
-    each_full([v for v in names.values.values() if is_sharded(v)], put)
-    for name, value in names.values.items():
+    each_full([v for v in values.values() if is_sharded(v)], put)
+    for name, value in values.items():
         if not is_sharded(value):
             saving.put(name, whole(value.detach()))
     saving.commit()
@@ -115,8 +130,8 @@ def _write(names: Names, saving: _Saving) -> None:
 
 def _outlines(
     values: Mapping[str, Any], before: Mapping[str, torch.dtype], dtype: torch.dtype | None
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+) -> Outlines:
+    tensors: Outlines = {}
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(
@@ -132,11 +147,12 @@ def _outlines(
 class _Saving:
     """The files of one ``save_full``: this rank's are written here. An error waits for commit."""
 
-    def __init__(self, export: Export, group: Group) -> None:
-        self.export, self.group = export, group
-        plans = export.plans
-        self.mine = {p.name: p for i, p in enumerate(plans) if i % group.size == group.rank}
-        self.place = {key: plan for plan in plans for key in plan.starts}
+    def __init__(self, export: Export, own: Sequence[FilePlan], stages: Stages) -> None:
+        self.export, self.group = export, stages.group
+        ranks = stages.members[stages.mine]  # of which each writes some of the stage's files
+        turn = ranks.index(self.group.rank)
+        self.mine = {p.name: p for i, p in enumerate(own) if i % len(ranks) == turn}
+        self.place = {key: plan for plan in own for key in plan.starts}
         self.problem: Exception | None = None
 
     def create(self) -> None:
@@ -210,6 +226,7 @@ def load_full(
 def _load(
     path: Path, module: nn.Module, strict: bool, verify_files: bool, group: Group
 ) -> IncompatibleKeys:
+    stages = find_stages("load_full", module, group, saves=False)
     with Shared(several(group)):
         items, sums = find_items(path)
     with Shared(several(group)):
@@ -218,7 +235,7 @@ def _load(
     names = names_of(module)
     staged: dict[str, Any] = {}
     with Shared(several(group)):
-        items = {clean(name): item for name, item in items.items()}
+        items = stages.keep_own({clean(name): item for name, item in items.items()})
         outlines = {
             name: torch.empty(item.shape, dtype=item.dtype, device="meta")
             for name, item in items.items()
@@ -226,7 +243,9 @@ def _load(
         custom = custom_load(module)
         matched = match(module, names.values, outlines, strict and not custom, None)
         if matched.problem is not None:
-            raise type(matched.problem)(f"{path}: {matched.problem}")
+            raise type(matched.problem)(
+                f"{path}: {matched.problem}{stages.advise(matched.unexpected)}"
+            )
         by_outline = {id(outline): items[name] for name, outline in outlines.items()}
         read: dict[tuple[int, int], Tensor] = {}
         for name, outline in matched.values.items():

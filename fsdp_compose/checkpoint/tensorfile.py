@@ -217,6 +217,21 @@ def plan_files(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int
 ) -> list[FilePlan]:
     """Cut ``tensors`` into files of at most ``max_bytes`` of data, or of one tensor, in order."""
+    return [plan for plans in plan_files_of_each([tensors], max_bytes) for plan in plans]
+
+
+def plan_files_of_each(
+    several: Sequence[Mapping[str, tuple[torch.dtype, tuple[int, ...]]]], max_bytes: int
+) -> list[list[FilePlan]]:
+    """As ``plan_files``, for parts of a model that share no file."""
+    parts = [_cut(tensors, max_bytes) for tensors in several]
+    names = iter(file_names(sum(map(len, parts))))
+    return [[FilePlan(next(names), part) for part in of_one] for of_one in parts]
+
+
+def _cut(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int
+) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
     parts: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
     for key, (dtype, shape) in tensors.items():
@@ -226,7 +241,7 @@ def plan_files(
             size = 0
         parts[-1][key] = (dtype, shape)
         size += numbytes
-    return [FilePlan(name, part) for name, part in zip(file_names(len(parts)), parts, strict=True)]
+    return parts
 
 
 def file_names(count: int) -> Sequence[str]:

@@ -1,0 +1,217 @@
+"""Pipeline stages: ranks that hold other modules of one model, and who saves what of it.
+
+Ranks that share a group of a module hold the same stage. Stages call their parameters by names of
+their own, as in the whole model. A name that two of them have is a weight tied between them: it is
+saved once, and loaded into each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compose import comm
+from fsdp_compose.agree import checksum
+from fsdp_compose.checkpoint.consensus import Shared, groups_of, several
+from fsdp_compose.checkpoint.names import clean, names_of
+from fsdp_compose.checkpoint.stream import each_full
+from fsdp_compose.checkpoint.structure import Owned
+from fsdp_compose.checkpoint.values import whole, whole_shape
+from fsdp_compose.mesh import Group
+from fsdp_compose.sharded import is_sharded
+from fsdp_compose.state import iter_units
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages that the ranks of a group hold.
+
+    Attributes:
+        members: ranks in ``group`` of each stage; stages by their first rank.
+        mine: which of them this rank holds.
+        elsewhere: clean names that only other stages have.
+        earlier: names of this stage that an earlier one has too, which saves them.
+    """
+
+    group: Group
+    members: tuple[tuple[int, ...], ...]
+    mine: int
+    elsewhere: frozenset[str] = frozenset()
+    earlier: frozenset[str] = frozenset()
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.members) > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank saves what all ranks of its stage have alike."""
+        return self.members[self.mine][0] == self.group.rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable ``value`` of each stage's first rank; every rank of the group must call."""
+        if not self.are_several:
+            return [value]
+        found = comm.gather_objects(value if self.is_first else None, self.group)
+        return [found[ranks[0]] for ranks in self.members]
+
+    def keep_own(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a checkpoint's entries, by clean name, those that are not another stage's alone."""
+        return {
+            name: value for name, value in names.items() if clean(str(name)) not in self.elsewhere
+        }
+
+    def keep_own_groups(self, optim: Mapping[str, Any]) -> dict[str, Any]:
+        """Of saved optimizer state by name, what is not another stage's alone."""
+        groups = [
+            {**group, "params": [n for n in group["params"] if clean(str(n)) not in self.elsewhere]}
+            for group in optim["param_groups"]
+        ]
+        return {**optim, "state": self.keep_own(optim["state"]), "param_groups": groups}
+
+    def advise(self, unexpected: Sequence[str]) -> str:
+        """What to call where names that no rank of the group has may be other stages'."""
+        if not unexpected or not dist.is_initialized() or self.group.size == dist.get_world_size():
+            return ""
+        return (
+            "\n  If other ranks hold the unexpected ones, as stages of a pipeline, call this on "
+            "every rank with process_group=torch.distributed.group.WORLD."
+        )
+
+
+def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stages:
+    """See which ranks hold which stage; every rank of ``group`` must call it.
+
+    Args:
+        what: the function that was called, for messages.
+        saves: check that what several stages call by one name is one parameter.
+
+    Raises:
+        RuntimeError: on every rank: it is not.
+    """
+    if group.size == 1:
+        return Stages(group, ((0,),), 0)
+    peers = sorted({rank for other in groups_of(module) for rank in other.ranks})
+    has_units = any(True for _ in iter_units(module))
+    reports = comm.gather_objects((peers, has_units), group)
+    members = _components([found for found, _ in reports], group.ranks)
+    if len(members) == 1 or not any(sharded for _, sharded in reports):
+        return Stages(group, (tuple(range(group.size)),), 0)
+    mine = next(i for i, ranks in enumerate(members) if group.rank in ranks)
+    stages = Stages(group, members, mine)
+    values: dict[str, Any] = {}
+    with Shared(several(group)):
+        values = names_of(module).values
+    by_stage = stages.gather(list(values))
+    before = {name for names in by_stage[:mine] for name in names}
+    others = {name for i, names in enumerate(by_stage) if i != mine for name in names}
+    stages = Stages(
+        group, members, mine, frozenset(others - set(values)), frozenset(before & set(values))
+    )
+    if saves:
+        shared = [name for name in values if name in others]
+        _check_alike(what, stages, _sums({name: values[name] for name in shared}))
+    return stages
+
+
+def _components(peers: Iterable[list[int]], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Positions in ``ranks`` that their ``peers`` connect."""
+    position = {rank: i for i, rank in enumerate(ranks)}
+    label = list(range(len(ranks)))
+    for i, found in enumerate(peers):
+        joined = {label[i], *(label[position[rank]] for rank in found if rank in position)}
+        label = [min(joined) if old in joined else old for old in label]
+    return tuple(
+        tuple(i for i, found in enumerate(label) if found == first) for first in sorted(set(label))
+    )
+
+
+def _sums(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells values apart, by name; a collective of the stage's ranks."""
+    found: dict[str, Any] = {}
+    leaves: dict[int, list[str]] = {}
+    for name, value in values.items():
+        if is_sharded(value):
+            leaves.setdefault(id(value), []).append(name)
+        elif isinstance(value, Tensor):
+            found[name] = _sum(whole(value))
+        else:
+            found[name] = repr(value)
+
+    def visit(leaf: nn.Parameter, full: Tensor) -> None:
+        found.update((name, _sum(full)) for name in leaves[id(leaf)])
+
+    each_full([value for value in values.values() if is_sharded(value)], visit)
+    return found
+
+
+def _sum(tensor: Tensor) -> Any:
+    return tuple(whole_shape(tensor)), str(tensor.dtype), checksum(tensor.detach().contiguous())
+
+
+def _check_alike(what: str, stages: Stages, mine: dict[str, Any]) -> None:
+    """Raise, on every rank, where stages have other values under one name."""
+    known: dict[str, tuple[int, Any]] = {}
+    for stage, sums in enumerate(stages.gather(mine)):
+        for name, found in sums.items():
+            first, wanted = known.setdefault(name, (stage, found))
+            if found != wanted:
+                ranks = [[stages.group.ranks[i] for i in stages.members[s]] for s in (first, stage)]
+                raise RuntimeError(
+                    f"{what}: {name!r} is one thing on ranks {ranks[0]} and another on ranks "
+                    f"{ranks[1]}, which hold other stages of a pipeline; a checkpoint has one "
+                    "value for each name. Name the stages' modules as in the whole model, or pass "
+                    "nn.ModuleDict({str(index): stage}) on every rank, for saving and for loading. "
+                    "If it is a weight tied between stages, its values have drifted apart: its "
+                    "gradients must be summed over the stages that have it."
+                )
+
+
+def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, Any]:
+    """What this rank saves where there are several stages; every rank of the group must call it.
+
+    What an earlier stage saves is left out, and the optimizers' groups become those of all stages.
+
+    Raises:
+        RuntimeError: on every rank: the optimizer state of a tied weight differs between stages.
+    """
+    if not stages.are_several:
+        return state
+    optim = state.get("optim", {})
+    states: Mapping[str, Any] = optim.get("state", {})
+    count = Counter(name for names in stages.gather(list(states)) for name in names)
+    sums = {
+        f"{key} of {name}": _sum(whole(value)) if isinstance(value, Tensor) else repr(value)
+        for name, values in states.items()
+        if count[name] > 1 and not isinstance(values, Owned)
+        for key, value in values.items()
+    }
+    _check_alike(what, stages, sums)
+    groups = _join_groups(stages.gather(optim.get("param_groups", [])))
+    model = {n: v for n, v in state["model"].items() if clean(n) not in stages.earlier}
+    kept = {**state, "model": model}
+    if optim or groups:
+        own = {n: v for n, v in states.items() if n not in stages.earlier}
+        kept["optim"] = {"state": own}
+        if stages.group.rank == 0:
+            kept["optim"] = {**optim, "state": own, "param_groups": groups}
+    return kept
+
+
+def _join_groups(by_stage: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Groups of all stages; those with the same settings, at the same place, become one."""
+    joined: dict[tuple[int, str], dict[str, Any]] = {}
+    seen: set[str] = set()
+    for groups in by_stage:
+        for place, group in enumerate(groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            names = [name for name in group["params"] if name not in seen]
+            seen.update(names)
+            one = joined.setdefault((place, repr(settings)), {**settings, "params": []})
+            one["params"] = [*one["params"], *names]
+    return list(joined.values())
