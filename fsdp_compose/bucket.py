@@ -61,7 +61,12 @@ class Slot:
 
 @dataclass(eq=False, repr=False)
 class Entry:
-    """A parameter: the caller's own object, now this rank's slice of a bucket."""
+    """A parameter: the caller's own object, now this rank's slice of a bucket.
+
+    ``held`` is the caller's object, which modules hold between passes and optimizers were given;
+    ``param`` holds the slice. They are two only while a scope shows the parameter in full, see
+    whole.py.
+    """
 
     param: nn.Parameter
     spec: ShardSpec
@@ -72,6 +77,11 @@ class Entry:
     pin: weakref.ref[nn.Parameter] | None = None  # torch.utils.swap_tensors refuses what has one
     index: int = 0  # within the owner
     kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
+    held: nn.Parameter = field(init=False)
+    layers: list[Any] = field(default_factory=list)  # what scopes show in its place
+
+    def __post_init__(self) -> None:
+        self.held = self.param
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -56,10 +56,11 @@ class Connect(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, None, *_receive(ctx.reach, grads))
+        leaves = [node for node, _ in ctx.next_functions]  # also of parameters frozen since
+        return (None, None, *_receive(ctx.reach, leaves, grads))
 
 
-def _receive(reach: Reach, grads: Tensors) -> Tensors:
+def _receive(reach: Reach, leaves: list[Any], grads: Tensors) -> Tensors:
     """Hand gradients of full tensors to the engine; what is returned is what the leaves receive."""
     unit, bucket, entries = reach.unit(), reach.bucket(), reach.entries
     if unit is None or bucket is None:
@@ -70,7 +71,7 @@ def _receive(reach: Reach, grads: Tensors) -> Tensors:
     lane = unit.lane
     task = running_task(unit)
     drain(lane)
-    wanted = wanted_leaves([_accumulator(entry) for entry in entries])
+    wanted = wanted_leaves(leaves)
     if wanted is None or not all(wanted) or torch.is_grad_enabled():
         return _reduce_now(unit, bucket, entries, grads)
     by_entry = dict(zip(entries, grads, strict=True))
@@ -100,13 +101,6 @@ def _reduce_now(unit: Unit, bucket: Bucket, entries: list[Entry], grads: Tensors
             for entry, grad in zip(entries, reduced, strict=True)
         ]
     )
-
-
-def _accumulator(entry: Entry) -> Any:
-    if entry.accumulator is None:
-        with raw(), torch.enable_grad():
-            entry.accumulator = torch.autograd.graph.get_gradient_edge(entry.param).node
-    return entry.accumulator
 
 
 def owners(unit: Unit) -> list[Unit]:

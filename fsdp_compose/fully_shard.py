@@ -85,6 +85,7 @@ from fsdp_compose.torch_private import (
     raw,
     take_leaf_hooks,
 )
+from fsdp_compose.whole import hide_all
 from fsdp_compose.wrap import Policy
 
 _FULL_PRECISION = MixedPrecision()
@@ -443,6 +444,8 @@ def undo(module: nn.Module) -> nn.Module:
         for reason in tuple(unit.holds):
             drop(unit, reason)
         unit.opened = None
+        for entry in unit.entries:
+            hide_all(entry)
         install_leaves(unit)
     for unit in units:
         for bucket in unit.buckets:

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import find_entry
+from fsdp_compose.bucket import Entry, find_entry
 from fsdp_compose.engine import drop_prefetched
 from fsdp_compose.mesh import Group, group_of
 from fsdp_compose.parallel import find_parallel
@@ -28,6 +31,7 @@ from fsdp_compose.reduction import get_grad, requires_grad
 from fsdp_compose.sharded import is_sharded, is_sharded_parameter, part_of, spec_of, to_local
 from fsdp_compose.state import _lanes, held_by_fewer, owner_of
 from fsdp_compose.unshard import is_open
+from fsdp_compose.whole import end_rests, leaf_of, rest
 
 Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -121,9 +125,8 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         named = ((f"parameter {i}", param) for i, param in enumerate(listed))
     grads = []
-    leaves = _leaves_of_open_units()
     for name, shown in named:
-        param = leaves.get(id(shown), shown)
+        param = leaf_of(shown)
         sharded = is_sharded(param)
         owned = None
         if isinstance(param, nn.Parameter) and is_sharded_parameter(param):
@@ -160,17 +163,6 @@ def _of_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> _Grad:
         grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
     groups = () if parallel is None else tuple(axis.group for axis in parallel.splits)
     return _Grad(name, part_of(grad.detach()), groups)
-
-
-def _leaves_of_open_units() -> dict[int, nn.Parameter]:
-    """Leaves by the full tensors that stand for them in ``unshard`` and ``gathered``."""
-    return {
-        id(tensor): entry.param
-        for lane in _lanes.values()
-        for unit in lane.units
-        if unit.opened is not None
-        for tensor, entry in zip(unit.opened.tensors, unit.entries, strict=True)
-    }
 
 
 def _check_reduced(param: nn.Parameter, caller: str) -> None:
@@ -358,6 +350,39 @@ def _first_nonfinite(grads: list[_Grad], experts: _Experts | None) -> str:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Let parameters that a scope shows in full hold their shards for the step, and check it."""
+    rested = _rest_parameters(optimizer)
+    try:
+        _check_step(optimizer, args, kwargs)
+    except BaseException:
+        end_rests(rested)
+        raise
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    end_rests(_shown_entries())
+
+
+def _shown_entries() -> list[Entry]:
+    return [
+        entry
+        for lane in _lanes.values()
+        for unit in lane.units
+        if unit.opened is not None
+        for entry in unit.entries
+    ]
+
+
+def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
+    """The optimizer's parameters that a scope shows in full, which now hold their shards."""
+    shown = {id(entry.held): entry for entry in _shown_entries()}
+    if not shown:
+        return []
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [e for p in params if (e := shown.get(id(p))) is not None and rest(e)]
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would train nothing or without gradients that wait to be reduced, and drop
     weights gathered ahead."""
     for lane in _lanes.values():
@@ -395,3 +420,4 @@ def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_compose.adopt import moved_before_backward
 from fsdp_compose.audit import check_additions
+from fsdp_compose.bucket import dress
 from fsdp_compose.engine import (
     begin_forward_pass,
     carry_prefetched,
@@ -33,7 +34,6 @@ from fsdp_compose.engine import (
 from fsdp_compose.gather import (
     DELETED,
     Boundary,
-    dress_all,
     trained_entries,
     view_parameters,
 )
@@ -204,7 +204,9 @@ def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
     if opened.calls == 1:
         pairs = zip(opened.tensors, unit.aliases, strict=True)
         tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
-        dress_all(unit, tensors)
+        for index in unit.dressed:
+            if tensors[index] is not opened.tensors[index]:
+                dress(tensors[index], unit.entries[index])
         install(unit, tensors)
     if opened.stored:
         return None

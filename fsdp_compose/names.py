@@ -42,7 +42,7 @@ def named_leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     Sharded parameters also where full ones stand in for them at the moment.
     """
     leaves = {
-        (id(values), name): unit.entries[index].param
+        (id(values), name): unit.entries[index].held
         for unit in iter_units(module)
         for values, name, index in unit.places
     }

@@ -21,6 +21,7 @@ from fsdp_compose.state import GradBucket, Lane, Reduction, Unit
 from fsdp_compose.torch_private import (
     raw,
 )
+from fsdp_compose.whole import at_rest
 
 
 def _descriptor(name: str) -> Any:
@@ -300,10 +301,12 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         mirror.settle(flat)
     for entry in ready:
         for hook in tuple(entry.spec.hooks.accumulated.values()):
-            hook.deliver(entry.param)
+            with at_rest([entry]):
+                hook.deliver(entry.held)
     module = reduction.unit.modules[0]()
     for reduced in tuple(reduction.unit.post_reduce_hooks.values()):
-        reduced(module, [entry.param for entry in ready])
+        with at_rest(ready):
+            reduced(module, [entry.held for entry in ready])
     if mirror is not None:
         mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
 

@@ -328,7 +328,7 @@ def install_leaves(unit: Unit) -> None:
 
 def resting(unit: Unit) -> Sequence[torch.Tensor]:
     """What the unit's modules hold between passes, by entry."""
-    return [e.param for e in unit.entries] if unit.opened is None else unit.opened.tensors
+    return [e.held for e in unit.entries] if unit.opened is None else unit.opened.tensors
 
 
 def _shows(unit: Unit, values: dict[str, Any], name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.connect import connect, is_running
-from fsdp_compose.gather import dress_all, gather_flat
+from fsdp_compose.gather import gather_flat
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
 from fsdp_compose.sharded import part_of, part_slice, to_local
 from fsdp_compose.state import Hold, Opened, Unit, _lanes, find_state, owner_of
 from fsdp_compose.torch_private import parameter_slots, raw
-from fsdp_compose.unshard import check_reduced
+from fsdp_compose.unshard import check_reduced, reconnect
+from fsdp_compose.whole import as_parameter, hide, is_whole, new_layer, show
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
@@ -45,6 +47,7 @@ class _Scope(Opened):
 
     options: _Options = field(kw_only=True)
     is_here: bool = True  # this rank has the full tensors
+    key: object = field(kw_only=True)  # of the call of ``gathered`` that opened it
     before: list[Any] = field(default_factory=list)  # what the modules held, by entry
     versions: list[tuple[int, int]] = field(default_factory=list)
     leaf_versions: list[int] = field(default_factory=list)
@@ -111,8 +114,10 @@ def gathered(
         raise
     changes = _replacements(scopes)
     if writeback and not rank0_only:
-        _take_over_surgery(module, scopes, changes)
-    _put_back(scopes)
+        _take_over_surgery(scopes, changes)
+    fulls = _put_back(scopes)
+    # Two parameters may have changed places, so what was put there may be another parameter.
+    changes = {entry: fulls.get(id(value), value) for entry, value in changes.items()}
     with torch.no_grad():
         _leave(scopes, changes, options)
 
@@ -191,21 +196,21 @@ def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
                 fulls.update(_full_parameters(bucket, here, options))
             if options.with_grads:
                 grads.update(_full_grads(bucket, here, options))
-    shown = _dress(units, fulls, grads, options)
+    key = object()
+    _show(_dress(units, fulls, grads, options), key, options)
     scopes: dict[Unit, _Scope] = {}
     for unit in units:
         before = [None] * len(unit.entries)
         for values, name, index in unit.places:
             before[index] = values.get(name)
-        tensors = [shown[entry] for entry in unit.entries]
+        tensors: list[torch.Tensor] = [entry.held for entry in unit.entries]
         is_here = _is_here(unit, options)
-        if is_here:
-            dress_all(unit, tensors)
         unit.opened = scopes[unit] = scope = _Scope(
             tensors=tensors,
             in_forward=True,
             options=options,
             is_here=is_here,
+            key=key,
             outer=unit.opened,
             before=before,
         )
@@ -248,7 +253,7 @@ def _full_parameters(bucket: Bucket, here: bool, options: _Options) -> dict[Entr
         shard = current_shard(bucket)
         flat = gather_flat(bucket, shard, shard.dtype)
         if not here:
-            return {entry: entry.param for entry in bucket.entries}
+            return {entry: entry.held for entry in bucket.entries}
         if options.offload_to_cpu:
             flat = flat.cpu()
         return {entry: full_tensor(flat, entry) for entry in bucket.entries}
@@ -278,24 +283,46 @@ def _dress(
     grads: dict[Entry, torch.Tensor | None],
     options: _Options,
 ) -> dict[Entry, torch.Tensor]:
-    """The tensors that modules hold in the scope: connected to autograd, or leaves."""
+    """The tensors that parameters hold in the scope: connected to autograd, or leaves."""
     if options.connected:
         plain = {e: t for e, t in fulls.items() if t.grad_fn is None}
         fulls = {**fulls, **connect(units, {e: t.detach() for e, t in plain.items()}, [])}
-        return {e: t if t.grad_fn else nn.Parameter(t, False) for e, t in fulls.items()}
+        return {e: t if t.grad_fn else as_parameter(t) for e, t in fulls.items()}
     shown: dict[Entry, torch.Tensor] = {}
     for entry, full in fulls.items():
-        if full is entry.param or (isinstance(full, nn.Parameter) and not options.with_grads):
-            shown[entry] = full  # sharded on this rank, or open in an outer scope
-            continue
+        if full is entry.held and not (options.with_grads and is_whole(full)):
+            continue  # sharded on this rank, or open in an outer scope
         with raw():
             trained = requires_grad(entry.param)
-        shown[entry] = leaf = nn.Parameter(full.detach(), trained)
+        shown[entry] = leaf = _make_leaf(entry, full, trained, options)
         if options.with_grads:
             leaf.grad = grads[entry]
-        if trained and not (options.with_grads and options.writeback):
-            leaf.register_hook(_LostGradient(entry.spec.fqn))
     return shown
+
+
+def _make_leaf(entry: Entry, full: torch.Tensor, trained: bool, options: _Options) -> nn.Parameter:
+    leaf = nn.Parameter(full.detach(), trained)
+    if trained and not (options.with_grads and options.writeback):
+        leaf.register_hook(_LostGradient(entry.spec.fqn))
+    return leaf
+
+
+def _show(shown: dict[Entry, torch.Tensor], key: object, options: _Options) -> None:
+    """Let parameters hold these full tensors until the scope ends."""
+    for entry, full in shown.items():
+        if full is not entry.held:
+            show(entry, full, new_layer(key, partial(_rebuild, options), options.with_grads))
+
+
+def _rebuild(options: _Options, entry: Entry, trained: bool) -> torch.Tensor:
+    """What the scope shows of a parameter that was frozen, or set free, inside it."""
+    full = entry.held.detach()
+    if options.connected:
+        return reconnect(entry, full, trained, [])
+    leaf = _make_leaf(entry, full, trained, options)
+    if options.with_grads:
+        leaf.grad = entry.held.grad
+    return leaf
 
 
 @dataclass(frozen=True)
@@ -318,7 +345,7 @@ def _replacements(scopes: dict[Unit, _Scope]) -> dict[Entry, Any]:
     for unit, scope in scopes.items():
         for values, name, index in unit.places:
             value, entry = values.get(name), unit.entries[index]
-            known = [scope.tensors[index], entry.param, unit.aliases[index], scope.before[index]]
+            known = [entry.held, entry.param, unit.aliases[index], scope.before[index]]
             if unit.live is not None:
                 known.append(unit.live.tensors[index])
             if all(value is not item for item in known):
@@ -326,10 +353,8 @@ def _replacements(scopes: dict[Unit, _Scope]) -> dict[Entry, Any]:
     return found
 
 
-def _take_over_surgery(
-    module: nn.Module, scopes: dict[Unit, _Scope], changes: dict[Entry, Any]
-) -> None:
-    """Where the body deleted parameters, let it be so; where it put full tensors, put leaves.
+def _take_over_surgery(scopes: dict[Unit, _Scope], changes: dict[Entry, Any]) -> None:
+    """Where the body deleted parameters, let it be so.
 
     That is how ``torch.nn.utils.parametrize`` and its kin work. The next forward finds leaves at
     places that are new to their unit, and names ``refresh``.
@@ -344,32 +369,31 @@ def _take_over_surgery(
             unit.slots = [(s, i) for s, i in unit.slots if (id(s.values), s.name) not in gone]
             unit.link()
             unit.watch = None
-    known = {(id(values), name) for unit in scopes for values, name, _ in unit.places}
-    leaves = {
-        id(tensor): entry.param
-        for unit, scope in scopes.items()
-        for tensor, entry in zip(scope.tensors, unit.entries, strict=True)
-    }
-    for submodule in module.modules():
-        values = parameter_slots(submodule)
-        for name, value in values.items():
-            if id(value) in leaves and (id(values), name) not in known:
-                values[name] = leaves[id(value)]
 
 
-def _put_back(scopes: dict[Unit, _Scope]) -> None:
-    """Let the modules hold what they held before the scope."""
+def _put_back(scopes: dict[Unit, _Scope]) -> dict[int, torch.Tensor]:
+    """Let modules and parameters hold what they held before; the scope's tensors by id of the
+    parameters that held them."""
     for unit, scope in scopes.items():
         if unit.opened is not scope:
             raise RuntimeError(
                 f"gathered: unit {unit.name!r} was undone inside the scope, or scopes over it were "
                 "not left in the reverse order of entry."
             )
+    fulls: dict[int, torch.Tensor] = {}
+    for unit, scope in scopes.items():
         unit.opened = scope.outer
+        for entry in unit.entries:
+            full = hide(entry, scope.key)
+            if full is not None:
+                fulls[id(entry.held)] = full
+    for unit, scope in scopes.items():
+        scope.tensors = [fulls.get(id(tensor), tensor) for tensor in scope.tensors]
         if is_running(unit):
             install(unit, scope.before)
         else:
             install_leaves(unit)
+    return fulls
 
 
 def _leave(scopes: dict[Unit, _Scope], changes: dict[Entry, Any], options: _Options) -> None:

@@ -370,6 +370,9 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         residence.moved = True
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [_copy_slot(slot, memo) for slot in old.slots]
+        if old.layers:  # a scope shows it in full, which a copy of the model does not inherit
+            for slot in entry.slots:
+                slot.values[slot.name] = entry.param
     return copied
 
 

@@ -318,6 +318,11 @@ def strict_of_load() -> bool:
     return False
 
 
+def is_called_by_parameter() -> bool:
+    """Whether ``nn.Parameter(x)`` called the caller, a method of ``x``'s class."""
+    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
+
+
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 """``(cls, tensor, requires_grad)``: another object of class ``cls`` over the tensor's storage."""
 
@@ -337,6 +342,22 @@ def set_local_part(dtensor: DTensor, local: torch.Tensor | None) -> None:
         slot.__delete__(dtensor)
     else:
         slot.__set__(dtensor, local)
+
+
+def swap_dtensor_slots(first: DTensor, second: DTensor) -> None:
+    """Exchange what two DTensor objects, of whatever classes, have besides their tensors."""
+    slots: list[Any] = [DTensor.__dict__["_local_tensor"], DTensor.__dict__["_spec"]]
+    for slot in slots:
+        found = []
+        for dtensor in (first, second):
+            try:
+                found.append(slot.__get__(dtensor))
+                slot.__delete__(dtensor)
+            except AttributeError:
+                found.append(None)  # the slot is empty while the tensor is sharded
+        for dtensor, value in zip((second, first), found, strict=True):
+            if value is not None:
+                slot.__set__(dtensor, value)
 
 
 def dtensor_spec(dtensor: DTensor) -> Any:

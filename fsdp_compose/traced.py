@@ -187,7 +187,7 @@ def after_traced(module: nn.Module, args: Any, output: Any) -> Any:
     if not torch.compiler.is_compiling() or unit.traced is None or unit.opened is not None:
         return after_forward(module, args, output)
     for values, name, index in unit.places:
-        values[name] = unit.entries[index].param
+        values[name] = unit.entries[index].held
     if unit.mp.output_dtype is None:
         return output
     return tree_map(partial(_cast, unit.mp.output_dtype), output)

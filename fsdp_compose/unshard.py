@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,10 +13,20 @@ from torch import nn
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.connect import Reach, connect, is_running, owners
 from fsdp_compose.engine import prefetch
-from fsdp_compose.gather import dress_all
 from fsdp_compose.reduction import drain, land, pack, start_all_reduce, start_reduce
 from fsdp_compose.residency import drop, install_leaves, keep, refresh_stale, wait_gathered
-from fsdp_compose.state import Hold, Lane, Opened, Unit, as_read, find_state, iter_units
+from fsdp_compose.state import (
+    Hold,
+    Lane,
+    Opened,
+    Unit,
+    as_read,
+    find_state,
+    iter_units,
+    owner_of,
+    units_with,
+)
+from fsdp_compose.whole import as_parameter, hide, new_layer, show
 
 
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
@@ -91,16 +102,44 @@ def _show(unit: Unit) -> None:
     fulls = dict(zip(unit.entries, as_read(unit, unit.aliases), strict=True))
     with torch.inference_mode(False), torch.enable_grad():
         shown = connect(owners(unit), fulls, reaches)
+    _watch_graphs(unit, reaches)
+    opened = Unsharded(tensors=[], in_forward=False)
+    for entry in unit.entries:
+        full = shown[entry]
+        full = full if full.grad_fn else as_parameter(full)
+        show(entry, full, new_layer(opened, partial(_rebuild, weakref.ref(unit))))
+    opened.tensors = [entry.held for entry in unit.entries]
+    opened.versions = [tensor._version for tensor in opened.tensors]
+    unit.opened = opened
+    if not is_running(unit):
+        install_leaves(unit)
+
+
+def _watch_graphs(unit: Unit, reaches: list[Reach]) -> None:
     graphs = _graphs.setdefault(unit, weakref.WeakSet())
     for reach in reaches:
         graphs.add(reach)
         weakref.finalize(reach, _graph_is_gone, weakref.ref(unit)).atexit = False
-    tensors = [shown[entry] for entry in unit.entries]
-    dress_all(unit, tensors)
-    versions = [tensor._version for tensor in tensors]
-    unit.opened = Unsharded(tensors=tensors, in_forward=False, versions=versions)
-    if not is_running(unit):
-        install_leaves(unit)
+
+
+def _rebuild(ref: weakref.ref[Unit], entry: Entry, trained: bool) -> torch.Tensor:
+    unit, reaches = ref(), list[Reach]()
+    assert unit is not None
+    full = reconnect(entry, entry.held.detach(), trained, reaches)
+    _watch_graphs(unit, reaches)
+    return full
+
+
+def reconnect(
+    entry: Entry, full: torch.Tensor, trained: bool, reaches: list[Reach]
+) -> torch.Tensor:
+    """A full tensor of a scope after its parameter was set free, or frozen."""
+    if not trained:
+        return as_parameter(full)
+    owner = owner_of(entry)
+    units = [unit for unit in units_with(owner) if owner in unit.buckets]
+    with torch.enable_grad():
+        return connect(units, {entry: full}, reaches)[entry]
 
 
 def _graph_is_gone(ref: weakref.ref[Unit]) -> None:
@@ -138,10 +177,11 @@ def reshard(module: nn.Module) -> None:
         while opened is not None and not isinstance(opened, Unsharded):
             around, opened = opened, opened.outer
         if isinstance(opened, Unsharded):
-            now = [tensor._version for tensor in opened.tensors]
-            for entry, before, version in zip(unit.entries, opened.versions, now, strict=True):
-                if before != version:
+            for entry, before in zip(unit.entries, opened.versions, strict=True):
+                full = hide(entry, opened)
+                if full is not None and full._version != before:
                     edited = edited or entry
+                del full  # and with it, perhaps, a graph that keeps the unit gathered
             if around is not None:
                 around.outer = None
             else:

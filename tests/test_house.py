@@ -24,6 +24,7 @@ LAYERS = [
     "comm.py",
     "sharded/",
     "bucket.py",
+    "whole.py",
     "order.py",
     "verify.py",
     "state.py",

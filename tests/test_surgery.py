@@ -379,11 +379,11 @@ def test_parameters_of_a_class_of_their_own(shard: Any) -> None:
         assert is_sharded(weight)
         with gathered(twin.model):
             shown = twin.model.blocks[0].up.weight
-            assert type(shown) is Packed and shown.scale is weight.scale
+            assert isinstance(shown, Packed) and shown.scale is weight.scale
         held = twin.model.blocks[0] if shard is by_block else twin.model
         unshard(held)
         shown = twin.model.blocks[0].up.weight
-        assert type(shown) is Packed and shown.shape == (7, WIDTH)
+        assert isinstance(shown, Packed) and shown.shape == (7, WIDTH)
         reshard(held)
         copied = copy.deepcopy(twin.model)
         copied.blocks[0].up.weight.scale.mul_(2)

@@ -1,0 +1,200 @@
+"""Inside a scope ``m.parameters()`` are the parameters: gradients, flags and hooks too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fsdp_compose as fc
+from fsdp_compose import gathered, is_fully_sharded, reshard, unshard
+from fsdp_compose.sharded import is_sharded
+
+from harness import run_ranks
+from models import Tower, by_block, data, seeded, sgd, square, whole
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[nn.Module]:
+    inner = [module for module in model.modules() if is_fully_sharded(module)]
+    for module in inner:
+        unshard(module)
+    yield model
+    for module in inner:
+        reshard(module)
+
+
+def gathered_without_grad(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    with torch.no_grad():
+        scope = gathered(model)
+        scope.__enter__()
+
+    @contextmanager
+    def enter() -> Iterator[nn.Module]:
+        yield model
+        scope.__exit__(None, None, None)
+
+    return enter()
+
+
+def nested(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def enter() -> Iterator[nn.Module]:
+        unshard(model)
+        with gathered(model), torch.no_grad(), gathered(model), torch.enable_grad():
+            reshard(model)
+            yield model
+
+    return enter()
+
+
+SCOPES = [unsharded, gathered, gathered_without_grad, nested]
+
+
+def pair(rank: int) -> tuple[nn.Module, nn.Module]:
+    """A sharded model and the plain one, with the same gradients."""
+    plain = seeded(Tower)
+    model = by_block(copy.deepcopy(plain))
+    square(model, data(0, rank)).backward()
+    sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+    return model, plain
+
+
+def check_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None
+        else:
+            assert_close(whole(ours.grad), theirs.grad)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_loops_in_a_scope_act_on_the_parameters(scope: Callable[..., Any]) -> None:
+    """Clipping, clearing, freezing, hooks and an optimizer see one parameter, in or out."""
+
+    def check(rank: int) -> None:
+        model, plain = pair(rank)
+        params, named = list(model.parameters()), dict(model.named_parameters())
+        optimizer = sgd(params)
+        with scope(model):
+            assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+            assert not any(is_sharded(p) for p in model.parameters())
+            assert all(type(p.clone()) is Tensor and p.is_leaf for p in model.parameters())
+            check_gradients(model, plain)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+            assert_close(fc.grad_norm(model), torch.tensor(0.01).double(), rtol=1e-4, atol=1e-4)
+            check_gradients(model, plain)
+        check_gradients(model, plain)
+        with scope(model):
+            model.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+            model.first.requires_grad_(False)
+            assert not model.first.weight.requires_grad and model.head.weight.requires_grad
+            built = sgd(model.parameters())
+        assert all(p.grad is None for p in params)
+        assert [n for n, p in named.items() if not p.requires_grad] == [
+            "first.weight",
+            "first.bias",
+        ]
+        square(model, data(0, rank)).backward()
+        assert model.first.weight.grad is None and model.head.weight.grad is not None
+        assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+        before = whole(model.head.weight)
+        optimizer.step(), built.step()
+        assert not torch.equal(before, whole(model.head.weight))
+
+    run_ranks(check, 2)
+
+
+def test_training_and_hooks_inside_scopes() -> None:
+    """A step, a hook that steps, a copy: all on the objects that the optimizer has."""
+
+    def check(rank: int) -> None:
+        for scope in (unsharded, gathered, nested):
+            plain = seeded(Tower)
+            model = by_block(copy.deepcopy(plain))
+            params = list(model.parameters())
+            optimizer, reference = sgd(params), sgd(plain.parameters())
+            stepper = {p: sgd([p]) for p in model.first.parameters()}
+            for step in range(3):
+                with scope(model):
+                    square(model, data(step, rank)).backward()
+                    if scope is unsharded:
+                        optimizer.step()
+                        assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+                        assert not any(is_sharded(p) for p in params)
+                if scope is not unsharded:
+                    optimizer.step()
+                optimizer.zero_grad()
+                sum(square(plain, data(step, r)) / 2 for r in range(2)).backward()
+                reference.step(), reference.zero_grad()
+            for p, q in zip(params, plain.parameters(), strict=True):
+                assert_close(whole(p), q.detach())
+            seen = []
+
+            def hook(p: nn.Parameter) -> None:
+                seen.append(is_sharded(p) and is_sharded(p.grad))
+                stepper[p].step()
+                p.grad = None
+
+            with scope(model):
+                for p in stepper:
+                    p.register_post_accumulate_grad_hook(hook)
+                square(model, data(9, rank)).backward()
+                assert model.first.weight.grad is None and model.head.weight.grad is not None
+                assert not any(is_sharded(p) for p in params)
+            assert seen == [True, True]
+            sum(square(plain, data(9, r)) / 2 for r in range(2)).backward()
+            reference = sgd(plain.first.parameters())
+            reference.step()
+            assert_close(whole(params[0]), plain.first.weight.detach())
+            with scope(model):
+                twin = copy.deepcopy(model)
+                one = copy.deepcopy(model.head.weight)
+            assert all(is_sharded(p) for p in twin.parameters())
+            assert type(one) is nn.Parameter and torch.equal(one, whole(model.head.weight))
+            square(twin, data(0, rank)).backward()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("scope", [unsharded, gathered])
+def test_flags_set_in_a_scope_hold_in_it(scope: Callable[..., Any]) -> None:
+    """What is frozen inside a scope trains no further there, and what is set free does."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        model.first.weight.requires_grad_(False)
+        head, first = model.head.weight, model.first.weight
+        with scope(model):
+            head.requires_grad = False
+            first.requires_grad_(True)
+            (3 * first.sum() + (2.0 + rank) * model.head.bias.sum() + head.sum()).backward()
+            assert head.grad is None
+            assert torch.equal(whole(first.grad), torch.full_like(whole(first), 3))
+            assert torch.equal(whole(model.head.bias.grad), torch.full((2,), 2.5).double())
+            assert not (head * 2).requires_grad and (first * 2).requires_grad
+        assert not head.requires_grad and first.requires_grad
+        model.zero_grad()
+        square(model, data(0, rank)).backward()
+        assert head.grad is None and first.grad is not None
+        with torch.no_grad(), gathered(model, writeback=True):
+            head.requires_grad_(True)
+            first.requires_grad_(False)
+            head.fill_(4), first.fill_(5)
+        assert head.requires_grad and not first.requires_grad
+        assert whole(head).eq(4).all() and whole(first).eq(5).all()
+        with torch.no_grad(), gathered(model), torch.enable_grad():
+            head.requires_grad_(False)
+            head.requires_grad_(True)
+            with pytest.raises(RuntimeError, match="gathered"):
+                head.sum().backward()
+
+    run_ranks(check, 2)
