@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import PRIVACY, is_sharded
 from fsdp_compose.state import Unit, Watch, find_state
 from fsdp_compose.torch_private import child_slots, parameter_slots
 
@@ -135,6 +135,24 @@ def remember(unit: Unit) -> None:
             and not (value is not None and is_sharded(value))
         ],
     )
+
+
+def refuse_opacus(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Raise when a module of opacus is given sharded parameters (D9).
+
+    Raises:
+        RuntimeError: naming a sharded parameter.
+    """
+    if child is None or not type(parent).__module__.startswith("opacus."):
+        return
+    for path, param in child.named_parameters():
+        if is_sharded(param):
+            raise RuntimeError(
+                f"{type(parent).__name__} was given {path!r}, which is sharded. {PRIVACY}"
+            )
+
+
+register_module_module_registration_hook(refuse_opacus)
 
 
 def refuse_replication(parent: nn.Module, name: str, child: nn.Module | None) -> None:

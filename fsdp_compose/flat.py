@@ -83,7 +83,13 @@ def local_parameters(module: nn.Module) -> list[nn.Parameter]:
     """A plain 1-D parameter over this rank's slice of each trained parameter.
 
     The values of ``named_local_parameters``, in order: for optimizers that must not see a tensor
-    subclass, or that are faster without one.
+    subclass, or that are faster without one, and that update each element by itself.
+
+    An optimizer that takes a norm, mean or sum takes it over this rank's slices alone here, and
+    nothing can notice. Those that do so within a parameter (LAMB, LARS, Adafactor, Muon, Shampoo)
+    go to ``owner_step``. Those that sum over all parameters (Prodigy, D-Adaptation) need the
+    sharded parameters themselves, whose norms and sums are global: ``(a * b).sum()`` in place of
+    ``torch.dot(a.flatten(), b.flatten())``.
     """
     return list(named_local_parameters(module).values())
 

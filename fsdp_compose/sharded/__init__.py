@@ -15,7 +15,7 @@ them) and differentiable, and whatever else would see a slice raises :class:`Sha
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
-from fsdp_compose.sharded.advice import unit_finders
+from fsdp_compose.sharded.advice import PRIVACY, unit_finders
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import Hooks, Residence, ShardedWeightError, ShardSpec, refuse
 from fsdp_compose.sharded.tensor import (
@@ -43,6 +43,7 @@ from fsdp_compose.sharded.tensor import (
 )
 
 __all__ = [
+    "PRIVACY",
     "Axis",
     "Hooks",
     "Parallel",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_compose.sharded.ops import MEMORY
 
-__all__ = ["RAW", "SAVING", "WHOLE_COPY", "advise", "unit_finders"]
+__all__ = ["PRIVACY", "RAW", "SAVING", "WHOLE_COPY", "advise", "unit_finders"]
 
 unit_finders: list[Callable[[nn.Module], str | None]] = []
 """Functions that give the name of the unit that a module heads, or None; ``state.py`` adds one."""
@@ -88,8 +88,9 @@ def _in_optimizer(name: str) -> str:
         "granularity='tensor'). fsdp_compose.local_parameters(model) costs nothing and gives "
         "plain 1-D slices: right where each element is updated by itself, and wrong without an "
         "error where an optimizer takes norms, means or sums of a parameter (LAMB, LARS, "
-        "Adafactor, Muon, Shampoo) or of all of them (Prodigy, D-Adaptation, whose sums "
-        f"owner_step does not join either). {_COPIES}"
+        "Adafactor, Muon, Shampoo) or of all of them (Prodigy, D-Adaptation: owner_step does not "
+        "join their sums either; give them the sharded parameters, and write their "
+        f"torch.dot(a.flatten(), b.flatten()) as (a * b).sum(), which is global). {_COPIES}"
     )
 
 
@@ -139,7 +140,7 @@ def advise(func: Callable[..., Any], spec: object, unit: str) -> str:
             return _in_optimizer(type(owner).__name__)
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
             return _in_method(owner, name, unit)
-    return f"{EDGE} {_COPIES}" if func in _EDGES else ANY
+    return f"{EDGE} {ANY}" if func in _EDGES else ANY
 
 
 def _callers() -> Iterator[FrameType]:

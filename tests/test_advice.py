@@ -1,0 +1,204 @@
+"""A refusal says what to call instead, by who called: optimizers, methods, savers, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fsdp_compose as fc
+from fsdp_compose.sharded import ShardedWeightError
+
+from harness import run_ranks
+from models import WIDTH, Tower, by_block, data, seeded, square
+
+
+class Whitening(torch.optim.Optimizer):
+    """An optimizer that needs matrices."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.direction(p.grad), alpha=group["lr"])
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return grad @ grad.T @ grad if grad.ndim == 2 else grad
+
+
+class Scorer(nn.Module):
+    """A submodule with a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.inner(x).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scorer = Scorer()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        return next(self.head(x) for _ in range(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.scorer(x))
+
+
+def refusal(call: Callable[[], Any], kind: type[Exception] = ShardedWeightError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def says(text: str, *parts: str) -> None:
+    for part in parts:
+        assert part in text, text
+
+
+def test_in_an_optimizer_owner_step_is_named() -> None:
+    """With what it costs, and which optimizers are wrong without an error on plain slices."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        text = refusal(Whitening(model.parameters()).step)
+        says(text, "Whitening", "fsdp_compose.owner_step(params, lambda groups: Whitening(groups")
+        says(text, "local_parameters(model)", "wrong without an", "Prodigy", "LAMB", "sends")
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        says(refusal(torch.optim.Muon(matrices).step), "owner_step", "Muon(groups")
+        fc.owner_step(model.parameters(), Whitening).step()
+        assert "Prodigy" in (fc.local_parameters.__doc__ or "")
+
+    run_ranks(ranks, 2)
+
+
+def test_in_a_method_that_method_is_named() -> None:
+    """For ``methods=`` of its unit; one of a submodule asks for a unit of its own."""
+
+    def ranks(rank: int) -> None:
+        x = data(0, rank)
+        model = fc.fully_shard(seeded(Model))
+        says(refusal(lambda: model.encode(x)), "Model.encode", "methods=('forward', 'encode')")
+        text = refusal(lambda: model.scorer.score(x))
+        says(text, "Scorer.score", "unit of its own", "methods=('forward', 'score')")
+        says(refusal(lambda: model.head(x)), "fsdp_compose.gathered(module)", "methods=")
+        model = seeded(Model)
+        fc.fully_shard(model.scorer, methods=("forward", "score"))
+        fc.fully_shard(model, methods=("forward", "encode"))
+        assert model.scorer.score(x).ndim == 0 and model.encode(x).shape == x.shape
+
+    run_ranks(ranks, 2)
+
+
+def test_initialisers_and_copies_say_what_they_need() -> None:
+    """``writeback=True`` for nn.init; an EMA is built after sharding."""
+
+    def ranks(rank: int) -> None:
+        plain, optim_state = seeded(Tower), seeded(Tower)
+        early = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        slow = AveragedModel(plain)
+        model = by_block(plain)
+        for init in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.orthogonal_):
+            weight = next(p for p in model.parameters() if p.ndim == 2)
+            says(refusal(lambda: init(weight)), "gathered(module, writeback=True)")
+        with torch.no_grad():
+            for call in (
+                lambda: early.update_parameters(model),
+                lambda: (slow.update_parameters(model), slow.update_parameters(model)),
+                lambda: torch._foreach_lerp_(
+                    list(optim_state.parameters()), list(model.parameters()), 0.5
+                ),
+                lambda: next(optim_state.parameters()).mul_(0.5).add_(next(model.parameters())),
+            ):
+                says(refusal(call), "EMA", "after", "AveragedModel(model)", "load_optim_state_dict")
+        late = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        wanted = {n: p.full_tensor() for n, p in model.named_parameters()}
+        late.update_parameters(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(3)
+        late.update_parameters(model)
+        for name, p in late.module.named_parameters():
+            torch.testing.assert_close(p.full_tensor(), 2 * wanted[name])
+
+    run_ranks(ranks, 2)
+
+
+def test_a_gradient_hook_is_told_what_works() -> None:
+    """``grad.reshape(-1)`` for a histogram, as wandb's; reductions work as they are."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        weight = next(p for p in model.parameters() if p.ndim == 2)
+        norms: list[Tensor] = []
+        weight.register_hook(lambda grad: norms.append(grad.norm()))
+        handle = weight.register_hook(lambda grad: grad.data.reshape(-1).histc(4) and None)
+        text = refusal(lambda: square(model, data(0, rank)).backward(), RuntimeError)
+        says(text, "gradient hook", "grad.to_local()", "grad.full_tensor()", "grad.norm()")
+        handle.remove()
+        model.zero_grad()
+        norms.clear()
+        square(model, data(0, rank)).backward()
+        assert weight.grad is not None
+        torch.testing.assert_close(norms, [weight.grad.full_tensor().norm()])
+
+    run_ranks(ranks, 2)
+
+
+def test_nodes_of_the_graph_have_hooks_to_use_instead() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        params = list(model.parameters())
+        text = refusal(lambda: get_gradient_edge(params[0]))
+        says(
+            text, "backward(inputs=)", "the parameter itself", "register_post_accumulate_grad_hook"
+        )
+        for idiom in (params[0].view_as, params[0].expand_as):
+            text = refusal(lambda: idiom(params[0]).grad_fn)
+            says(text, "register_post_accumulate_grad_hook")
+        text = refusal(lambda: register_multi_grad_hook(params, print))
+        says(text, "register_post_reduce_hook", "mode='any'")
+        seen: list[Tensor] = []
+        handle = register_multi_grad_hook(params, seen.append, mode="any")
+        for count in (1, 2):
+            square(model, data(0, rank)).backward()
+            assert len(seen) == count
+        handle.remove()
+
+    run_ranks(ranks, 2)
+
+
+def test_opacus_is_refused_in_one_line() -> None:
+    def ranks(rank: int) -> None:
+        class GradSampleModule(nn.Module):
+            __module__ = "opacus.grad_sample"
+
+            def __init__(self, module: nn.Module) -> None:
+                super().__init__()
+                self._module = module
+
+        GradSampleModule(seeded(Tower))
+        text = refusal(lambda: GradSampleModule(by_block(seeded(Tower))), RuntimeError)
+        says(text, "GradSampleModule was given", "opacus clips each sample's gradient")
+        assert "\n" not in text
+
+    run_ranks(ranks, 2)
