@@ -17,6 +17,7 @@ from fsdp_compose.mesh import Group, Mesh, group_of
 from fsdp_compose.sharded import tag, to_local
 from fsdp_compose.state import Unit, lane_of, units_with
 from fsdp_compose.torch_private import raw
+from fsdp_compose.unwritten import is_unwritten
 
 _TAKEN = (
     "mesh reduce_dtype grad_dtype shard full own whole_bytes part_bytes shard_bytes aliases splits "
@@ -46,6 +47,9 @@ def adopt(bucket: Bucket) -> None:
     for entry in bucket.entries:
         entry.accumulator = None  # torch drops a leaf's when its dtype changes, there and back too
     bucket.residence.moved = False
+    if bucket.residence.emptied:  # on every rank, so all of them look whether it was written since
+        bucket.residence.emptied = False
+        bucket.unready = list(bucket.entries)
 
 
 def _copy_in(shard: torch.Tensor, bucket: Bucket, locals_: list[torch.Tensor]) -> None:
@@ -155,32 +159,6 @@ def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
 # What was left for loading
 
 
-def mark_unwritten(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or the largest integer, so that what is never written can be told."""
-    with torch.no_grad():
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is not torch.bool:
-            tensor.fill_(torch.iinfo(tensor.dtype).max)
-        else:
-            tensor.fill_(False)
-
-
-def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether all of ``tensor`` is as ``mark_unwritten`` left it; a boolean one never is."""
-    if not tensor.numel() or tensor.dtype is torch.bool:
-        return False
-    plain = tensor.detach()
-    first = plain[(slice(1),) * plain.dim()]
-    return _is_marked(first) and _is_marked(plain)
-
-
-def _is_marked(tensor: torch.Tensor) -> bool:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return bool((tensor == torch.iinfo(tensor.dtype).max).all())
-    return bool((tensor.float() if tensor.element_size() == 1 else tensor).isnan().all())
-
-
 def require_written(unit: Unit) -> None:
     """Raise on every rank when a value that was left for loading was not loaded on some.
 
@@ -205,9 +183,10 @@ def require_written(unit: Unit) -> None:
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise RuntimeError(
-            f"unit {unit.name!r}: {', '.join(missing[:5])}{more} came from the meta device and "
-            "nothing has written it since. Load the model first (model.load_state_dict(...), "
-            "fsdp_compose.load_checkpoint), or pass fully_shard(param_init_fn=...), or give the "
+            f"unit {unit.name!r}: {', '.join(missing[:5])}{more} came from the meta device, or was "
+            "emptied by to_empty(), and nothing has written it since. Load the model first "
+            "(model.load_state_dict(...), fsdp_compose.load_checkpoint), initialise it "
+            "(fsdp_compose.apply(model, fn)), or pass fully_shard(param_init_fn=...), or give the "
             "module that owns it a reset_parameters()."
         )
     for bucket in unit.gathered:

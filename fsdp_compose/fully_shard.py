@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose import hooks
-from fsdp_compose.adopt import is_unwritten
 from fsdp_compose.agree import Value, agree, agree_on_values, checksum, values_of
 from fsdp_compose.audit import remember
 from fsdp_compose.bucket import (
@@ -85,6 +84,7 @@ from fsdp_compose.torch_private import (
     raw,
     take_leaf_hooks,
 )
+from fsdp_compose.unwritten import is_unwritten
 from fsdp_compose.whole import hide_all
 from fsdp_compose.wrap import Policy
 
@@ -144,8 +144,9 @@ def fully_shard(
             that has some, which have memory by then, on the mesh's device; see ``seeded_init``.
             Where None, ``reset_parameters()`` of the submodule is called if it has one. One unit
             is materialised, initialised and sharded before the next. What nothing has written is
-            left for loading: forward raises until it is loaded. The model may be on the meta
-            device on some ranks only, with ``init="broadcast"``.
+            left for loading: forward raises until it is loaded. A function that was written for
+            FSDP1, which looks for parameters on the meta device and moves them off it, works too.
+            The model may be on the meta device on some ranks only, with ``init="broadcast"``.
         methods: names of methods that gather as ``forward`` does, which always gathers, for example
             ``("forward", "encode", "generate")``. They apply to every unit of this call whose
             module has them. The modules' hooks are not run for them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm
-from fsdp_compose.adopt import is_unwritten, mark_unwritten
 from fsdp_compose.bucket import flatten, storage_order
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import owners, walk_named
@@ -30,6 +29,7 @@ from fsdp_compose.torch_private import (
     set_local_part,
     swap_contents,
 )
+from fsdp_compose.unwritten import is_unwritten, mark_unwritten
 
 InitFn = Callable[[nn.Module], object]
 
@@ -103,7 +103,9 @@ def materialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
 
     The objects stay the same. Each submodule that has some of them is given to ``init_fn``, or its
     ``reset_parameters`` is called; what it holds besides them keeps its value. A tied parameter is
-    initialised once, by the first module that has it.
+    initialised once, by the first module that has it. An ``init_fn`` that leaves some unwritten is
+    called once more with those on the meta device: one that was written for FSDP1 tests for that,
+    and puts memory there itself.
 
     Raises:
         ValueError: a buffer that is not in the state dict was left unwritten.
@@ -127,6 +129,10 @@ def materialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
         kept = {key for key, module in makers.items() if module is maker}
         with only(maker, kept, plan.options.device), torch.no_grad():
             _initialise(maker, init_fn)
+        left = {key for key in kept if is_unwritten(part_of(fresh[key]))}
+        if left and init_fn is not None and not isinstance(init_fn, Seeded):
+            with only(maker, kept, plan.options.device, on_meta=left), torch.no_grad():
+                _initialise(maker, init_fn)
     for path, submodule in members:
         for key in non_persistent(submodule):
             buffer = buffer_slots(submodule).get(key)
@@ -155,10 +161,16 @@ def allocate(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 @contextmanager
-def only(module: nn.Module, kept: set[int], device: torch.device) -> Iterator[None]:
+def only(
+    module: nn.Module,
+    kept: set[int],
+    device: torch.device,
+    on_meta: Collection[int] = (),
+) -> Iterator[None]:
     """Let ``module`` write the tensors ``kept``, by id, and scratch memory instead of others.
 
-    What it puts in the place of a kept tensor is copied into it.
+    What it puts in the place of a kept tensor is copied into it. Of the kept ones it sees those in
+    ``on_meta`` on the meta device.
     """
     slots = (parameter_slots(module), buffer_slots(module))
     before = [dict(values) for values in slots]
@@ -168,6 +180,12 @@ def only(module: nn.Module, kept: set[int], device: torch.device) -> Iterator[No
                 scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 values[name] = nn.Parameter(scratch, False) if is_parameter else scratch
+            elif tensor is not None and id(tensor) in on_meta:
+                outline = tensor.detach().to("meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                values[name] = (
+                    nn.Parameter(outline, tensor.requires_grad) if is_parameter else outline
+                )
     try:
         yield
         for values, originals in zip(slots, before, strict=True):
@@ -175,6 +193,8 @@ def only(module: nn.Module, kept: set[int], device: torch.device) -> Iterator[No
                 given = values.get(name)
                 if tensor is None or id(tensor) not in kept or given is tensor or given is None:
                     continue
+                if given.is_meta:
+                    continue  # left as it was shown
                 if given.shape != tensor.shape:
                     raise ValueError(
                         f"fully_shard: initialisation replaced {name!r} of "

@@ -379,6 +379,15 @@ def is_called_by_dtensor() -> bool:
     return False
 
 
+def is_converted_by_module() -> bool:
+    """Whether ``Module._apply`` (``to``, ``float``, ``to_empty``) is on this thread's stack."""
+    code = torch.nn.Module._apply.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` was sliced from, or itself."""
     return mesh._get_root_mesh()

@@ -22,6 +22,7 @@ LAYERS = [
     "mesh.py",
     "streams.py",
     "comm.py",
+    "unwritten.py",
     "sharded/",
     "bucket.py",
     "whole.py",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 from fsdp_compose.comm import all_reduce
 from fsdp_compose.sharded import ops
@@ -28,7 +29,8 @@ from fsdp_compose.sharded.tensor import (
     own_slice,
     tag,
 )
-from fsdp_compose.torch_private import call_raw, raw
+from fsdp_compose.torch_private import call_raw, is_converted_by_module, raw
+from fsdp_compose.unwritten import mark_unwritten
 
 
 def _shared(func: Any, args: Any, kwargs: Any) -> Any:
@@ -90,10 +92,41 @@ def _mismatch(other: ShardSpec) -> str:
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and not is_sharded(args[0]):
         return call_raw(func, (), args, kwargs)
+    spec = args[0]._shard_spec
     if kwargs.get("memory_format") not in _PLAIN_FORMATS:
-        refuse(func, args[0]._shard_spec, "the slice has no memory format")
+        refuse(func, spec, "the slice has no memory format")
+    _check_swap(func, spec)
     out = call_raw(func, (), args, kwargs)
-    return tag(out, args[0]._shard_spec) if type(out) is Tensor else out
+    return tag(out, spec) if type(out) is Tensor else out
+
+
+def _check_swap(func: Any, spec: ShardSpec) -> None:
+    """Refuse ``module.to(...)`` where torch would exchange parameters for others (trap 25)."""
+    if torch.__future__.get_swap_module_params_on_conversion() and is_converted_by_module():
+        refuse(func, spec, "torch is set to swap it for another parameter", _NO_SWAP)
+
+
+_NO_SWAP = (
+    "A sharded parameter stays the object that optimizers hold, so it cannot be swapped. Convert "
+    "or load the module after torch.__future__.set_swap_module_params_on_conversion(False), or "
+    "before fully_shard."
+)
+
+
+def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse(func, first_spec(args, kwargs), "", _NO_SWAP)
+
+
+def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As elementwise functions; what ``module.to_empty()`` makes is marked as not written yet."""
+    out = _elementwise(func, args, kwargs)
+    if isinstance(args[0], Parameter) and is_sharded(args[0]) and is_converted_by_module():
+        spec = args[0]._shard_spec
+        _check_swap(func, spec)
+        with raw():
+            mark_unwritten(out)
+        spec.residence.emptied = True
+    return out
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -369,6 +402,8 @@ def _handle(functions: Iterable[Callable[..., Any]], handler: Handler) -> None:
 _handle(ops.SHARED, _shared)
 _handle(ops.ELEMENTWISE, _elementwise)
 _handle(ops.CASTS, _cast)
+_handle([torch.empty_like], _empty_like)
+_handle([torch.Tensor.module_load], _module_load)
 _handle(ops.FOREACH, _foreach)
 _handle(ops.functions("_amp_foreach_non_finite_check_and_unscale_", torch), _unscale)
 _handle(ops.functions("_foreach_max _foreach_norm", torch), _foreach_reduce)

@@ -47,11 +47,13 @@ class Residence:
     """Whether a bucket's parameters are still where the bucket put them; one per bucket.
 
     ``moved``: a parameter's storage was replaced (``p.data = x``, ``module.to(dtype)``).
+    ``emptied``: ``module.to_empty()`` replaced it, by memory that nobody has written.
     ``written``: counts the times ``p.data`` gave out an alias whose writes autograd does not see.
     """
 
     moved: bool = False
     written: int = 0
+    emptied: bool = False
 
 
 @dataclass(slots=True)
