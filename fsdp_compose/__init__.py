@@ -48,6 +48,7 @@ if _is_used:
         plot_plan,
         traffic_report,
     )
+    from fsdp_compose.methods import register_forward_method
     from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
     from fsdp_compose.owner import OwnerOptimizer, owner_step
     from fsdp_compose.parallel import declare_tensor_parallel
@@ -137,6 +138,7 @@ __all__ = [
     "reduce_grads",
     "refresh",
     "register_comm_hook",
+    "register_forward_method",
     "register_post_reduce_hook",
     "rekey_optim_state_dict",
     "reshard",

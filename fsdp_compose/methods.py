@@ -12,6 +12,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -96,7 +97,9 @@ class Method:
         return module
 
 
-def check_methods(methods: Sequence[str], modules: Iterable[nn.Module]) -> tuple[str, ...]:
+def check_methods(
+    methods: Sequence[str], modules: Iterable[nn.Module], caller: str = "fully_shard"
+) -> tuple[str, ...]:
     """``methods`` without ``"forward"``, each of which is a method of some of ``modules``.
 
     Raises:
@@ -105,31 +108,31 @@ def check_methods(methods: Sequence[str], modules: Iterable[nn.Module]) -> tuple
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise TypeError(
-            f"fully_shard: methods is {methods!r}; wanted a sequence of names of methods: "
+            f"{caller}: methods is {methods!r}; wanted a sequence of names of methods: "
             "methods=('forward', 'encode')."
         )
     for name in methods:
         if not isinstance(name, str):
-            raise TypeError(f"fully_shard: methods holds {name!r}; wanted names of methods.")
+            raise TypeError(f"{caller}: methods holds {name!r}; wanted names of methods.")
     given = list(modules)
     wanted = tuple(dict.fromkeys(name for name in methods if name != "forward"))
     for name in wanted:
         if name in _RESERVED or (name.startswith("__") and name.endswith("__")):
             raise ValueError(
-                f"fully_shard: methods names {name!r}, which is nn.Module's or Python's own; list "
+                f"{caller}: methods names {name!r}, which is nn.Module's or Python's own; list "
                 "methods of your model that compute with its weights."
             )
         found = [_find(module, name) for module in given]
         if all(method is None for method in found):
             raise ValueError(
-                f"fully_shard: methods names {name!r}, but no unit of this call has such a method; "
+                f"{caller}: methods names {name!r}, but no unit of this call has such a method; "
                 f"{_candidates(given)}"
             )
         for method in found:
             for is_lazy, kind in _LAZY:
                 if method is not None and is_lazy(method):
                     raise ValueError(
-                        f"fully_shard: methods names {name!r}, which is {kind}: its body would run "
+                        f"{caller}: methods names {name!r}, which is {kind}: its body would run "
                         "after the unit was released. List a method that it calls instead, or use "
                         "`with fsdp_compose.gathered(module):` inside it."
                     )
@@ -167,6 +170,34 @@ def attach_methods(module: nn.Module, methods: Iterable[str]) -> None:
     for name in methods:
         if _find(module, name) is not None:
             vars(module)[name] = Method(module, name)
+
+
+def register_forward_method(module: nn.Module, *names: str) -> None:
+    """Let methods of a module that is sharded already gather it, as ``methods=`` would have.
+
+    ``torch.distributed.fsdp.register_fsdp_forward_method`` here. A method that gathers already
+    stays as it is; ``undo`` takes them all back.
+
+    Args:
+        module: a unit: ``fully_shard`` was called on it, or its policy chose it.
+        names: of methods of ``module`` that compute with its weights.
+
+    Raises:
+        TypeError: a name is not a string.
+        ValueError: ``module`` is not a unit, or has no such method, or one that cannot gather.
+    """
+    state = find_state(module)
+    if state is None:
+        raise ValueError(
+            f"register_forward_method: {type(module).__name__} is not a unit; pass a module that "
+            "fully_shard was called on, or that units= chose. The module around it gathers its "
+            "weights, and needs the method that calls this one."
+        )
+    wanted = check_methods(names, [module], "register_forward_method")
+    unit = state.unit
+    attach_methods(module, [n for n in wanted if not isinstance(vars(module).get(n), Method)])
+    known = (*unit.options.methods, *wanted)
+    unit.options = replace(unit.options, methods=tuple(dict.fromkeys(known)))
 
 
 def _attach(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecision, fully_shard, undo, wrap
+from fsdp_compose import MixedPrecision, fully_shard, refresh, register_forward_method, undo, wrap
 from fsdp_compose.methods import Method
 from fsdp_compose.sharded import ShardedWeightError
 
@@ -238,3 +238,47 @@ def test_forward_need_not_be_listed_and_static_methods_may() -> None:
         assert torch.equal(model.twice(torch.ones(2)), torch.full((2,), 2.0))
         model(data(0, 0)).sum().backward()
         assert_at_rest(model)
+
+
+def register(model: nn.Module) -> nn.Module:
+    """Sharded first, and told of its methods then."""
+    fully_shard(model, units=wrap.by_class({Scaled}))
+    register_forward_method(model, "encode", "generate", "forward")
+    register_forward_method(model, "encode", "fail")
+    for block in model.blocks:
+        register_forward_method(block, "gain")
+    return model
+
+
+def test_methods_registered_after_sharding() -> None:
+    """They train as those that fully_shard was told of, are copied, refreshed and taken back."""
+
+    def ranks(rank: int) -> None:
+        for loss in LOSSES:
+            Twin(rank, 2, Coder, register).train(loss)
+        model = register(seeded(Coder))
+        method = vars(model)["encode"]
+        register_forward_method(model, "encode")
+        assert vars(model)["encode"] is method and method.__wrapped__.__func__ is Coder.encode
+        assert units(model)[0].options.methods == ("encode", "generate", "fail")
+        copied = copy.deepcopy(model)
+        assert vars(copied)["encode"].__self__ is copied
+        refresh(model)
+        encoded(copied, data(0, rank)).backward()
+        encoded(model, data(0, rank)).backward()
+        assert_at_rest(model)
+        undo(model)
+        assert "encode" not in vars(model) and "gain" not in vars(model.blocks[0])
+        for wrong, kind, text in (
+            ((model, "encode"), ValueError, "Coder is not a unit"),
+            ((copied.first, "extra_repr"), ValueError, "Linear is not a unit"),
+            ((copied, "encod"), ValueError, r"names 'encod'.*'encode'"),
+            ((copied, "stream"), ValueError, "'stream', which is a generator"),
+            ((copied, "parameters"), ValueError, "nn.Module's or Python's own"),
+            ((copied, 5), TypeError, "register_forward_method: methods holds 5"),
+            ((copied, ["encode"]), TypeError, "names of methods"),
+        ):
+            with pytest.raises(kind, match=text):
+                register_forward_method(*wrong)
+
+    run_ranks(ranks)
