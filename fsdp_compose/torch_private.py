@@ -5,6 +5,7 @@ A torch release that moves one of these breaks this file alone.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -421,3 +422,43 @@ MemoryFormatCode: type[Any] = checkpoint_metadata._MEM_FORMAT_ENCODING
 # there is no process group.
 load_checkpoint_plan: Callable[..., None] = state_dict_loader._load_state_dict
 """``(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)``"""
+
+
+set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
+"""``tensor.__class__ = cls`` for a class whose ``__class__`` is a property."""
+
+_cast: Any = inspect.unwrap(torch.optim.Optimizer._process_value_according_to_param_policy)
+
+
+def is_asked_by_state_walk() -> bool:
+    """Whether the caller's caller is torch's walk over a state dict, which knows DTensors only."""
+    return _is_function(
+        sys._getframe(2), "_iterate_state_dict", "torch.distributed._state_dict_utils"
+    )
+
+
+def value_under_load() -> tuple[Any, torch.Tensor] | None:
+    """(key, value) if the caller's caller is ``Optimizer.load_state_dict`` casting a value."""
+    frame = sys._getframe(2)
+    if frame.f_code is not _cast.__code__:
+        return None
+    return frame.f_locals["key"], frame.f_locals["value"]
+
+
+def state_api_under_way() -> str | None:
+    """Torch's getter or setter of optimizer state dicts that is on this thread's stack, if any."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        for name, public in (
+            ("_get_optim_state_dict", "get_optimizer_state_dict"),
+            ("_load_optim_state_dict", "set_optimizer_state_dict"),
+        ):
+            if _is_function(frame, name, "torch.distributed.checkpoint.state_dict"):
+                return public
+        frame = frame.f_back
+    return None
+
+
+def _is_function(frame: FrameType, name: str, module: str) -> bool:
+    """Told by name, since importing those modules takes torch half a second."""
+    return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module

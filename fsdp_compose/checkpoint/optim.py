@@ -26,19 +26,12 @@ from fsdp_compose.checkpoint.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.structure import Owned, block_spec, complete, fits, restored
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import fit, needs_gather, whole, whole_shape
+from fsdp_compose.checkpoint.watch import ELEMENTWISE, watch
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded import ShardSpec, is_sharded, to_local
+from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch.optim that is one number per parameter, also for a parameter of one number."""
-
-ELEMENTWISE = frozenset(
-    (
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
-        *("acc_delta", "sum", "exp_inf", "prev", "step_size", "ax"),
-    )
-)
-"""State of torch.optim that has the parameter's shape."""
 
 
 def load_optim_state_dict(
@@ -130,7 +123,9 @@ def commit(targets: Targets, given: Mapping[str, Any]) -> None:
     """Write state that was checked."""
     ready = [(one, _numbered(one, members, given)) for one, members in targets]
     for one, plain in ready:
-        one.load_state_dict(plain)
+        watch(one)
+        with checked_state():
+            one.load_state_dict(plain)
         params = [p for group in one.param_groups for p in group["params"]]
         for number, values in plain["state"].items():
             own = one.state.get(params[number], {})

@@ -11,6 +11,7 @@ them) and differentiable, and whatever else would see a slice raises :class:`Sha
     spec.py     where a slice lies in its parameter and its bucket
     reduce.py   reductions over the ranks of a group
     tensor.py   the two classes; tag, untag, to_local
+    torchstate.py  what torch's functions over state dicts ask of them
     calls.py    ``__torch_function__``, by those tables
 """
 
@@ -41,6 +42,7 @@ from fsdp_compose.sharded.tensor import (
     untag,
     whole_slice,
 )
+from fsdp_compose.sharded.torchstate import checked_state
 
 __all__ = [
     "PRIVACY",
@@ -54,6 +56,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedWeightError",
     "as_own_file",
+    "checked_state",
     "close_dtensor",
     "gather_part",
     "give_back_hooks",

@@ -11,7 +11,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from fsdp_compose.sharded.spec import (
     refuse_pickle,
     require_group,
 )
+from fsdp_compose.sharded.torchstate import TorchState
 from fsdp_compose.torch_private import (
     call_raw,
     disabled_torch_dispatch,
@@ -41,6 +42,7 @@ from fsdp_compose.torch_private import (
     make_subclass,
     prefer_foreach,
     raw,
+    set_class,
     set_dtensor_spec,
     set_local_part,
     swap_contents,
@@ -76,13 +78,7 @@ _requires_get, _requires_set = _plain.requires_grad.__get__, _plain.requires_gra
 _leaf_get = _plain.is_leaf.__get__
 
 
-if TYPE_CHECKING:
-    _Base: Any = object  # a mixin: what it does not define, the tensor class beside it does
-else:
-    _Base = object
-
-
-class _Sharded(_Base):
+class _Sharded(TorchState):
     __slots__ = ()
     _shard_spec: ShardSpec
     _is_parameter = False
@@ -197,9 +193,6 @@ class _Sharded(_Base):
 
     def is_complex(self) -> bool:
         return self.dtype.is_complex
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
 
     def __len__(self) -> int:
         if not self._shard_spec.seen:
@@ -323,12 +316,12 @@ class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
     __torch_dispatch__ = disabled_torch_dispatch  # type: ignore[assignment]
     _is_parameter = True
 
+    device_mesh = DTensor.device_mesh
+    placements = DTensor.placements
+
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
         return to_local(self)
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        refuse(DTensor.redistribute, self._shard_spec)
 
 
 _CLASSES = frozenset((ShardedTensor, ShardedParameter, ShardedDTensor))
@@ -376,7 +369,7 @@ def untag(tensor: Any) -> Any:
         own = tensor.__dict__
         for name in ("_shard_spec", "dtype", "device"):
             own.pop(name, None)
-        tensor.__class__ = _PLAIN[type(tensor)]
+        set_class(tensor, _PLAIN[type(tensor)])
     return tensor
 
 

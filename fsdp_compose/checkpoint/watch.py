@@ -1,0 +1,129 @@
+"""Optimizers that were seen: what torch's own functions load into them fits, or is refused by name.
+
+An optimizer is seen in its first step, or when its state is loaded here. From then on hooks on it
+cut whole state that ``set_optimizer_state_dict`` hands it, refuse ``get_optimizer_state_dict``
+where that would miss state, and refuse state of another layout for plain parameters over slices.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_compose.checkpoint.values import fit, whole_shape
+from fsdp_compose.flat import source_of
+from fsdp_compose.owner import OwnerOptimizer
+from fsdp_compose.sharded import is_sharded, is_sharded_parameter
+from fsdp_compose.torch_private import state_api_under_way
+
+ELEMENTWISE = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
+        *("acc_delta", "sum", "exp_inf", "prev", "step_size", "ax"),
+    )
+)
+"""State of torch.optim that has the parameter's shape."""
+
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def watch(optimizer: Optimizer) -> None:
+    """Put the hooks on an optimizer that holds parameters of ours, once."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(is_sharded_parameter(param) or source_of(param) is not None for param in params):
+        optimizer.register_state_dict_pre_hook(_before_state_dict)
+        optimizer.register_load_state_dict_pre_hook(_before_load)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _seen:
+        watch(optimizer)
+        _check_raw(optimizer, {id(param): values for param, values in optimizer.state.items()})
+
+
+def _before_state_dict(optimizer: Optimizer) -> None:
+    """Refuse torch's getter where other ranks' state, or names, would be missing."""
+    caller = state_api_under_way()
+    if caller is None:
+        return
+    if isinstance(optimizer, OwnerOptimizer):
+        why = "holds state of the parameters that this rank owns alone (owner_step)"
+    elif any(source_of(p) is not None for g in optimizer.param_groups for p in g["params"]):
+        why = "holds plain parameters over slices, which have no names in the module"
+    else:
+        return
+    ours = "optim_state_dict" if caller.startswith("get") else "load_optim_state_dict"
+    raise RuntimeError(
+        f"torch.distributed.checkpoint.state_dict.{caller}: {type(optimizer).__name__} {why}; call "
+        f"fsdp_compose.{ours}(module, optimizer, ...), which knows them."
+    )
+
+
+def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Cut whole state for torch's setter; refuse what does not fit plain parameters over slices."""
+    given = {
+        id(param): state_dict["state"][number]
+        for param, number in _numbered(optimizer, state_dict)
+        if number in state_dict["state"]
+    }
+    _check_raw(optimizer, given)
+    if state_api_under_way() is None:
+        return None
+    state = {
+        number: _cut(param, optimizer.state.get(param, {}), state_dict["state"][number])
+        for param, number in _numbered(optimizer, state_dict)
+        if number in state_dict["state"]
+    }
+    return {**state_dict, "state": {**state_dict["state"], **state}}
+
+
+def _numbered(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Parameters with the numbers, or names, that the state calls them by."""
+    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    for mine, theirs in groups:
+        yield from zip(mine["params"], theirs["params"], strict=False)
+
+
+def _cut(param: Any, before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """State of one parameter with the slices of what is whole, where the optimizer has slices."""
+    found = dict(given)
+    for key, value in given.items():
+        mine = before.get(key)
+        is_whole = isinstance(value, Tensor) and not is_sharded(value)
+        if is_whole and is_sharded(mine) and value.shape == whole_shape(mine):
+            found[key] = fit(value.to(mine.device), mine._shard_spec).clone()
+    return found
+
+
+def _check_raw(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise for state of another layout under plain parameters over slices."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            source = source_of(param)
+            if source is None:
+                continue
+            entry = None if source.entry is None else source.entry()
+            whole = None if entry is None else entry.spec.whole_shape
+            for key, value in state.get(id(param), {}).items():
+                if not isinstance(value, Tensor) or not value.ndim or value.shape == param.shape:
+                    continue
+                cut = key in ELEMENTWISE and value.ndim == 1
+                if is_sharded(value) or value.shape == whole or cut:
+                    name = "a bucket" if entry is None else repr(entry.spec.fqn)
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__}: state {key!r} of {name} has shape "
+                        f"{tuple(value.shape)}, this rank's slice {tuple(param.shape)}: it is of "
+                        "another layout. Call fsdp_compose.load_optim_state_dict(module, "
+                        "optimizer, state_dict), which cuts state of any layout."
+                    )
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,140 @@
+"""What torch's own getters, setters and optimizers ask of a sharded tensor to save and load it.
+
+``torch.distributed.checkpoint.state_dict`` walks over state and gathers what is a DTensor, and
+``Optimizer.load_state_dict`` casts what it is given to the type of the parameter. Neither asks
+``__torch_function__``. So in that walk alone a sharded tensor says that it is a DTensor, and in
+that cast alone the parameter looks at the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_compose.comm import all_reduce, gather_objects
+from fsdp_compose.sharded.spec import ShardSpec, refuse
+from fsdp_compose.torch_private import (
+    is_asked_by_state_walk,
+    set_class,
+    value_under_load,
+)
+
+if TYPE_CHECKING:
+    _Base: Any = object
+else:
+    _Base = object
+
+_checked: ContextVar[bool] = ContextVar("fsdp_compose_checked_optimizer_state", default=False)
+
+
+@contextlib.contextmanager
+def checked_state() -> Iterator[None]:
+    """Scope in which ``Optimizer.load_state_dict`` is given state that is known to fit."""
+    token = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+@dataclass(frozen=True)
+class _Device:
+    """All that torch's walk asks of a mesh."""
+
+    device_type: str
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All that torch's walk asks of a gathered DTensor."""
+
+    full: Tensor
+
+    def to_local(self) -> Tensor:
+        return self.full
+
+
+class TorchState(_Base):
+    """Mixin of the sharded tensors."""
+
+    __slots__ = ()
+    _shard_spec: ShardSpec
+
+    @property
+    def __class__(self) -> Any:
+        """DTensor for torch's walk over a state dict, which gathers those; else the class."""
+        return DTensor if is_asked_by_state_walk() else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        set_class(self, kind)
+
+    def is_floating_point(self) -> bool:
+        """As on Tensor; first, ``Optimizer.load_state_dict`` is refused what does not fit."""
+        found = value_under_load()
+        if found is not None and not _checked.get():
+            check_loaded(self._shard_spec, *found)
+        dtype: torch.dtype = self.dtype
+        return dtype.is_floating_point
+
+    @property
+    def device_mesh(self) -> Any:
+        return _Device(self.device.type)
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        return ()
+
+    def redistribute(self, device_mesh: Any = None, placements: Sequence[Any] = ()) -> Any:
+        """The whole, for torch's walk; a collective in which all ranks must gather the same."""
+        if not all(isinstance(placement, Replicate) for placement in placements):
+            refuse(DTensor.redistribute, self._shard_spec)
+        _agree_on_name(self._shard_spec, self.device)
+        return _Whole(self.full_tensor())
+
+
+def _agree_on_name(spec: ShardSpec, device: torch.device) -> None:
+    """Raise on every rank where ranks are about to gather slices of different parameters."""
+    number = zlib.crc32(repr((spec.fqn, *spec.whole_shape)).encode())
+    both = torch.tensor([number, -number], device=device)
+    for group in spec.whole_groups:
+        if group.size > 1:
+            low, high = all_reduce(both.clone(), group, "max").tolist()
+            if low != -high:
+                names = gather_objects(spec.fqn, group)
+                raise RuntimeError(
+                    f"get_state_dict(full_state_dict=True): the ranks gather {names} at one time, "
+                    "since their optimizers list the parameters in different orders; "
+                    "fsdp_compose.optim_state_dict(module, optimizer) matches them by name."
+                )
+
+
+def check_loaded(spec: ShardSpec, key: Any, value: Tensor) -> None:
+    """Raise unless ``value`` may be the state ``key`` of a sharded parameter as it is cut.
+
+    Raises:
+        RuntimeError: it is of another layout, or whole.
+    """
+    other = value.__dict__.get("_shard_spec")
+    if isinstance(other, ShardSpec):
+        if other.key == spec.key:
+            return
+        found = f"{other.held}, cut over {other.group.size} ranks"
+    elif isinstance(value, DTensor) or (value.numel() > 1 and value.shape == spec.whole_shape):
+        found = f"a whole tensor of shape {tuple(value.shape)}"
+    else:
+        return
+    raise RuntimeError(
+        f"optimizer.load_state_dict: state {key!r} of {spec.fqn!r} (unit {spec.unit!r}) is "
+        f"{found}; rank {spec.group.rank} of {spec.group.size} holds {spec.held}, so step() would "
+        "fail. The optimizer is unchanged. Call fsdp_compose.load_optim_state_dict(module, "
+        "optimizer, state_dict), which cuts state of any layout as the parameters are."
+    )
