@@ -44,12 +44,12 @@ def check_additions(unit: Unit) -> None:
     if added:
         raise RuntimeError(
             f"unit {unit.name!r} has trainable parameters that were added, or made trainable, "
-            f"after fully_shard and are not sharded: {_listed(added)}. Their gradients would "
+            f"after fully_shard and are not sharded: {listed(added)}. Their gradients would "
             "differ between ranks. Call fsdp_compose.refresh(model) on every rank, and give them "
             "to the optimizer."
         )
     if missing:
-        moved = _listed([name for name, _ in missing])
+        moved = listed([name for name, _ in missing])
         raise RuntimeError(
             f"unit {unit.name!r} has sharded parameters at places where they were not when it was "
             f"sharded, so it would not gather them there: {moved}. Call "
@@ -58,7 +58,7 @@ def check_additions(unit: Unit) -> None:
     remember(unit)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(map(repr, names[:_MOST])) + more
 

@@ -30,6 +30,7 @@ from fsdp_compose.parallel import find_parallel
 from fsdp_compose.reduction import get_grad, requires_grad
 from fsdp_compose.sharded import is_sharded, is_sharded_parameter, part_of, spec_of, to_local
 from fsdp_compose.state import _lanes, held_by_fewer, owner_of
+from fsdp_compose.surroundings import check_once
 from fsdp_compose.unshard import is_open
 from fsdp_compose.whole import end_rests, leaf_of, rest
 
@@ -120,6 +121,7 @@ def clip_grad_norm_(
 def _collect(params: Params, caller: str) -> list[_Grad]:
     named: Iterable[tuple[str, torch.Tensor]]
     if isinstance(params, nn.Module):
+        check_once(params, caller)
         named = params.named_parameters()
     else:
         listed = [params] if isinstance(params, torch.Tensor) else list(params)

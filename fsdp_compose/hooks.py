@@ -54,6 +54,7 @@ from fsdp_compose.residency import (
 from fsdp_compose.saved import shield_weights, unshield
 from fsdp_compose.standin import StandIns, close_stand_ins, find_stand_ins, open_stand_ins
 from fsdp_compose.state import Hold, Lane, Live, Opened, Unit, get_state
+from fsdp_compose.surroundings import check_noted, find_surroundings
 from fsdp_compose.torch_private import (
     graph_task_id,
     made_at,
@@ -271,6 +272,8 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
     standing_in = unit.opened is not None and unit.opened.for_call
     if unit.task is None and not standing_in:
         check_additions(unit)
+    if trained and not unit.looked_around:
+        find_surroundings(unit)
     if not recomputing:
         refresh_stale(unit)
     if lane.carried and unit in lane.carried:
@@ -409,6 +412,8 @@ def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
                 raise RuntimeError(DELETED)
             if reached.epoch != epoch:
                 raise RuntimeError(moved_before_backward(reached.gathered[0]))
+            if reached.surroundings is not None:
+                check_noted(reached)
             open_backward(reached, running_task(reached))
 
         unit.trigger = trigger

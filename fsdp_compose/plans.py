@@ -81,6 +81,7 @@ class Ignored:
     params: frozenset[int] = frozenset()
     modules: frozenset[int] = frozenset()
     buffers: frozenset[int] = frozenset()
+    given: tuple[weakref.ref[Any], ...] = ()  # what the caller listed
 
     @classmethod
     def of(cls, ignored: Iterable[torch.Tensor | nn.Module]) -> Ignored:
@@ -93,7 +94,8 @@ class Ignored:
         params: set[int] = set()
         modules: set[int] = set()
         buffers: set[int] = set()
-        for item in ignored:
+        items = list(ignored)
+        for item in items:
             if isinstance(item, nn.Module):
                 modules.update(id(m) for m in item.modules())
                 params.update(id(p) for p in item.parameters())
@@ -107,12 +109,16 @@ class Ignored:
                     f"fully_shard: ignored holds a {type(item).__name__}; wanted parameters, "
                     "buffers and modules."
                 )
-        return cls(frozenset(params), frozenset(modules), frozenset(buffers))
+        refs = tuple(weakref.ref(item) for item in items)
+        return cls(frozenset(params), frozenset(modules), frozenset(buffers), refs)
 
     def and_more(self, items: Iterable[torch.Tensor | nn.Module]) -> Ignored:
         more = Ignored.of(items)
         return Ignored(
-            self.params | more.params, self.modules | more.modules, self.buffers | more.buffers
+            self.params | more.params,
+            self.modules | more.modules,
+            self.buffers | more.buffers,
+            self.given + more.given,
         )
 
 
@@ -142,11 +148,12 @@ class UnitPlan:
         return self.members[self.modules.index(module)]
 
     def left_alone(self) -> dict[int, weakref.ref[Any]]:
-        """The parameters, buffers and modules in the unit that were to be ignored, by id."""
+        """The parameters, buffers and modules that were to be ignored, by id."""
         ignored = self.ignored
         if not (ignored.params or ignored.modules or ignored.buffers):
             return {}
-        return {
+        around = {id(item): ref for ref in ignored.given if (item := ref()) is not None}
+        return around | {
             id(item): weakref.ref(item)
             for module in self.modules
             for submodule in module.modules()

@@ -137,7 +137,8 @@ def _look_through(unit: Unit, init: Init | None, promised: set[int]) -> _Change:
     options: Options = unit.options if init is None else replace(unit.options, init=init)
     modules = [module for ref in unit.modules if (module := ref()) is not None]
     plan = UnitPlan(unit.name, modules, options, _is_named(unit, modules))
-    plan.ignored = Ignored(*([frozenset(unit.left_alone)] * 3))
+    left_alone = frozenset(unit.left_alone)
+    plan.ignored = Ignored(left_alone, left_alone, left_alone, tuple(unit.left_alone.values()))
     known = {id(values) for values, _, _ in unit.places}
     if unit.watch is not None:
         known |= {id(table) for table in unit.watch.tables}

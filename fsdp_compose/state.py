@@ -191,6 +191,8 @@ class Unit:
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
     traced: Traced | None = None  # set_traceable was called
     watch: Watch | None = None  # None: look through the modules at the next forward
+    looked_around: bool = False  # for the module that its forward was called in
+    surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
 
     def __post_init__(self) -> None:
         self.link()
@@ -440,6 +442,7 @@ class Lane:
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs
+    surveyed: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
     logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist
     reached: set[Log] = field(default_factory=set)  # by the step under way

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
@@ -317,6 +317,16 @@ def strict_of_load() -> bool:
             return bool(frame.f_locals.get("strict", False))
         frame = frame.f_back
     return False
+
+
+def calling_modules() -> Iterator[torch.nn.Module]:
+    """The modules whose calls are under way on this thread, the innermost first."""
+    code = torch.nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def is_called_by_parameter() -> bool:

@@ -40,6 +40,7 @@ LAYERS = [
     "connect.py",
     "standin.py",
     "audit.py",
+    "surroundings.py",
     "hooks.py",
     "traced.py",
     "methods.py",

@@ -23,6 +23,7 @@ from fsdp_compose.checkpoint.names import parameters_by_name
 from fsdp_compose.mesh import SELF, Group, require_group
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import held_by_fewer, iter_units, owner_of
+from fsdp_compose.surroundings import check_surroundings
 from fsdp_compose.torch_private import default_store, gloo_group, timeout_of
 
 _KINDS: dict[str, type[Exception]] = {
@@ -266,6 +267,7 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
     Raises:
         RuntimeError: naming the parameter.
     """
+    check_surroundings(module, what)
     entries = {n: find_entry(p) for n, p in parameters_by_name(module).items() if is_sharded(p)}
     if len({owner_of(entry).mesh.size for entry in entries.values()}) <= 1:
         return
