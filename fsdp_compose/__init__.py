@@ -56,6 +56,7 @@ if _is_used:
     from fsdp_compose.pipeline import pipeline_stage
     from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
     from fsdp_compose.refresh import refresh
+    from fsdp_compose.replicas import verify_replicas
     from fsdp_compose.scaler import GradScaler
     from fsdp_compose.schedule import seed_order, set_backward_prefetch, set_forward_prefetch
     from fsdp_compose.scopes import gathered, iter_full, summon_full_params
@@ -165,6 +166,7 @@ __all__ = [
     "undo",
     "units_of",
     "unshard",
+    "verify_replicas",
     "wrap",
 ]
 __version__ = "0.1.0"

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import Slot, flatten, storage_order
+from fsdp_compose.bucket import Slot
 from fsdp_compose.collect import unit_precision
 from fsdp_compose.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.parallel import tensor_parallel_groups
 from fsdp_compose.plans import UnitPlan
 from fsdp_compose.policy import Placement
-from fsdp_compose.sharded import Parallel, part_of
+from fsdp_compose.replicas import sum_bytes
+from fsdp_compose.sharded import Parallel
 from fsdp_compose.torch_private import buffer_slots
 
 
@@ -136,32 +137,6 @@ def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:
         return None  # the mesh is not for the device the buffer is on
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit sum over the bytes of ``tensor``, weighted so that permutations differ."""
-    return int(_checksum(tensor).item()) % (1 << 64)
-
-
-_CHUNK = 1 << 20  # words; what a checksum allocates does not grow with the parameter
-
-
-@torch.no_grad()
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    plain = part_of(tensor).detach()
-    flat = flatten(plain, storage_order(plain))
-    data = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    aligned = data.storage_offset() % 8 == 0
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    count = min(_CHUNK, data.numel() // 8 + 8)
-    weights = torch.arange(1, 2 * count + 1, 2, device=data.device)
-    for start in range(0, whole, 8 * _CHUNK):
-        piece = data[start : min(start + 8 * _CHUNK, whole)]
-        words = (piece if aligned else piece.clone()).view(torch.int64)
-        total += (words * weights[: words.numel()]).sum() + words.sum() * (start // 4)
-    tail = data[whole:].to(torch.int64)
-    return total + (tail * weights[: tail.numel()]).sum()
-
-
 def _report(
     problem: Exception | None,
     structure: list[Any],
@@ -171,7 +146,7 @@ def _report(
 ) -> Report:
     verified = {plan.name for plan in plans if plan.options.init == "verify"}
     compared = [v for v in values if v.key.split(":", 1)[0] in verified and _peers(v)]
-    sums = [_checksum(v.tensor) for v in compared]
+    sums = [sum_bytes(v.tensor) for v in compared]
     totals = [int(t) for t in torch.stack([t.cpu() for t in sums]).tolist()] if sums else []
     return Report(
         _describe(problem),

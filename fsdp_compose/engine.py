@@ -20,6 +20,7 @@ from fsdp_compose.reduction import (
     requires_grad,
     start_reduce,
 )
+from fsdp_compose.replicas import verify_units
 from fsdp_compose.residency import (
     drop,
     forget_inner,
@@ -129,6 +130,8 @@ def end_task(lane: Lane, task_id: int) -> None:
         lane.forward_order.close()
         lane.backward_order.close()
         end_step(lane, trained=True)
+    if any(log.is_debugging for log in lane.logs.values()):
+        verify_units(dict.fromkeys(task.units), "debug mode, after a backward")
     if len(lane.mesh_sizes) > 1:
         _check_divisors(task)
 

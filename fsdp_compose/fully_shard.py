@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose import hooks
-from fsdp_compose.agree import Value, agree, agree_on_values, checksum, values_of
+from fsdp_compose.agree import Value, agree, agree_on_values, values_of
 from fsdp_compose.audit import remember
 from fsdp_compose.bucket import (
     Bucket,
@@ -51,6 +51,7 @@ from fsdp_compose.policy import (
     place,
 )
 from fsdp_compose.reduction import drain
+from fsdp_compose.replicas import checksum
 from fsdp_compose.residency import check_slots, drop, install_leaves, settle
 from fsdp_compose.sharded import (
     Residence,

@@ -33,6 +33,7 @@ LAYERS = [
     "adopt.py",
     "residency.py",
     "saved.py",
+    "replicas.py",
     "reduction.py",
     "engine.py",
     "comm_hooks.py",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import ShardingStrategy, agree, comm, fully_shard, init, undo, wrap
-from fsdp_compose.agree import checksum
 from fsdp_compose.init import seeded_init
 from fsdp_compose.mesh import SELF, Mesh
+from fsdp_compose.replicas import checksum
 
 from harness import rank_errors, run_ranks
 from models import (

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose import comm
-from fsdp_compose.agree import checksum
 from fsdp_compose.checkpoint.consensus import Shared, groups_of, several
 from fsdp_compose.checkpoint.names import clean, names_of
 from fsdp_compose.checkpoint.stream import each_full
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.values import whole, whole_shape
 from fsdp_compose.mesh import Group
+from fsdp_compose.replicas import checksum
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import iter_units
 

@@ -1,0 +1,58 @@
+"""Copies of a parameter that were edited on some ranks only are found, and the ranks named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fsdp_compose as fc
+from fsdp_compose import ShardingStrategy, set_debug, verify_replicas
+
+from harness import rank_errors, run_ranks
+from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("NO_SHARD", 2), ("HYBRID_SHARD", 4)])
+def test_an_edit_on_some_ranks_is_found(strategy: str, world: int) -> None:
+    """By ``verify_replicas`` on every rank, and by the next backward in debug mode."""
+
+    def build() -> torch.nn.Module:
+        mesh = mesh_of_replicas(2, 2) if world == 4 else None
+        return by_block(seeded(Tower), mesh=mesh, strategy=ShardingStrategy[strategy])
+
+    def check(rank: int) -> None:
+        set_debug(True)
+        model = build()
+        for step in range(2):
+            square(model, data(step, rank)).backward()
+            sgd(model.parameters()).step()
+        verify_replicas(model)
+        with torch.no_grad():
+            if rank == world - 1:
+                model.blocks[1].down.weight.mul_(2)
+        wanted = r"down\.weight' of unit 'blocks\.1' is copied .* and other numbers on"
+        with pytest.raises(RuntimeError, match="verify_replicas: .*" + wanted):
+            verify_replicas(model)
+        with pytest.raises(RuntimeError, match="debug mode.*" + wanted):
+            square(model, data(9, rank)).backward()
+
+    def drift(rank: int) -> None:
+        model = build()
+        if rank == 0:
+            model.first.weight.data.add_(1)
+        verify_replicas(model)
+
+    run_ranks(check, world)
+    assert all("first.weight" in str(error) for error in rank_errors(drift, world))
+
+
+def test_nothing_copied_is_nothing_to_verify() -> None:
+    """FULL_SHARD and a world of one send nothing."""
+
+    def check(rank: int) -> int:
+        model = by_block(seeded(Tower))
+        with fc.count_traffic() as traffic:
+            verify_replicas(model)
+        return traffic.control
+
+    assert run_ranks(check, 2) == [0, 0]
