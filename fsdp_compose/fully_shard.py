@@ -113,8 +113,10 @@ def fully_shard(
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
 
     The module, its parameters and their names stay the same objects; between passes each parameter
-    holds this rank's slice. Call it on submodules first, then on what contains them, or once with
-    ``units``. All ranks of the mesh must call it.
+    holds this rank's slice, and what needs the whole of it raises ``ShardedWeightError`` (whose
+    help lists the few functions of torch, such as ``torch.tensor(p)``, that read the slice without
+    asking); ``p.full_tensor()`` is the whole. Call it on submodules first, then on what contains
+    them, or once with ``units``. All ranks of the mesh must call it.
 
     Parameters that tensor parallelism split before, over another dimension of the same mesh, are
     sharded further, and DTensors stay DTensors: ``parallelize_module(model, mesh["tp"], plan)``,

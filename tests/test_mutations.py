@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, no_sync
+from fsdp_compose.sharded import ShardedWeightError
+from fsdp_compose.sharded.ops import MEMORY
+from fsdp_compose.sharded.tensor import HANDLERS
 
 from harness import RankFailure, run_ranks
 from models import Tower, Twin, by_block, data, seeded, square
@@ -210,6 +213,20 @@ def check_accumulation(rank: int) -> None:
     twin.check()
 
 
+def hand_out_memory() -> None:
+    """Functions that give out a slice's memory are taken for facts it shares with the whole."""
+    for function in MEMORY:
+        HANDLERS[function] = HANDLERS[torch.Tensor.get_device]
+
+
+def check_memory(rank: int) -> None:
+    model = by_block(Tower())
+    for read in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__array__):
+        for tensor in (model.head.weight, model.head.weight.data, model.state_dict()["head.bias"]):
+            with pytest.raises(ShardedWeightError, match="save_full"):
+                read(tensor)
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -236,6 +253,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "other ranks' weights lost": (gather_zeros, check_training, 2),
     "gradients handed out twice": (reduce_twice, check_training, 2),
     "accumulation lost": (lose_accumulation, check_accumulation, 2),
+    "memory handed out": (hand_out_memory, check_memory, 2),
     "start not verified": (
         lambda: replace("_checksum", lambda original: lambda t: original(torch.zeros(1)), "agree"),
         check_replicas_verified, 2,

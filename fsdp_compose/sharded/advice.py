@@ -151,8 +151,8 @@ def _callers() -> Iterator[FrameType]:
 
 
 def _self_of(frame: FrameType) -> Any:
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    is_method = frame.f_code.co_varnames[:1] == ("self",)
+    return frame.f_locals.get("self") if is_method else None
 
 
 def _has(module: nn.Module, spec: object) -> bool:

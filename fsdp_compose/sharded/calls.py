@@ -340,7 +340,8 @@ def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Padding by nothing, with which libraries fit a bias to its tied weight."""
     tensor = kwargs["input"] if "input" in kwargs else args[0]
-    if any(kwargs["pad"] if "pad" in kwargs else args[1]):
+    pad = kwargs["pad"] if "pad" in kwargs else args[1]
+    if any(pad) or len(pad) % 2:
         refuse(func, tensor._shard_spec)
     return tensor.clone()
 
@@ -425,6 +426,7 @@ _handle(ops.functions("contiguous", Tensor), _contiguous)
 _handle([torch.nn.functional.pad], _pad)
 _handle(ops.functions("view_as_real", torch), _view_as_real)
 _handle([torch.nn.init.constant_], _constant)
+_handle(ops.functions("dense_dim", Tensor), _method("dim"))
 _handle([torch.autograd.grad], _autograd_grad)
 _handle([torch.autograd.backward], _shared)  # given sharded tensors as inputs=
 for _name in (

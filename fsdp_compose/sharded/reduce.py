@@ -175,6 +175,8 @@ def _var(
         dim, unbiased = None, dim
     if not _plain(dim, keepdim):
         return NotImplemented
+    if not (local.is_floating_point() or local.is_complex()):
+        return local.var()  # torch's own error
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     wide = _wide(local)

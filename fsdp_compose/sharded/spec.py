@@ -39,7 +39,16 @@ __all__ = [
 
 
 class ShardedWeightError(RuntimeError):
-    """A function that needs the whole tensor was given this rank's slice of one (D1)."""
+    """A function that needs the whole tensor was given this rank's slice of one (D1).
+
+    A few functions of torch read a tensor's memory without asking its class, so nothing can raise
+    there. They return this rank's slice, plain and 1-D: ``torch.tensor(p)`` (which warns),
+    ``torch.Tensor(p)``, ``x.new(p)`` and ``x.new_tensor(p)`` of a plain x,
+    ``torch.as_tensor(p, dtype)`` and ``torch.asarray(p, dtype)`` with another dtype,
+    ``torch.autograd.Variable(p)``, ``torch.utils.dlpack.to_dlpack(p)``, ``plain.data = p``, and
+    ``torch.vmap``, ``torch.func.grad`` and ``torch.func.vjp`` over p itself, outside
+    ``functional_call``. Give them ``p.full_tensor()``.
+    """
 
 
 @dataclass(slots=True)
