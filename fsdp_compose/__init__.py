@@ -70,6 +70,7 @@ if _is_used:
     from fsdp_compose.switches import (
         accumulate,
         no_sync,
+        set_find_unused_parameters,
         set_gradient_divide_factor,
         set_is_last_backward,
         set_requires_all_reduce,
@@ -149,6 +150,7 @@ __all__ = [
     "seeded_init",
     "set_backward_prefetch",
     "set_debug",
+    "set_find_unused_parameters",
     "set_forward_prefetch",
     "set_gradient_divide_factor",
     "set_is_last_backward",

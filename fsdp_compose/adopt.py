@@ -44,8 +44,6 @@ def adopt(bucket: Bucket) -> None:
             place_parameters(bucket)
         else:
             _rebuild(bucket, locals_, dtype, device)
-    for entry in bucket.entries:
-        entry.accumulator = None  # torch drops a leaf's when its dtype changes, there and back too
     bucket.residence.moved = False
     if bucket.residence.emptied:  # on every rank, so all of them look whether it was written since
         bucket.residence.emptied = False

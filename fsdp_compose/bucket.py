@@ -72,7 +72,6 @@ class Entry:
     spec: ShardSpec
     names: tuple[str, ...]  # FQNs from the unit's module; more than one when tied
     slots: list[Slot]
-    accumulator: Any = None  # the leaf's node in the autograd graph, once it has one
     owner: weakref.ref[Bucket] | None = None
     pin: weakref.ref[nn.Parameter] | None = None  # torch.utils.swap_tensors refuses what has one
     index: int = 0  # within the owner
@@ -147,7 +146,9 @@ class Bucket:
     device_shard: torch.Tensor | None = None  # of offloaded shards, in the compute dtype
     device_stamp: object = None  # of the shard when ``device_shard`` was copied
     waiting_grad: torch.Tensor | None = None  # of microbatches, not yet in ``.grad``
-    owed: set[Entry] = field(default_factory=set)  # have a part in them, frozen since or not
+    used: int = 0  # bits, by entry: have a part in gradients not yet in ``.grad``
+    trained: int = 0  # bits, by entry: could have had one, when these gradients arrived
+    agreed: tuple[int, int] | None = None  # used here, and by some rank, when ranks compared it
     phase: Phase = Phase.SHARDED
     holders: int = 0
     gather: Exchange = field(default_factory=Exchange)
@@ -159,6 +160,8 @@ class Bucket:
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
     mirror: Mirror | None = None
     caller: Caller | None = None  # of its collectives; None where ranks do not compare them
+    unit: weakref.ref[Any] | None = None  # whose it is
+    borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # other such units
 
     def __repr__(self) -> str:
         """Without its tensors: reading one whose storage holds 0 bytes would crash."""
@@ -171,6 +174,11 @@ class Bucket:
         """The one place where a bucket changes phase."""
         assert (self.phase, phase) in _LEGAL, f"illegal phase change {self.phase} -> {phase}"
         self.phase = phase
+
+    @property
+    def every(self) -> int:
+        """The bits of all entries."""
+        return (1 << len(self.entries)) - 1
 
     @property
     def spread(self) -> Group | None:

@@ -68,10 +68,35 @@ traffic = Traffic()
 
 
 Head = tuple[int, ...]
-"""Eight integers; the last tells a comparison of heads alone from one ahead of data."""
+"""Ten integers. The last tells a comparison of heads alone from one ahead of data; the one before,
+how many bytes of flags follow, may differ between ranks that do the same."""
 
-HEAD = 8
+HEAD = 10
 _DATA, _COMPARISON = 0, 1
+_FLAGS = HEAD - 2
+
+
+@dataclass(slots=True)
+class Flags:
+    """``count`` bits, combined over ranks with a bitwise or."""
+
+    bits: int
+    count: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.bits == (1 << self.count) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return (self.count + 7) // 8
+
+    def to_bytes(self) -> torch.Tensor:
+        data = bytearray(self.bits.to_bytes(self.nbytes, "little"))
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def add(self, other: torch.Tensor) -> None:
+        self.bits |= int.from_bytes(bytes(other.tolist()), "little")
 
 
 class Caller(Protocol):
@@ -80,7 +105,7 @@ class Caller(Protocol):
     epoch: int  # counts disagreements: what was sent before one is never read after it
 
     def head(self) -> Head:
-        """What this rank is doing, without the last integer; equal on ranks that do the same."""
+        """What this rank is doing, in eight integers; equal on ranks that do the same."""
 
     def disagree(self, group: Group) -> NoReturn:
         """A rank of ``group`` does something else, as every rank of it knows."""
@@ -88,7 +113,10 @@ class Caller(Protocol):
 
 @dataclass(slots=True)
 class Heads:
-    """Of one exchange: what this rank sent, and what arrives from each peer."""
+    """Of one exchange: what this rank sent, and what arrives from each peer.
+
+    A rank that has not all of its ``flags`` sends them behind its head, to be united in ``check``.
+    """
 
     caller: Caller
     group: Group
@@ -98,6 +126,8 @@ class Heads:
     peers: Sequence[int]
     purpose: str
     epoch: int  # of the caller, when it was sent
+    flags: Flags | None = None
+    flag_works: Sequence[Any] = ()  # of sending them
 
     def rows(self) -> list[list[int]]:
         _wait(self.works, self.peers, self.purpose)
@@ -110,10 +140,29 @@ class Heads:
         """
         if self.caller.epoch != self.epoch:
             return False
-        mine = self.sent.tolist()
-        if any(row != mine for row in self.rows()):
-            self.caller.disagree(self.group)
+        mine, rows = self.sent.tolist(), self.rows()
+        if any(row != mine for row in rows):
+            what = _without_flags(mine)
+            if any(_without_flags(row) != what for row in rows):
+                self.caller.disagree(self.group)
+        if self.flags is not None:
+            self._unite(self.flags, mine, rows)
         return True
+
+    def _unite(self, flags: Flags, mine: list[int], rows: list[list[int]]) -> None:
+        assert self.group.pg is not None
+        received = []
+        works = list(self.flag_works)
+        for index, row in enumerate(rows):
+            if row[_FLAGS]:
+                peer = index + (index >= self.group.rank)
+                received.append(torch.empty(row[_FLAGS], dtype=torch.uint8))
+                works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(mine)))
+        _wait(works, (), self.purpose)
+        for part in received:
+            flags.add(part)
+        if not all(row[_FLAGS] for row in rows):
+            flags.bits = (1 << flags.count) - 1
 
 
 @dataclass(slots=True)
@@ -141,6 +190,10 @@ _UNITS = (
     "same units in the same order."
 )
 _ALONE = "it has died or is stuck. Look at what it printed."
+
+
+def _without_flags(head: list[int]) -> list[int]:
+    return head[:_FLAGS] + head[_FLAGS + 1 :]
 
 
 def _wait(works: Sequence[Any], peers: Sequence[int], purpose: str, advice: str = _UNITS) -> None:
@@ -215,12 +268,14 @@ def reduce_scatter_parts(
     group: Group,
     purpose: str = "reduce gradients",
     caller: Caller | None = None,
+    flags: Flags | None = None,
 ) -> ReduceScatter:
     """Start summing every rank's ``whole``; this rank receives part ``group.rank`` of the sum.
 
     Args:
         whole: real floating point, one dimension; must stay allocated until the result is read.
         parts: ``whole`` cut into ``group.size`` equal views.
+        flags: united over the group with it, where the group is point to point.
     """
     if group.pg is None:
         return ReduceScatter(Exchange(), [whole])
@@ -231,7 +286,7 @@ def reduce_scatter_parts(
     traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     if is_point_to_point(group):
         received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
-        exchange = _swap(parts, received, group, purpose, caller)
+        exchange = _swap(parts, received, group, purpose, caller, flags=flags)
         return ReduceScatter(exchange, received, group.rank)
     total = torch.empty_like(own)
     work = reduce_scatter_single(group.pg, total, whole, REDUCE_OPTIONS)
@@ -290,18 +345,36 @@ def move_pieces(
 
 
 def all_reduce(
-    tensor: torch.Tensor, group: Group, op: Op = "sum", caller: Caller | None = None
+    tensor: torch.Tensor,
+    group: Group,
+    op: Op = "sum",
+    caller: Caller | None = None,
+    flags: Flags | None = None,
 ) -> torch.Tensor:
-    """Combine ``tensor`` over the group in place and return it."""
+    """Combine ``tensor`` over the group in place and return it; ``flags`` as in a reduction."""
     if group.pg is not None:
         if caller is not None and is_point_to_point(group):
-            _send_heads(caller, (*caller.head(), _DATA), group, "all-reduce").check()
+            _send_heads(caller, caller.head(), _DATA, group, "all-reduce", flags).check()
         traffic.all_reduces += 1
         traffic.all_reduce_bytes += (
             2 * tensor.numel() * tensor.element_size() * (group.size - 1) // group.size
         )
         dist.all_reduce(tensor, _OPS[op], group=group.pg)
     return tensor
+
+
+def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> None:
+    """Combine ``flags`` over the group and wait for the result, which stalls an accelerator."""
+    if group.pg is None:
+        return
+    if is_point_to_point(group):
+        _send_heads(caller, caller.head(), _DATA, group, "compare gradients", flags).check()
+        return
+    traffic.control += 1
+    bits = torch.tensor([flags.bits >> i & 1 for i in range(flags.count)], dtype=torch.uint8)
+    tensor = bits.to(device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)
+    flags.bits = sum(1 << i for i, bit in enumerate(tensor.tolist()) if bit)
 
 
 def all_gather_uneven(local: torch.Tensor, lengths: Sequence[int], group: Group) -> torch.Tensor:
@@ -354,8 +427,8 @@ def _span_by_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> 
     for group in groups:
         if group.pg is not None:
             traffic.control += 1
-            head = (*both, *[0] * (HEAD - 1 - len(both)), _COMPARISON)
-            rows = _send_heads(caller, head, group, "end a step").rows()
+            head = (*both, *[0] * (_FLAGS - len(both)))
+            rows = _send_heads(caller, head, _COMPARISON, group, "end a step").rows()
             if any(row[-1] != _COMPARISON for row in rows):
                 caller.disagree(group)
             both = [max(column) for column in zip(both, *rows, strict=False)]
@@ -517,13 +590,14 @@ def _swap(
     purpose: str,
     caller: Caller | None = None,
     tag: int = 0,
+    flags: Flags | None = None,
 ) -> Exchange:
     """Send ``outgoing[r]`` to every other rank ``r`` and receive ``incoming[r]`` from it."""
     assert group.pg is not None
     heads = None
     if caller is not None:
         head = caller.head()
-        heads = _send_heads(caller, (*head, _DATA), group, purpose)
+        heads = _send_heads(caller, head, _DATA, group, purpose, flags)
         tag = _DATA_TAGS | hash((caller.epoch, *head)) & (_DATA_TAGS - 1)
     peers = [(group.rank + step) % group.size for step in range(1, group.size)]
     senders = peers[::-1]
@@ -532,21 +606,36 @@ def _swap(
     return Exchange(works, purpose, [group.ranks[r] for r in senders + peers], heads)
 
 
-_OBJECT_TAGS = 1 << 29
-_DATA_TAGS = 1 << 30  # those of data behind heads; heads have smaller ones, other data has 0
+# Tags of data behind heads, of flags, and of objects. Heads have smaller ones, other data has 0.
+_DATA_TAGS = 1 << 30
+_FLAG_TAGS = 1 << 29
+_OBJECT_TAGS = 1 << 28
 
 
-def _send_heads(caller: Caller, head: Head, group: Group, purpose: str) -> Heads:
+def _flag_tag(head: list[int]) -> int:
+    return _FLAG_TAGS | hash(tuple(_without_flags(head))) & (_FLAG_TAGS - 1)
+
+
+def _send_heads(
+    caller: Caller, head: Head, kind: int, group: Group, purpose: str, flags: Flags | None = None
+) -> Heads:
     """Tell every other rank of the group what this one does, and start hearing what they do."""
-    sent = torch.tensor(head)
+    assert group.pg is not None
+    is_partial = flags is not None and not flags.is_full
+    mine = [*head, flags.nbytes if flags is not None and is_partial else 0, kind]
+    sent = torch.tensor(mine)
     received = sent.new_empty(group.size - 1, HEAD)
     incoming = list(received.unbind())
     incoming.insert(group.rank, sent)
     tag = 1 + caller.epoch
     exchange = _swap([sent] * group.size, incoming, group, purpose, tag=tag)
-    return Heads(
-        caller, group, sent, received, exchange.works, exchange.peers, purpose, caller.epoch
+    heads = Heads(
+        caller, group, sent, received, exchange.works, exchange.peers, purpose, caller.epoch, flags
     )
+    if flags is not None and is_partial:
+        data, peers = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
+        heads.flag_works = [group.pg.send([data], r, _flag_tag(mine)) for r in peers]
+    return heads
 
 
 def _on_stream(work: Any, buffer: torch.Tensor, purpose: str) -> Exchange:

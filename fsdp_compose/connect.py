@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.bucket import Bucket, Entry
-from fsdp_compose.engine import running_task
-from fsdp_compose.gather import Reduce
-from fsdp_compose.reduction import drain, pack, requires_grad, run_gradient_hooks, start_reduce
+from fsdp_compose.bucket import Entry
+from fsdp_compose.receive import receive
+from fsdp_compose.reduction import requires_grad
 from fsdp_compose.sharded import part_of
 from fsdp_compose.state import Unit, owner_of
-from fsdp_compose.torch_private import raw, untraced, wanted_leaves
-
-Tensors = tuple[torch.Tensor | None, ...]
+from fsdp_compose.torch_private import raw, untraced
 
 
 def is_running(unit: Unit) -> bool:
@@ -37,8 +34,7 @@ class Reach:
     """Where the gradients of full tensors go; it lives as long as a graph that uses them."""
 
     unit: weakref.ref[Unit]
-    bucket: weakref.ref[Bucket]
-    entries: list[Entry]
+    trained: tuple[int, ...]  # the unit's entries they are of
 
 
 class Connect(torch.autograd.Function):
@@ -51,56 +47,22 @@ class Connect(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.reach = reach
         ctx.set_materialize_grads(False)
+        ctx.ends_pass, ctx.received_in = False, -1
+        unit = reach.unit()
+        assert unit is not None
+        unit.nodes.add(ctx)
         return tuple([full.detach() for full in fulls])
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        leaves = [node for node, _ in ctx.next_functions]  # also of parameters frozen since
-        return (None, None, *_receive(ctx.reach, leaves, grads))
-
-
-def _receive(reach: Reach, leaves: list[Any], grads: Tensors) -> Tensors:
-    """Hand gradients of full tensors to the engine; what is returned is what the leaves receive."""
-    unit, bucket, entries = reach.unit(), reach.bucket(), reach.entries
-    if unit is None or bucket is None:
-        raise RuntimeError(
-            "backward reached a sharded module that was deleted after its parameters were used; "
-            "keep a reference to the model until backward has run."
-        )
-    lane = unit.lane
-    task = running_task(unit)
-    drain(lane)
-    wanted = wanted_leaves(leaves)
-    if wanted is None or not all(wanted) or torch.is_grad_enabled():
-        return _reduce_now(unit, bucket, entries, grads)
-    by_entry = dict(zip(entries, grads, strict=True))
-    pack(bucket, [by_entry.get(entry) for entry in bucket.entries])
-    if not unit.switches.is_last:
-        bucket.owed.update(entries)
-    if unit.switches.sync:
-        if unit.live is not None and unit.live.pass_id:
-            task.packed.append((unit, bucket))  # goes with what its forward's backward brings
-        else:
-            lane.reductions.append(start_reduce(unit, bucket))
-    return (None,) * len(grads)
-
-
-def _reduce_now(unit: Unit, bucket: Bucket, entries: list[Entry], grads: Tensors) -> Tensors:
-    """Reduce on the spot, differentiably, for ``autograd.grad`` and ``create_graph``."""
-    full = [
-        grad
-        if grad is not None
-        else torch.zeros(entry.spec.shape, dtype=bucket.shard.dtype, device=bucket.mesh.device)
-        for entry, grad in zip(entries, grads, strict=True)
-    ]
-    reduced = Reduce.apply(unit, bucket, entries, *full)
-    return tuple(
-        [
-            run_gradient_hooks(entry, grad) if entry.spec.hooks.gradient else grad
-            for entry, grad in zip(entries, reduced, strict=True)
-        ]
-    )
+        unit = ctx.reach.unit()
+        if unit is None:
+            raise RuntimeError(
+                "backward reached a sharded module that was deleted after its parameters were "
+                "used; keep a reference to the model until backward has run."
+            )
+        return (None, None, *receive(unit, ctx.reach.trained, grads, ctx))
 
 
 def owners(unit: Unit) -> list[Unit]:
@@ -121,7 +83,8 @@ def connect(
                 entries = [e for e in bucket.entries if e in fulls and requires_grad(e.param)]
             if not entries:
                 continue
-            reach = Reach(weakref.ref(unit), weakref.ref(bucket), entries)
+            trained = {entry: i for i, entry in enumerate(unit.entries)}
+            reach = Reach(weakref.ref(unit), tuple([trained[entry] for entry in entries]))
             reaches.append(reach)
             parts = [part_of(fulls[entry]) for entry in entries]
             outputs = Connect.apply(reach, parts, *[e.param for e in entries])

@@ -33,7 +33,7 @@ from fsdp_compose.residency import (
     wait_gathered,
 )
 from fsdp_compose.saved import recover_shields
-from fsdp_compose.state import Hold, Lane, Task, Unit
+from fsdp_compose.state import Hold, Lane, Task, Unit, unit_of
 from fsdp_compose.torch_private import (
     graph_task_id,
     on_backward_end,
@@ -110,10 +110,10 @@ def end_task(lane: Lane, task_id: int) -> None:
     """An autograd run ended: reduce what is left, hand out gradients, release every unit."""
     task = lane.tasks.pop(task_id)
     with torch.no_grad():  # as in the pass itself, for the hooks of users
-        for unit, bucket in task.packed:
-            if bucket.packed and unit.switches.sync:
+        for bucket in task.packed:
+            if bucket.packed and unit_of(bucket).switches.sync:
                 drain(lane)
-                lane.reductions.append(start_reduce(unit, bucket))
+                lane.reductions.append(start_reduce(bucket))
         drain(lane)
         land(lane)
         for mirror in task.mirrors:

@@ -32,7 +32,6 @@ from fsdp_compose.bucket import (
 )
 from fsdp_compose.collect import plan_shards, unit_precision
 from fsdp_compose.engine import begin_forward_pass
-from fsdp_compose.gather import gather_flat
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.lazy import import_all
 from fsdp_compose.mesh import MeshLike, compute_device, fuse, subgroup_of
@@ -50,6 +49,7 @@ from fsdp_compose.policy import (
     ShardingStrategy,
     place,
 )
+from fsdp_compose.receive import gather_flat
 from fsdp_compose.reduction import drain
 from fsdp_compose.replicas import checksum
 from fsdp_compose.residency import check_slots, drop, install_leaves, settle
@@ -360,7 +360,7 @@ def _build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     )
     for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
         param.grad = grad  # takes this rank's slice
-        take_over_hooks(find_entry(param).spec, *taken)
+        take_over_hooks(param, find_entry(param).spec, *taken)
     return bucket
 
 
@@ -486,6 +486,7 @@ def _restore(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
                 param.data = part
         param.grad = grad
         forget_entry(param)
+        take_leaf_hooks(param)
         tables = give_back_hooks(spec)
         give_leaf_hooks(param, tables.gradient, tables.accumulated)
 

@@ -16,11 +16,11 @@ from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, make_grad_buffer
 from fsdp_compose.policy import Offload
 from fsdp_compose.residency import noted
-from fsdp_compose.sharded import tag_all
-from fsdp_compose.state import GradBucket, Lane, Reduction, Unit
-from fsdp_compose.torch_private import (
-    raw,
-)
+from fsdp_compose.sharded import run_gradient_hooks, tag_all
+from fsdp_compose.state import GradBucket, Lane, Reduction, unit_of
+from fsdp_compose.torch_private import raw
+from fsdp_compose.used import unite_early
+from fsdp_compose.verify import code_of
 from fsdp_compose.whole import at_rest
 
 
@@ -43,12 +43,14 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
         buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
     views: list[torch.Tensor] = buffer.views
     given: Any = grads
-    zeros = buffer.gaps
+    zeros, used = buffer.gaps, bucket.every
     if any(grad is None for grad in grads):
+        used = sum(1 << i for i, grad in enumerate(grads) if grad is not None)
         pairs = list(zip(buffer.views, grads, strict=True))
         views = [view for view, grad in pairs if grad is not None]
         given = [grad for _, grad in pairs if grad is not None]
         zeros = [view for view, grad in pairs if grad is None] + buffer.gaps
+    bucket.used |= used
     if bucket.packed:
         if given:
             torch._foreach_add_(views, given)
@@ -60,18 +62,27 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
         torch._foreach_zero_(zeros)
 
 
-def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = None) -> Reduction:
-    """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result."""
+def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
+    """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result.
+
+    Args:
+        unites: find out which of the parameters any rank used.
+    """
     assert bucket.grads is not None
+    unit = unit_of(bucket)
     if bucket in unit.reduce_events:
         events, code, kept = unit.reduce_events[bucket]
-        all_reduces = unit.switches.all_reduce
-        events.note((code if all_reduces else kept, "reduce", unit.name, "backward"))
-    bucket.packed = False
+        number = code if unit.switches.all_reduce else kept
+        if bucket.trained != bucket.every:
+            number = code_of(number, bucket.trained)  # ranks that freeze other parameters differ
+        events.note((number, "reduce", unit.name, "backward"))
+    bucket.packed, bucket.trained = False, 0
     mesh, streams = bucket.mesh, unit.lane.streams
     factor = unit.switches.divide_factor
     scale = 1.0 / (mesh.size if factor is None else factor)
-    reduction = Reduction(unit, bucket, None, scale, wanted)
+    reduction = Reduction(unit, bucket, None, scale, _take_used(bucket))
+    if unites:
+        unite_early(bucket, reduction.used)
     flat, parts = bucket.grads.flat, bucket.grads.parts
     nbytes = flat.numel() * flat.element_size()
     with streams.on(streams.reduce), noted("reduce", bucket, nbytes):
@@ -87,6 +98,7 @@ def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = N
                 mesh.gather_axis,
                 f"reduce gradients of unit {unit.name!r}",
                 bucket.caller,
+                reduction.used,
             )
         if unit.switches.comm_hook is not None or streams.reduce is not None:
             reduction.result = _combine(reduction)
@@ -94,29 +106,40 @@ def start_reduce(unit: Unit, bucket: Bucket, wanted: frozenset[Entry] | None = N
     return reduction
 
 
-def reduce_apart(unit: Unit, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def reduce_apart(
+    bucket: Bucket, grads: Sequence[torch.Tensor | None], trained: int
+) -> torch.Tensor:
     """Average ``grads`` over all ranks now, leaving alone what waits for a later reduction."""
+    switches = unit_of(bucket).switches
     packed, buffer, partial = bucket.packed, bucket.grads, bucket.partial
-    all_reduces = unit.switches.all_reduce
+    used, all_reduces = (bucket.used, bucket.trained), switches.all_reduce
     if packed:
         bucket.grads, bucket.packed = None, False
-    bucket.partial, unit.switches.all_reduce = None, True
+    bucket.partial, switches.all_reduce, bucket.trained = None, True, trained
     try:
         pack(bucket, grads)
-        return finish_reduce(start_reduce(unit, bucket))
+        return finish_reduce(start_reduce(bucket, unites=False))
     finally:
-        bucket.partial, unit.switches.all_reduce = partial, all_reduces
+        bucket.partial, switches.all_reduce = partial, all_reduces
+        bucket.used, bucket.trained = used
         if packed:
             bucket.grads, bucket.packed = buffer, True
 
 
-def start_all_reduce(unit: Unit, bucket: Bucket) -> Reduction:
+def _take_used(bucket: Bucket) -> comm.Flags:
+    flags, bucket.used = comm.Flags(bucket.used, len(bucket.entries)), 0
+    return flags
+
+
+def start_all_reduce(bucket: Bucket) -> Reduction:
     """Finish over the replicas what was reduced over the shard group only."""
     assert bucket.partial is not None
+    unit = unit_of(bucket)
     streams = unit.lane.streams
-    reduction = Reduction(unit, bucket, None, 1.0, reads_buffer=False)
+    reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
+    unite_early(bucket, reduction.used)
     with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.partial.nbytes):
-        grad = _over_replicas(bucket, bucket.partial)
+        grad = _over_replicas(bucket, bucket.partial, reduction.used)
         reduction.result = _typed(bucket, grad)
         reduction.done = streams.record(streams.reduce)
     bucket.partial = None
@@ -138,18 +161,19 @@ def _combine(reduction: Reduction) -> torch.Tensor:
         if not switches.all_reduce:
             bucket.partial = grad
         else:
-            grad = _over_replicas(bucket, grad)
+            grad = _over_replicas(bucket, grad, reduction.used)
     return _typed(bucket, grad)
 
 
-def _over_replicas(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
     """The sum over the replicas of what each summed over its own ranks; of it, what is held."""
     mesh = bucket.mesh
     if mesh.axes is None:
-        return comm.all_reduce(grad, mesh.replicate, caller=bucket.caller)
+        return comm.all_reduce(grad, mesh.replicate, caller=bucket.caller, flags=used)
     parts = grad.chunk(mesh.replicate_axis.size)
     purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
-    scatter = comm.reduce_scatter_parts(grad, parts, mesh.replicate_axis, purpose, bucket.caller)
+    axis = mesh.replicate_axis
+    scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, bucket.caller, used)
     return scatter.result(grad.dtype, 1.0)
 
 
@@ -210,6 +234,8 @@ def drain(lane: Lane) -> None:
         grad = finish_reduce(reduction)
         if reduction.bucket.partial is None:
             _deliver(lane, reduction, grad)
+        else:
+            reduction.bucket.used |= reduction.used.bits
 
 
 def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
@@ -222,6 +248,7 @@ def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
     if offload.grads and not (last and not offload.shards):
         grad = _to_host(grad, offload)
     if not last:
+        bucket.used |= reduction.used.bits
         waiting = bucket.waiting_grad
         _settle(lane)
         bucket.waiting_grad = grad if waiting is None else waiting.add_(grad)
@@ -271,7 +298,8 @@ def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
 
 def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
-    bucket, wanted, mirror = reduction.bucket, reduction.wanted, reduction.bucket.mirror
+    bucket, mirror = reduction.bucket, reduction.bucket.mirror
+    used = reduction.used.bits
     if mirror is not None:
         mirror.reconcile()
     ready: list[Entry] = []
@@ -280,12 +308,10 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     with raw():
         for entry, grad in zip(bucket.entries, cut(bucket, flat), strict=True):
             param, leaf_hooks = entry.param, entry.spec.hooks
-            if not requires_grad(param) and entry not in bucket.owed:
-                continue
-            if wanted is not None and entry not in wanted:
+            if not used >> entry.index & 1:
                 continue
             if leaf_hooks.gradient:
-                grad = run_gradient_hooks(entry, grad)
+                grad = run_gradient_hooks(leaf_hooks, grad)
             previous = get_grad(param)
             if previous is None:
                 set_grad(param, grad)
@@ -296,7 +322,6 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         if held:
             with torch.no_grad():
                 torch._foreach_add_(held, added)
-    bucket.owed.clear()
     if mirror is not None:
         mirror.settle(flat)
     for entry in ready:
@@ -304,20 +329,11 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
             with at_rest([entry]):
                 hook.deliver(entry.held)
     module = reduction.unit.modules[0]()
-    for reduced in tuple(reduction.unit.post_reduce_hooks.values()):
+    for reduced in tuple(reduction.unit.post_reduce_hooks.values()) if ready else ():
         with at_rest(ready):
             reduced(module, [entry.held for entry in ready])
     if mirror is not None:
         mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
-
-
-def run_gradient_hooks(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
-    """Apply the hooks a user registered on the parameter to its sharded gradient."""
-    for hook in tuple(entry.spec.hooks.gradient.values()):
-        changed = hook(grad)
-        if changed is not None:
-            grad = changed
-    return grad
 
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -327,6 +343,6 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 def discard_packed(bucket: Bucket) -> None:
     """Forget gradients that were packed and not reduced."""
     bucket.packed = False
-    bucket.owed.clear()
+    bucket.used = bucket.trained = 0
     assert bucket.grads is not None
     bucket.grads.flat.untyped_storage().resize_(0)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.connect import connect, is_running
-from fsdp_compose.gather import gather_flat
+from fsdp_compose.receive import gather_flat
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
 from fsdp_compose.sharded import part_of, part_slice, to_local

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry, dress, full_tensor
 from fsdp_compose.connect import connect, owners
-from fsdp_compose.gather import Spread, gather_flat
+from fsdp_compose.receive import Spread, gather_flat
 from fsdp_compose.residency import replaced, replaced_message, resting
 from fsdp_compose.sharded import ShardedTensor, is_sharded, spec_of
 from fsdp_compose.state import Opened, Unit, owner_of
@@ -159,6 +159,6 @@ def _gather_given(unit: Unit, found: StandIns) -> StandIns:
         entries = [unit.entries[index] for index in indices]
         slices = [tensor.to_local() for tensor in given]
         with outside_transforms():
-            whole = Spread.apply(unit, bucket, entries, bucket.full.dtype, *slices)
+            whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
         fulls.update(zip(indices, whole, strict=True))
     return fulls

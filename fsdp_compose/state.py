@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fsdp_compose.bucket import (
     is_dressed,
     make_bucket,
 )
-from fsdp_compose.comm import ReduceScatter
+from fsdp_compose.comm import Flags, ReduceScatter
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
@@ -58,7 +59,7 @@ class Route:
 
     bucket: Bucket
     sources: list[int]  # by entry of the bucket: position among the gradients, -1 for none
-    is_own: bool  # of the unit; else borrowed
+    trained: int  # bits of the entries that have a source
 
     def pick(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return [grads[i] if i >= 0 else None for i in self.sources]
@@ -109,6 +110,7 @@ class Switches:
     keep_over_microbatches: bool = False
     reshard_after_backward: bool = True
     divide_factor: float | None = None
+    find_unused: bool = False
     comm_hook: Callable[[Any, GradBucket], torch.Tensor] | None = None
     comm_state: Any = None
 
@@ -173,6 +175,8 @@ class Unit:
     showing: Sequence[torch.Tensor] | None = None  # what its modules read in a pass under way
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
+    nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Autograd nodes that gradients of its parameters arrive at."""
     opened: Opened | None = None
     shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
     task: Task | None = None  # the backward that opened the unit
@@ -216,6 +220,10 @@ class Unit:
         self.routes: dict[tuple[int, ...], list[Route]] = {}
         self._watch()
         self._meet_sharers()
+        for bucket in self.buckets:
+            bucket.unit = weakref.ref(self)
+        for bucket in lent.values():
+            bucket.borrowers.add(self)
         self.lane.units.add(self)
         self.lane.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
@@ -303,11 +311,18 @@ def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
         position = {unit.entries[i]: k for k, i in enumerate(trained)}
         sources = [(b, [position.get(e, -1) for e in b.entries]) for b in unit.gathered]
         routes = unit.routes[trained] = [
-            Route(bucket, found, bucket in unit.buckets)
+            Route(bucket, found, sum(1 << i for i, k in enumerate(found) if k >= 0))
             for bucket, found in sources
             if max(found, default=-1) >= 0
         ]
     return routes
+
+
+def unit_of(bucket: Bucket) -> Unit:
+    """The unit that a bucket belongs to."""
+    unit: Unit | None = bucket.unit() if bucket.unit is not None else None
+    assert unit is not None, "a bucket outside any unit"
+    return unit
 
 
 def units_with(bucket: Bucket) -> list[Unit]:
@@ -399,7 +414,7 @@ class Reduction:
     bucket: Bucket
     scatter: ReduceScatter | None
     scale: float
-    wanted: frozenset[Entry] | None = None  # whose ``.grad`` to set; None: all
+    used: Flags  # by entry: whose ``.grad`` to set
     done: Any = None  # mark behind it, of the stream it runs on
     result: torch.Tensor | None = None
     reads_buffer: bool = True  # the bucket's packed gradients, which are freed behind it
@@ -416,7 +431,7 @@ class Task:
     id: int
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # opened by it
-    packed: list[tuple[Unit, Bucket]] = field(default_factory=list)  # to reduce at its end
+    packed: list[Bucket] = field(default_factory=list)  # to reduce at its end, unless before
     consumed: list[Unit] = field(default_factory=list)  # RETAINED until it ends
     mirrors: list[Mirror] = field(default_factory=list)  # of gradients that autograd accumulates
 
@@ -489,8 +504,22 @@ def log_of(lane: Lane, mesh: Mesh) -> Log | None:
     if log is None and key:
         for other in [known for known in lane.logs if not all(map(is_alive, known))]:
             del lane.logs[other]
-        log = lane.logs[key] = Log(mesh.groups, lane.streams)
+        log = lane.logs[key] = Log(mesh.groups, lane.streams, partial(_frozen, weakref.ref(lane)))
     return log
+
+
+def _frozen(lane_ref: weakref.ref[Lane], log: Log) -> list[tuple[str, str]]:
+    """(unit, parameter) of all that is not trained, of units whose collectives ``log`` notes."""
+    lane = lane_ref()
+    units = [] if lane is None else list(lane.units)
+    return [
+        (unit.name, entry.spec.fqn)
+        for unit in units
+        for bucket in unit.buckets
+        if bucket.caller is log
+        for entry in bucket.entries
+        if not entry.param.requires_grad
+    ]
 
 
 @untraced

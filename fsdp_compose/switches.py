@@ -89,6 +89,21 @@ def set_reshard_after_backward(module: nn.Module, value: bool, recurse: bool = T
         unit.switches.reshard_after_backward = bool(value)
 
 
+def set_find_unused_parameters(module: nn.Module, value: bool, recurse: bool = True) -> None:
+    """Whether ranks on an accelerator ask each other at every reduction what they used.
+
+    A parameter that no rank used in a unit that ran keeps ``grad is None``; one that some ranks
+    used counts as zero on the others. On a CPU this is known in every step. On an accelerator it
+    is what the ranks found in the first step, and a step in which that is wrong is an error at the
+    end of the next one. Say True where what ranks use changes from step to step: each reduction
+    then has a small all-reduce before it, for which the host waits.
+
+    Arguments and errors as ``set_requires_gradient_sync``.
+    """
+    for unit in _units(module, recurse, "set_find_unused_parameters"):
+        unit.switches.find_unused = bool(value)
+
+
 def set_gradient_divide_factor(
     module: nn.Module, value: float | None, recurse: bool = True
 ) -> None:
@@ -194,4 +209,4 @@ def _discard(unit: Unit) -> None:
         if bucket.packed:
             discard_packed(bucket)
         bucket.partial = bucket.waiting_grad = None
-        bucket.owed.clear()
+        bucket.used = bucket.trained = 0

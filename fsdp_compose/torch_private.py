@@ -115,6 +115,10 @@ def wanted_leaves(nodes: list[Any]) -> list[bool] | None:
         return None
 
 
+node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether a node that is no leaf is part of the autograd pass running now; also once it ran."""
+
+
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the caller runs inside ``torch.func.grad``, ``vmap``, ``jvp`` and the like."""
 
@@ -213,6 +217,11 @@ def give_leaf_hooks(parameter: torch.Tensor, gradient: Any, post: Any) -> None:
         parameter._backward_hooks = gradient
     if post:
         parameter._post_accumulate_grad_hooks = post
+
+
+def set_leaf_hooks(parameter: torch.Tensor, gradient: Any, post: Any) -> None:
+    """Let autograd read these tables for a sharded leaf, empty ones too."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = gradient, post
 
 
 _GATHER = (

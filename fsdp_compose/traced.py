@@ -30,11 +30,11 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose.audit import check_additions
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.engine import running_task
-from fsdp_compose.gather import gather_flat, trained_entries
+from fsdp_compose.gather import trained_entries
 from fsdp_compose.hooks import after_forward, attachments, before_forward
-from fsdp_compose.reduction import drain, pack, start_reduce
+from fsdp_compose.receive import gather_flat, take
 from fsdp_compose.residency import admit, check_slots
-from fsdp_compose.state import STATE_KEY, Traced, Unit, iter_units, owner_of, routes_of
+from fsdp_compose.state import STATE_KEY, Traced, Unit, iter_units, owner_of
 from fsdp_compose.torch_private import (
     remove_forward_hooks,
     replace_forward_hooks,
@@ -261,19 +261,11 @@ def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
     node = torch.autograd.graph.get_gradient_edge(traced.anchor).node
     if wanted_leaves([node]) != [True]:
         return received  # gradients of other tensors were asked for
-    lane = unit.lane
-    task = running_task(unit)
-    drain(lane)
     trained = _indices(traced)
     flats = [grads[traced.views[index][0]] for index in trained]
     specs = [unit.entries[index].spec for index in trained]
     given = [f.as_strided(s.shape, s.stride, s.offset) for f, s in zip(flats, specs, strict=True)]
-    for route in routes_of(unit, trained):
-        pack(route.bucket, route.pick(given))
-        if not route.is_own:
-            task.packed.append((unit, route.bucket))
-        elif unit.switches.sync:
-            lane.reductions.append(start_reduce(unit, route.bucket))
+    take(unit, running_task(unit), trained, tuple(given), None)
     return received
 
 

@@ -241,9 +241,9 @@ def reduce_grads(module: nn.Module) -> None:
                 if bucket.waiting_grad is not None and not is_pending(bucket):
                     pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
                 if bucket.packed:
-                    unit.lane.reductions.append(start_reduce(unit, bucket))
+                    unit.lane.reductions.append(start_reduce(bucket))
                 elif bucket.partial is not None:
-                    unit.lane.reductions.append(start_all_reduce(unit, bucket))
+                    unit.lane.reductions.append(start_all_reduce(bucket))
                 drain(unit.lane)
         finally:
             switches.all_reduce, switches.last_backward = found

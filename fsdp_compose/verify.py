@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose import comm
+from fsdp_compose.bucket import Bucket
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.streams import Streams
 
@@ -64,6 +66,19 @@ def code_of(*key: Any) -> int:
     return int.from_bytes(digest, "little") & _MASK | 2
 
 
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """What this rank took for used by any rank, before it could know; bits by entry."""
+
+    bucket: weakref.ref[Bucket]
+    here: int  # used by this rank
+    anywhere: int
+
+
+Frozen = list[tuple[str, str]]
+"""(unit, parameter) of what a rank does not train."""
+
+
 @dataclass(eq=False)
 class _Pending:
     """A comparison that the host has not read, and what it compares."""
@@ -72,6 +87,7 @@ class _Pending:
     mark: Any  # stream mark behind it
     step: int
     events: list[Event]
+    guesses: list[Guess]
 
     def read(self) -> list[int]:
         if self.mark is not None:
@@ -85,6 +101,7 @@ class Log:
 
     groups: tuple[Group, ...]
     streams: Streams
+    find_frozen: Callable[[Log], Frozen]
     units: int = 0  # how many were made, which numbers them alike on every rank
     step: int = 1
     passes: int = 0  # of inference, while ``is_stepwise``
@@ -95,6 +112,8 @@ class Log:
     events: list[Event] = field(default_factory=list)
     pending: _Pending | None = None
     epoch: int = 0  # counts disagreements
+    guesses: list[Guess] = field(default_factory=list)
+    doubts: int = 0  # guesses that are not those of the last comparison
 
     def number_unit(self) -> int:
         """The number of a new unit, whose first step is compared before each collective."""
@@ -132,6 +151,7 @@ class Log:
         else:
             self.pending = comparison
         self.events, self.hash = [], 0
+        self.guesses, self.doubts = [], 0
         self.step += trained
         self.passes += not trained
         self.is_proven |= trained
@@ -139,7 +159,7 @@ class Log:
             self.is_stepwise = self.is_debugging
 
     def _compare(self, code: int) -> _Pending:
-        values = (code, self.hash, int(_debug))
+        values = (code, self.hash, int(_debug), self.doubts)
         streams = self.streams
         with streams.on(streams.reduce):
             result = comm.span(values, self.groups, streams.device, self)
@@ -148,19 +168,60 @@ class Log:
                 host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
                 result = host.copy_(result, non_blocking=True)
                 mark = streams.record(streams.reduce)
-        return _Pending(result, mark, self.step, self.events)
+        return _Pending(result, mark, self.step, self.events, self.guesses)
 
     def _check(self, comparison: _Pending) -> None:
-        code, hashed, debug, low_code, low_hashed, _ = comparison.read()
+        code, hashed, debug, doubts, low_code, low_hashed, *_ = comparison.read()
         self.is_debugging = debug > 0
         if code == -low_code and hashed == -low_hashed:
+            if doubts and code == _END:
+                self._check_guesses(comparison)
             return
         self._raise(self.groups, comparison.step, comparison.events, late=not self.is_stepwise)
+
+    def guess_used(self, bucket: Bucket, used: comm.Flags) -> None:
+        """Unite ``used`` with what is known of the other ranks; the step after the next checks."""
+        here, known = used.bits, bucket.agreed
+        if known is None or known[0] != here:
+            self.doubts += 1
+        if known is not None:
+            used.bits |= known[1]
+        self.guesses.append(Guess(weakref.ref(bucket), here, used.bits))
+
+    def _check_guesses(self, comparison: _Pending) -> None:
+        """Some rank used other parameters than before: learn what all used.
+
+        Raises:
+            RuntimeError: a guess was wrong; names the parameter.
+        """
+        wrong = ""
+        reports = self._gather([(guess.here, guess.anywhere) for guess in comparison.guesses])
+        for guess, found in zip(comparison.guesses, reports, strict=True):
+            bucket, anywhere, missed = guess.bucket(), 0, 0
+            for here, _ in found:
+                anywhere |= here
+            for _, taken in found:
+                missed |= taken ^ anywhere
+            if bucket is not None:
+                bucket.agreed = guess.here, anywhere
+                if missed and not wrong:
+                    index = missed.bit_length() - 1
+                    spec, is_used = bucket.entries[index].spec, bool(anywhere >> index & 1)
+                    wrong = _unknown(spec.fqn, spec.unit, comparison.step, is_used)
+        if wrong:
+            raise RuntimeError(wrong)
+
+    def _gather(self, mine: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """By guess: (used there, taken for used anywhere) of every rank."""
+        rows = [mine]
+        for group in self.groups:
+            rows = [row for part in comm.gather_objects(rows, group) for row in part]
+        return [list(found) for found in zip(*rows, strict=True)]
 
     def head(self) -> comm.Head:
         """What this rank has done since the last comparison, and does now."""
         code = self.events[-1][0] if self.events else 0
-        return (code, self.hash, len(self.events), 0, 0, 0, 0)
+        return (code, self.hash, len(self.events), 0, 0, 0, 0, 0)
 
     def disagree(self, group: Group) -> NoReturn:
         """Found ahead of data: the ranks of ``group`` know, and those of other groups do not.
@@ -173,20 +234,65 @@ class Log:
     def _raise(
         self, groups: Sequence[Group], step: int, events: list[Event], late: bool
     ) -> NoReturn:
-        reports = [(groups[0].ranks[groups[0].rank], events)]
+        mine = groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self))
+        reports = [mine]
         for group in groups:
             reports = [r for part in comm.gather_objects(reports, group) for r in part]
         self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
+        self.guesses, self.doubts = [], 0
         self.epoch += 1
-        raise RuntimeError(explain(step, sorted(reports), late))
+        reports.sort(key=lambda report: report[0])
+        frozen = explain_frozen(step, [(rank, names) for rank, _, names in reports])
+        text = frozen or explain(step, [(rank, done) for rank, done, _ in reports])
+        raise RuntimeError(f"{text} {LATE}" if late else text)
 
 
-def explain(step: int, reports: Sequence[tuple[int, list[Event]]], late: bool) -> str:
+LATE = (
+    "This was found at the end of the step: its results and gradients are mixed up, so discard "
+    "them. With fsdp_compose.set_debug(True) it is found before it happens."
+)
+
+
+def _unknown(name: str, unit: str, step: int, is_used: bool) -> str:
+    found = (
+        "some rank began to use it, and others took it for unused and did not set its gradient"
+        if is_used
+        else "no rank used it any more, and ranks took it for used elsewhere and set zeros"
+    )
+    return (
+        f"parameter {name!r} of unit {unit!r}: in step {step} {found}, since on an accelerator a "
+        "rank goes by what the ranks used when they last compared it. The step is to be discarded. "
+        "Call fsdp_compose.set_find_unused_parameters(model) on every rank before training: ranks "
+        "then compare it at every reduction, for which the host waits."
+    )
+
+
+def explain_frozen(step: int, reports: Sequence[tuple[int, Frozen]]) -> str | None:
+    """Which parameters some ranks train and others do not (D17); None where they agree.
+
+    Args:
+        reports: (rank, what it does not train), by rank.
+    """
+    everywhere = set.intersection(*(set(names) for _, names in reports))
+    differing = sorted(set().union(*(names for _, names in reports)) - everywhere)
+    if not differing:
+        return None
+    unit, name = differing[0]
+    frozen = [rank for rank, names in reports if differing[0] in names]
+    trained = [rank for rank, names in reports if differing[0] not in names]
+    more = f", and {len(differing) - 1} more parameters differ" if len(differing) > 1 else ""
+    return (
+        f"ranks disagree on what is trained in step {step}: parameter {name!r} of unit {unit!r} "
+        f"requires a gradient on {_name(trained)} and not on {_name(frozen)}{more}. Call "
+        "requires_grad_ alike on every rank, before the forward."
+    )
+
+
+def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
     """What the ranks did differently first.
 
     Args:
         reports: (rank, its events since the ranks last agreed), by rank.
-        late: it was found after it happened.
     """
     lists = [events for _, events in reports]
     length = max(map(len, lists))
@@ -203,17 +309,11 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]], late: bool) -
         _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
         for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
     )
-    text = (
+    return (
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "
         "the same units in the same order: choose the branch alike on every rank, or let ranks "
         "that skip a unit call fsdp_compose.participate(module) on it."
-    )
-    if not late:
-        return text
-    return (
-        f"{text} This was found at the end of the step: its results and gradients are mixed up, so "
-        "discard them. With fsdp_compose.set_debug(True) it is found before it happens."
     )
 
 

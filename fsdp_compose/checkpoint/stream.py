@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_compose.bucket import Bucket, find_entry
 from fsdp_compose.checkpoint.names import buckets_of
-from fsdp_compose.gather import gather_flat
+from fsdp_compose.receive import gather_flat
 from fsdp_compose.state import owner_of
 
 

@@ -17,6 +17,7 @@ them) and differentiable, and whatever else would see a slice raises :class:`Sha
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
 from fsdp_compose.sharded.advice import PRIVACY, unit_finders
+from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import Hooks, Residence, ShardedWeightError, ShardSpec, refuse
 from fsdp_compose.sharded.tensor import (
@@ -26,14 +27,12 @@ from fsdp_compose.sharded.tensor import (
     as_own_file,
     close_dtensor,
     gather_part,
-    give_back_hooks,
     is_sharded,
     is_sharded_parameter,
     open_dtensor,
     own_slice,
     part_slice,
     set_local,
-    sharded_hook,
     spec_of,
     tag,
     tag_all,
@@ -68,8 +67,8 @@ __all__ = [
     "part_of",
     "part_slice",
     "refuse",
+    "run_gradient_hooks",
     "set_local",
-    "sharded_hook",
     "spec_of",
     "split_axes",
     "tag",

@@ -58,11 +58,13 @@ class Residence:
     ``moved``: a parameter's storage was replaced (``p.data = x``, ``module.to(dtype)``).
     ``emptied``: ``module.to_empty()`` replaced it, by memory that nobody has written.
     ``written``: counts the times ``p.data`` gave out an alias whose writes autograd does not see.
+    ``is_hooked``: a hook was registered on one of its parameters.
     """
 
     moved: bool = False
     written: int = 0
     emptied: bool = False
+    is_hooked: bool = False
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Hooks:
 
     gradient: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     accumulated: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+    is_arriving: bool = False  # autograd itself accumulates a gradient, as create_graph asks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.comm import all_gather_uneven
 from fsdp_compose.mesh import Group
+from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel
 from fsdp_compose.sharded.spec import (
-    Hooks,
     Residence,
     ShardedWeightError,
     ShardSpec,
@@ -239,13 +239,16 @@ class _Sharded(TorchState):
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         hook = sharded_hook(hook, self._shard_spec)
         if self._is_parameter:
-            return _add_hook(self._shard_spec.hooks.gradient, hook)
+            listen(self, self._shard_spec)
+            return add_hook(self._shard_spec.hooks.gradient, hook)
         return call_raw(Tensor.register_hook, (), (self, hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """As on Tensor: called with the parameter when its reduced gradient is in ``.grad``."""
         if self._is_parameter and self.requires_grad:
-            return _add_hook(self._shard_spec.hooks.accumulated, DeferredHook(hook))
+            listen(self, self._shard_spec)
+            hooks = self._shard_spec.hooks
+            return add_hook(hooks.accumulated, DeferredHook(hook, hooks))
         method = Tensor.register_post_accumulate_grad_hook
         return call_raw(method, (), (self, hook))
 
@@ -447,25 +450,8 @@ def sharded_hook(
     return on_slice
 
 
-class DeferredHook:
-    """A post-accumulate hook that autograd, which would call it before the reduction, calls idly.
-
-    A hook that was registered before the parameter was sharded stays in the table autograd reads,
-    so that the handle its owner has still removes it.
-    """
-
-    def __init__(self, hook: Callable[[Any], None]) -> None:
-        self.hook = hook
-
-    def __call__(self, param: Any) -> None:
-        """Too early: the sharded gradient is not there yet."""
-
-    def deliver(self, param: Any) -> None:
-        with enable_torch_function():  # a backward pass may run in a raw scope
-            self.hook(param)
-
-
 def take_over_hooks(
+    param: Tensor,
     spec: ShardSpec,
     gradient: OrderedDict[int, Any] | None,
     accumulated: OrderedDict[int, Any] | None,
@@ -475,22 +461,11 @@ def take_over_hooks(
         gradient.update({key: sharded_hook(hook, spec) for key, hook in gradient.items()})
         spec.hooks.gradient = gradient
     if accumulated is not None:
-        accumulated.update({key: DeferredHook(hook) for key, hook in accumulated.items()})
+        hooks = {key: DeferredHook(hook, spec.hooks) for key, hook in accumulated.items()}
+        accumulated.update(hooks)
         spec.hooks.accumulated = accumulated
-
-
-def give_back_hooks(spec: ShardSpec) -> Hooks:
-    """The same tables, with the hooks as their owners registered them."""
-    hooks = spec.hooks
-    hooks.gradient.update({key: hook.__wrapped__ for key, hook in hooks.gradient.items()})
-    hooks.accumulated.update({key: hook.hook for key, hook in hooks.accumulated.items()})
-    return hooks
-
-
-def _add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+    if gradient or accumulated:
+        listen(param, spec)
 
 
 def open_dtensor(param: Any) -> None:

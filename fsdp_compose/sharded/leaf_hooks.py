@@ -1,0 +1,68 @@
+"""A sharded parameter's hooks: run once for each gradient, when it is reduced and whole."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_compose.sharded.spec import Hooks, ShardSpec
+from fsdp_compose.torch_private import enable_torch_function, raw, set_leaf_hooks
+
+
+class DeferredHook:
+    """A post-accumulate hook, in the table that autograd reads.
+
+    The engine delivers it once it has set the gradient. Autograd, which is told None then, calls it
+    before, idly, unless the gradient is one that autograd accumulates itself.
+    """
+
+    def __init__(self, hook: Callable[[Any], None], hooks: Hooks) -> None:
+        self.hook, self.hooks = hook, hooks
+
+    def __call__(self, param: Any) -> None:
+        if self.hooks.is_arriving:
+            self.deliver(param)
+
+    def deliver(self, param: Any) -> None:
+        with enable_torch_function():  # a backward pass may run in a raw scope
+            self.hook(param)
+
+
+def run_gradient_hooks(hooks: Hooks, grad: Tensor) -> Tensor:
+    """Apply the hooks that a user registered on a parameter to its sharded gradient."""
+    for hook in tuple(hooks.gradient.values()):
+        changed = hook(grad)
+        if changed is not None:
+            grad = changed
+    return grad
+
+
+def listen(param: Tensor, spec: ShardSpec) -> None:
+    """Let autograd call a leaf's hooks for gradients that it accumulates or returns itself."""
+    hooks = spec.hooks
+    spec.residence.is_hooked = True
+
+    def on_arrival(grad: Tensor | None) -> Tensor | None:
+        hooks.is_arriving = grad is not None
+        return None if grad is None else run_gradient_hooks(hooks, grad)
+
+    with raw():
+        set_leaf_hooks(param, {0: on_arrival}, hooks.accumulated)
+
+
+def give_back_hooks(spec: ShardSpec) -> Hooks:
+    """The same tables, with the hooks as their owners registered them."""
+    hooks = spec.hooks
+    hooks.gradient.update({key: hook.__wrapped__ for key, hook in hooks.gradient.items()})
+    hooks.accumulated.update({key: hook.hook for key, hook in hooks.accumulated.items()})
+    return hooks
+
+
+def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -1,0 +1,262 @@
+"""A parameter that no rank used keeps ``grad is None``; one that some used counts as zero there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import (
+    MixedPrecision,
+    Offload,
+    ShardingStrategy,
+    accumulate,
+    bf16_compress_hook,
+    fully_shard,
+    gathered,
+    no_sync,
+    participate,
+    register_comm_hook,
+    reshard,
+    set_find_unused_parameters,
+    unshard,
+)
+from fsdp_compose import used as used_module
+from fsdp_compose.comm_hooks import default_hook
+
+from harness import rank_errors, run_ranks
+from models import (
+    WIDTH,
+    Twin,
+    adamw,
+    data,
+    mesh_of_replicas,
+    seeded,
+    square,
+    whole,
+)
+
+
+class Choosy(nn.Module):
+    """Three layers in one unit, of which a call uses those it is told to, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.chosen: tuple[int, ...] = (0,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.chosen:
+            x = self.layers[index](x).tanh() + x
+        return x
+
+
+PLANS: list[list[tuple[int, ...]]] = [
+    [(0,), (0,)],  # by step: what rank 0 and rank 1 use
+    [(0, 1), (0,)],
+    [(0,), (0, 1)],
+    [(0, 1), (1, 2)],
+    [(0,), (0,)],
+    [(1,), (0, 2)],
+]
+
+
+def choose(twin: Twin, plan: list[tuple[int, ...]]) -> None:
+    for rank, plain in enumerate(twin.plain):
+        plain.chosen = plan[rank % len(plan)]
+    twin.model.chosen = plan[twin.rank % len(plan)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "grad_op": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "none": {"strategy": ShardingStrategy.NO_SHARD},
+    "offload": {"offload_policy": Offload(params=True, grads=True)},
+}
+
+
+def check_steps(twin: Twin, plans: list[list[tuple[int, ...]]] = PLANS) -> None:
+    """Every step equals the plain model's, which decays what has a gradient alone."""
+    for seed, plan in enumerate(plans):
+        choose(twin, plan)
+        twin.backward(square, seed)
+        assert twin.model.scale.grad is None
+        twin.step()
+    twin.check()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_no_rank_used_is_left_alone(option: str) -> None:
+    """Whatever ranks use from step to step; AdamW and SGD with weight decay."""
+
+    def train(rank: int) -> None:
+        check_steps(Twin(rank, 2, Choosy, lambda m: fully_shard(m, **OPTIONS[option]), adamw))
+        decayed = lambda params: torch.optim.SGD(params, 0.1, weight_decay=0.1)  # noqa: E731
+        check_steps(Twin(rank, 2, Choosy, lambda m: fully_shard(m, **OPTIONS[option]), decayed))
+
+    run_ranks(train, 2)
+
+
+def test_replicas_find_what_others_used() -> None:
+    """Over both axes, with the all-reduce in every backward and in the last one only."""
+
+    def train(rank: int) -> None:
+        for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2):
+            mesh = mesh_of_replicas(2, 2)
+            shard = lambda m: fully_shard(m, mesh=mesh, strategy=strategy)  # noqa: E731
+            twin = Twin(rank, 4, Choosy, shard, adamw)
+            check_steps(twin, [[(0,), (0,), (0,), (1,)], [(0,)] * 4, [(2,), (1,), (0,), (0,)]])
+            with accumulate(twin.model, keep="no_all_reduce"):
+                for seed, plan in enumerate([[(0,)] * 4, [(0,), (0,), (1,), (0,)], [(0,)] * 4]):
+                    choose(twin, plan)
+                    twin.backward(square, seed)
+            assert twin.model.layers[2].weight.grad is None
+            twin.step()
+
+    run_ranks(train, 4)
+
+
+@pytest.mark.parametrize("keep", ["sharded", "unsharded", "no_all_reduce"])
+def test_accumulation_counts_what_any_microbatch_used(keep: Any) -> None:
+    """A parameter first used in the last microbatch, or in the first alone, on one rank."""
+
+    def train(rank: int) -> None:
+        twin = Twin(rank, 2, Choosy, fully_shard, adamw)
+        plans = [[(0,), (0,)], [(0,), (1,)], [(0,), (0,)], [(0, 2), (0,)]]
+        for _ in range(2):
+            with accumulate(twin.model, keep=keep):
+                for seed, plan in enumerate(plans):
+                    choose(twin, plan)
+                    twin.backward(square, seed)
+            assert twin.model.scale.grad is None
+            twin.step()
+        with no_sync(twin.model):
+            choose(twin, plans[1])
+            twin.backward(square, 7)
+        choose(twin, plans[0])
+        twin.backward(square, 8)
+        twin.step()
+        twin.check()
+
+    run_ranks(train, 2)
+
+
+def test_other_ways_for_gradients_to_arrive() -> None:
+    """Communication hooks, scopes, mixed precision, ``autograd.grad`` and ``participate``."""
+
+    def train(rank: int) -> None:
+        twin = Twin(rank, 2, Choosy, fully_shard, adamw)
+        register_comm_hook(twin.model, None, default_hook)
+        check_steps(twin, PLANS[:4])
+        register_comm_hook(twin.model, None, None)
+        for plan in PLANS[2:4]:
+            choose(twin, plan)
+            with gathered(twin.model):
+                loss, plain = twin.losses(square, 5)
+            loss.backward()
+            plain.backward()
+            twin.step()
+            unshard(twin.model)
+            loss, plain = twin.losses(square, 6)
+            reshard(twin.model)
+            loss.backward()
+            plain.backward()
+            twin.step()
+        small = fully_shard(Choosy(), mp_policy=MixedPrecision(torch.bfloat16))
+        register_comm_hook(small, None, bf16_compress_hook)
+        small.chosen = ((0,), (0, 1))[rank]
+        small(data(0, rank, dtype=torch.float32)).float().mean().backward()
+        assert [layer.weight.grad is None for layer in small.layers] == [False, False, True]
+
+    run_ranks(train, 2)
+
+
+def test_autograd_grad_gives_what_others_used() -> None:
+    """None for what no rank used, this rank's part of the average for what another did."""
+
+    def train(rank: int) -> None:
+        twin = Twin(rank, 2, Choosy, fully_shard)
+        for create_graph in (False, True):
+            choose(twin, PLANS[3])
+            ours, plain = twin.losses(square, 0)
+            options = {"allow_unused": True, "create_graph": create_graph}
+            found = torch.autograd.grad(ours, list(twin.model.parameters()), **options)
+            wanted = torch.autograd.grad(plain, list(twin.reference.parameters()), **options)
+            for mine, theirs in zip(found, wanted):
+                assert (mine is None) == (theirs is None)
+                if mine is not None:
+                    torch.testing.assert_close(whole(mine.detach()), theirs.detach())
+
+    run_ranks(train, 2)
+
+
+def test_a_rank_that_skips_a_unit_joins() -> None:
+    """What ran elsewhere counts as zero here; what ran nowhere keeps None."""
+
+    def train(rank: int) -> None:
+        model = seeded(Choosy)
+        fully_shard(model)
+        for step in range(3):
+            model.chosen = (0, 2)
+            x = data(step, rank)
+            loss = square(model, x) if rank == step % 2 else participate(model)
+            loss.backward()
+            assert [p.weight.grad is None for p in model.layers] == [False, True, False]
+            model.zero_grad()
+
+    run_ranks(train, 2)
+
+
+def test_a_unit_tied_to_another_that_uses_less() -> None:
+    """Two units share a weight; on one rank only one of them uses it."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Choosy()
+            self.outer = nn.Linear(WIDTH, WIDTH)
+            self.outer.weight = self.inner.layers[0].weight
+            self.chosen: tuple[int, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.chosen = self.chosen
+            x = self.inner(x)
+            return self.outer(x) if 0 in self.chosen else x + self.outer.bias
+
+    def shard(model: nn.Module) -> nn.Module:
+        fully_shard(model.inner)
+        return fully_shard(model)
+
+    def train(rank: int) -> None:
+        twin = Twin(rank, 2, Tied, shard, adamw)
+        for seed, plan in enumerate(([(0,), (1,)], [(1,), (1,)], [(1,), (0,)])):
+            choose(twin, plan)
+            twin.backward(square, seed)
+            assert twin.model.inner.scale.grad is None
+            twin.step()
+
+    run_ranks(train, 2)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_accelerators_go_by_what_ranks_agreed_on(asked: bool) -> None:
+    """Patterns as in the first step are exact; another is an error, unless ranks were to ask."""
+
+    def train(rank: int) -> None:
+        twin = Twin(rank, 2, Choosy, fully_shard, adamw)
+        if asked:
+            set_find_unused_parameters(twin.model, True)
+        # A communication hook's gradients travel without flags, as all do on an accelerator.
+        register_comm_hook(twin.model, None, default_hook)
+        used_module.is_known_at_once = lambda *_: False
+        check_steps(twin, [PLANS[1]] * 3)
+        check_steps(twin, [PLANS[5]])
+
+    if asked:
+        run_ranks(train, 2)
+        return
+    for error in rank_errors(train, 2):
+        assert "parameter 'layers." in str(error) and "set_find_unused_parameters" in str(error)
