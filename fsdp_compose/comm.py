@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp_compose.flags import Flags as Flags
 from fsdp_compose.mesh import Group
 from fsdp_compose.torch_private import (
     GATHER_OPTIONS,
@@ -30,6 +31,8 @@ from fsdp_compose.torch_private import (
     default_store,
     reduce_scatter_single,
 )
+from fsdp_compose.traffic import Traffic as Traffic
+from fsdp_compose.traffic import traffic as traffic
 
 Op = Literal["sum", "max", "min", "product"]
 _OPS = {
@@ -40,33 +43,6 @@ _OPS = {
 }
 
 
-@dataclass
-class Traffic:
-    """What this process has communicated, for tests and reports.
-
-    Counts are collectives; bytes are what this rank receives: ``(W - 1) / W`` of a buffer for a
-    gather or a reduce-scatter, twice that for an all-reduce. Moves are pieces of any size between
-    pairs of ranks, outside the passes.
-    """
-
-    gathers: int = 0
-    gather_bytes: int = 0
-    reduces: int = 0
-    reduce_bytes: int = 0
-    all_reduces: int = 0
-    all_reduce_bytes: int = 0
-    moves: int = 0
-    move_bytes: int = 0
-    control: int = 0
-
-    def reset(self) -> None:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, 0)
-
-
-traffic = Traffic()
-
-
 Head = tuple[int, ...]
 """Ten integers. The last tells a comparison of heads alone from one ahead of data; the one before,
 how many bytes of flags follow, may differ between ranks that do the same."""
@@ -74,29 +50,6 @@ how many bytes of flags follow, may differ between ranks that do the same."""
 HEAD = 10
 _DATA, _COMPARISON = 0, 1
 _FLAGS = HEAD - 2
-
-
-@dataclass(slots=True)
-class Flags:
-    """``count`` bits, combined over ranks with a bitwise or."""
-
-    bits: int
-    count: int
-
-    @property
-    def is_full(self) -> bool:
-        return self.bits == (1 << self.count) - 1
-
-    @property
-    def nbytes(self) -> int:
-        return (self.count + 7) // 8
-
-    def to_bytes(self) -> torch.Tensor:
-        data = bytearray(self.bits.to_bytes(self.nbytes, "little"))
-        return torch.frombuffer(data, dtype=torch.uint8)
-
-    def add(self, other: torch.Tensor) -> None:
-        self.bits |= int.from_bytes(bytes(other.tolist()), "little")
 
 
 class Caller(Protocol):
@@ -371,10 +324,9 @@ def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> N
         _send_heads(caller, caller.head(), _DATA, group, "compare gradients", flags).check()
         return
     traffic.control += 1
-    bits = torch.tensor([flags.bits >> i & 1 for i in range(flags.count)], dtype=torch.uint8)
-    tensor = bits.to(device)
+    tensor = flags.to_tensor().to(device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)
-    flags.bits = sum(1 << i for i, bit in enumerate(tensor.tolist()) if bit)
+    flags.take(tensor)
 
 
 def all_gather_uneven(local: torch.Tensor, lengths: Sequence[int], group: Group) -> torch.Tensor:

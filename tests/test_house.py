@@ -21,6 +21,8 @@ LAYERS = [
     "policy.py",
     "mesh.py",
     "streams.py",
+    "flags.py",
+    "traffic.py",
     "comm.py",
     "unwritten.py",
     "sharded/",
