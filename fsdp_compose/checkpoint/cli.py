@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_compose.checkpoint.export import ASIDE, Export, remove
+from fsdp_compose.checkpoint.export import ASIDE, INDEX, SINGLE, Export, leftovers, remove
 from fsdp_compose.checkpoint.files import FOLDER, METADATA, CommittingWriter, Sum
 from fsdp_compose.checkpoint.full import MAX_FILE_BYTES, check_sum, find_items
 from fsdp_compose.checkpoint.metadata import check_whole, manifests, read_metadata, verify
@@ -107,7 +107,12 @@ def _convert(args: argparse.Namespace) -> None:
 def _is_free(target: Path) -> bool:
     """Whether a folder holds nothing, or only what a conversion that was killed has left."""
     names = {entry.name for entry in target.iterdir()}
-    return METADATA not in names and all(name.startswith((ASIDE, FOLDER)) for name in names)
+    if names & {METADATA, INDEX, SINGLE}:
+        return False
+    left = {entry.name for entry in leftovers(target, set())}
+    if not any(name.startswith(ASIDE) for name in names):
+        left = set()  # parts that lie there for another reason
+    return all(name in left or name.startswith(FOLDER) for name in names)
 
 
 def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> None:

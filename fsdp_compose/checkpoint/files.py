@@ -36,6 +36,8 @@ except ImportError:  # not on Windows
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
 FOLDER = "data-"
+PATIENCE = 60.0
+"""Seconds that a commit waits for another process's to the same folder."""
 _TORCH_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -169,18 +171,18 @@ def _inside(prefix: Any, folder: str) -> Any:
 
 
 @contextlib.contextmanager
-def committing(root: Path, patience: float = 60.0) -> Iterator[None]:
+def committing(root: Path) -> Iterator[None]:
     """Scope in which no other process commits to the folder; a killed one leaves no lock behind.
 
     Where the file system knows no locks, two jobs that save to one folder are not kept apart.
 
     Raises:
-        RuntimeError: another process has been committing for ``patience`` seconds.
+        RuntimeError: another process has been committing for ``PATIENCE`` seconds.
     """
     descriptor = os.open(root, os.O_RDONLY) if fcntl is not None else -1
     try:
         if descriptor >= 0:
-            _lock(descriptor, root, time.monotonic() + patience)
+            _lock(descriptor, root, time.monotonic() + PATIENCE)
         yield
     finally:
         if descriptor >= 0:
@@ -195,7 +197,8 @@ def _lock(descriptor: int, root: Path, deadline: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{root}: was not saved: another process has been saving to it for a minute."
+                    f"{root}: was not saved: another process has been saving to it for "
+                    f"{PATIENCE:g} s."
                 ) from None
             time.sleep(0.05)
         except OSError:

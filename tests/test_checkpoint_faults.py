@@ -1,0 +1,279 @@
+"""Saves that end early: killed, interrupted, alone, two at once. What loads is old or new, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_compose as fc
+from fsdp_compose import comm
+from fsdp_compose.__main__ import main
+from fsdp_compose.checkpoint import cli, dcp, export, files, full, stream, tensorfile, write
+
+from harness import rank_errors, run_ranks
+
+
+def net(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+def sharded(value: float = 0.0) -> nn.Module:
+    model = net(value)
+    for layer in model.children():
+        fc.fully_shard(layer)
+    return fc.fully_shard(model)
+
+
+def value_of(model: nn.Module) -> float:
+    """The one value that all parameters have."""
+    values = {float(v) for param in fc.state_dict(model).values() for v in param.flatten()}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def loaded(folder: Path, load: Callable[..., Any]) -> float:
+    model = sharded()
+    load(folder, model)
+    return value_of(model)
+
+
+# Killed at every step that touches the folder
+
+@contextlib.contextmanager
+def dying_at(step: int, act: Callable[[], None]) -> Iterator[list[int]]:
+    """Calls ``act`` before the step with that number, of those that change the folder."""
+    count = [0]
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] == step:
+                act()
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "PATIENCE", 0.1)
+        for name in ("replace", "unlink", "mkdir", "truncate"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        patch.setattr(files.shutil, "rmtree", counted(files.shutil.rmtree))
+        for module in (export, files):
+            patch.setattr(module, "write_durably", counted(module.write_durably))
+        patch.setattr(tensorfile.FilePlan, "put", counted(tensorfile.FilePlan.put))
+        yield count
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(act: Callable[[], Any]) -> bool:
+    """Runs ``act`` in a fork; whether it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return status == 0
+
+
+def plain_value(folder: Path) -> float:
+    """What readers other than ours find: Hugging Face's order of names."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    import json
+
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    names = {single.name}
+    if not single.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    tensors = {k: v for n in names for k, v in safetensors.load_file(folder / n).items()}
+    assert set(tensors) == set(net(0).state_dict())
+    values = {float(v) for tensor in tensors.values() for v in tensor.flatten()}
+    assert len(values) == 1
+    return values.pop()
+
+
+@pytest.mark.parametrize("before", [1 << 30, 50])
+@pytest.mark.parametrize("after", [1 << 30, 50])
+def test_save_full_killed_at_each_step(tmp_path: Path, before: int, after: int) -> None:
+    """From one file or several to one or several: the old values or the new, then no leftovers."""
+    seen: list[float] = []
+    for step in range(1, 60):
+        folder = tmp_path / str(step)
+        fc.save_full(folder, net(1), max_file_bytes=before)
+
+        def save(step: int = step, folder: Path = folder) -> None:
+            with dying_at(step, die):
+                fc.save_full(folder, net(2), max_file_bytes=after)
+
+        finished = in_child(save)
+        seen.append(loaded(folder, fc.load_full))
+        assert plain_value(folder) == seen[-1]
+        if finished:
+            break
+        fc.save_full(folder, net(3), max_file_bytes=after)
+        assert plain_value(folder) == loaded(folder, fc.load_full) == 3
+        assert len(list(folder.iterdir())) == (2 if after > 50 else 5), list(folder.iterdir())
+    assert finished and seen[0] == 1 and seen[-1] == 2 and seen == sorted(seen)
+    assert seen.count(2) > 1  # some came after the commit
+
+
+def test_save_checkpoint_killed_at_each_step(tmp_path: Path) -> None:
+    for step in range(1, 60):
+        folder = tmp_path / str(step)
+        fc.save_checkpoint(folder, sharded(1))
+
+        def save(step: int = step, folder: Path = folder) -> None:
+            with dying_at(step, die):
+                fc.save_checkpoint(folder, sharded(2))
+
+        finished = in_child(save)
+        assert loaded(folder, fc.load_checkpoint) in (1, 2)
+        if finished:
+            break
+        fc.save_checkpoint(folder, sharded(3))
+        assert loaded(folder, fc.load_checkpoint) == 3
+        assert len(list(folder.iterdir())) == 2
+    assert finished and step > 4
+
+
+@pytest.mark.parametrize("to_full", [True, False])
+def test_convert_killed_at_each_step(tmp_path: Path, to_full: bool) -> None:
+    """What a killed conversion leaves is no checkpoint, and the next one cleans it."""
+    source = tmp_path / "source"
+    if to_full:
+        fc.save_checkpoint(source, sharded(1))
+    else:
+        fc.save_full(source, net(1))
+    load = fc.load_full if to_full else fc.load_checkpoint
+    for step in range(1, 60):
+        target = tmp_path / str(step)
+        command = ["checkpoint", "convert", str(source), str(target)]
+
+        def convert(step: int = step, command: list[str] = command) -> None:
+            with dying_at(step, die):
+                assert main([*command, "--max-file-bytes", "50"]) == 0
+
+        finished = in_child(convert)
+        if finished:
+            break
+        committed = (target / (export.INDEX if to_full else ".metadata")).exists()
+        assert main([*command, "--max-file-bytes", "50"]) == int(committed)
+        assert loaded(target, load) == 1
+        assert committed or not list(target.glob(".saving-*"))
+        assert committed or len(list(target.glob("data-*"))) == int(not to_full)
+    assert finished and step > 4
+
+
+# Two jobs at once
+
+
+@pytest.mark.parametrize("kind", ["full", "several", "checkpoint"])
+def test_two_jobs_save_to_one_folder(tmp_path: Path, kind: str) -> None:
+    """Each ends well or with an error that says so, and what loads is one of theirs, whole."""
+
+    def save(value: float, folder: Path) -> None:
+        if kind == "checkpoint":
+            fc.save_checkpoint(folder, sharded(value))
+        else:
+            fc.save_full(folder, net(value), max_file_bytes=50 if kind == "several" else 1 << 30)
+
+    load = fc.load_checkpoint if kind == "checkpoint" else fc.load_full
+    for step in range(1, 60):
+        folder = tmp_path / str(step)
+        problems: list[str] = []
+        ends: list[bool] = []
+        with dying_at(step, lambda: ends.append(in_child(lambda: save(2, folder)))) as count:
+            try:
+                save(1, folder)
+            except RuntimeError as error:
+                problems.append(str(error))
+        assert not problems or ends == [True], (step, problems)
+        assert loaded(folder, load) in ((2,) if problems else (1, 2))
+        assert all(str(folder) in problem for problem in problems)
+        if count[0] < step:
+            break
+    assert step > 4
+
+
+def test_jobs_that_race_leave_one_result(tmp_path: Path) -> None:
+    """For real, without a schedule: eight processes, three saves each."""
+
+    def save(rank: int) -> None:
+        for turn in range(3):
+            with contextlib.suppress(RuntimeError):
+                fc.save_full(tmp_path / "full", net(rank), max_file_bytes=50)
+            with contextlib.suppress(RuntimeError):
+                fc.save_checkpoint(tmp_path / "dcp", sharded(rank + turn))
+
+    run_ranks(save, 4, init=False)
+    assert loaded(tmp_path / "full", fc.load_full) in range(4)
+    assert loaded(tmp_path / "dcp", fc.load_checkpoint) in range(6)
+
+
+# Ranks that are killed, interrupted, stopped
+
+CALLS: dict[str, Callable[[Path, nn.Module], Any]] = {
+    "save_checkpoint": lambda path, model: fc.save_checkpoint(path, model),
+    "asynchronous": lambda path, model: fc.save_checkpoint(path, model, asynchronous=True).wait(),
+    "save_full": lambda path, model: fc.save_full(path, model),
+}
+
+
+def at_a_point(call: str, rank: int, act: Callable[[], None]) -> None:
+    """Has ``act`` called in the middle of a save on this rank."""
+
+    def before(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def acted(*args: Any, **kwargs: Any) -> Any:
+            act()
+            return function(*args, **kwargs)
+
+        setattr(owner, name, acted)
+
+    if call == "save_full":
+        before(full, "each_full")
+    else:
+        before(files.CommittingWriter, "write_data")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_killed_in_a_save_is_named(tmp_path: Path, call: str, victim: int) -> None:
+    load = fc.load_full if call == "save_full" else fc.load_checkpoint
+    fc.save_full(tmp_path, net(1)) if call == "save_full" else fc.save_checkpoint(
+        tmp_path, sharded(1)
+    )
+
+    def run(rank: int) -> None:
+        if rank == victim:
+            at_a_point(call, rank, die)
+        CALLS[call](tmp_path, sharded(2))
+
+    errors = rank_errors(run, 3, timeout=40)
+    for rank, error in enumerate(errors):
+        if rank != victim:
+            assert f"rank {victim}" in str(error), errors
+            assert "RuntimeError" in str(error) and "Hung" not in str(error), errors
+    assert loaded(tmp_path, load) == 1
