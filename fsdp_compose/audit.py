@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.sharded import PRIVACY, is_sharded
 from fsdp_compose.state import Unit, Watch, find_state
-from fsdp_compose.torch_private import child_slots, parameter_slots
+from fsdp_compose.torch_private import child_slots, forward_hook_tables, parameter_slots
 
 _MOST = 5
 
@@ -120,7 +120,10 @@ def remember(unit: Unit) -> None:
     tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
     parents = [children for m in modules if (children := child_slots(m))]
     watched = {(id(values), name) for values, name, _ in unit.places}
+    roots = {id(ref()) for ref in unit.modules}
+    inside = [module for module in modules if id(module) not in roots]
     unit.watch = Watch(
+        hooks=[table for module in inside for table in forward_hook_tables(module)],
         tables=tables,
         lengths=list(map(len, tables)),
         parents=parents,

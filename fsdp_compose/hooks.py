@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from fsdp_compose.adopt import moved_before_backward
 from fsdp_compose.audit import check_additions
 from fsdp_compose.bucket import dress
 from fsdp_compose.engine import (
@@ -25,18 +24,17 @@ from fsdp_compose.engine import (
     carry_prefetched,
     drop_prefetched,
     end_step,
-    open_backward,
     prefetch_forward,
     recover,
     running_task,
     use_carried,
 )
 from fsdp_compose.gather import (
-    DELETED,
     Boundary,
     trained_entries,
     view_parameters,
 )
+from fsdp_compose.inner import trigger_of, unwatch, watch_hooked
 from fsdp_compose.order import Change, Order
 from fsdp_compose.policy import FullPrecision
 from fsdp_compose.residency import (
@@ -54,7 +52,7 @@ from fsdp_compose.residency import (
 from fsdp_compose.saved import shield_weights, unshield
 from fsdp_compose.standin import StandIns, close_stand_ins, find_stand_ins, open_stand_ins
 from fsdp_compose.state import Hold, Lane, Live, Opened, Unit, get_state
-from fsdp_compose.surroundings import check_noted, find_surroundings
+from fsdp_compose.surroundings import find_surroundings
 from fsdp_compose.torch_private import (
     graph_task_id,
     made_at,
@@ -84,6 +82,7 @@ def attach(module: nn.Module) -> None:
 def detach(module: nn.Module) -> None:
     """Remove what ``attach`` registered, from a copy of the module too."""
     remove_forward_hooks(module, before_forward, after_forward)
+    unwatch(module)
     for _, also_detach in attachments:
         also_detach(module)
 
@@ -274,6 +273,8 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
         check_additions(unit)
     if trained and not unit.looked_around:
         find_surroundings(unit)
+    if unit.watch is not None and any(unit.watch.hooks):
+        watch_hooked(unit)
     if not recomputing:
         refresh_stale(unit)
     if lane.carried and unit in lane.carried:
@@ -400,26 +401,6 @@ def _order(lane: Lane) -> Order:
     return lane.forward_order if lane.eval_order is None else lane.eval_order
 
 
-def _trigger(unit: Unit) -> Callable[[torch.Tensor], None]:
-    """The tensor hook that gathers the unit when backward reaches one of its outputs."""
-    if unit.trigger is None:
-        ref, epoch = weakref.ref(unit), unit.epoch
-
-        @untraced
-        def trigger(grad: torch.Tensor) -> None:
-            reached = ref()
-            if reached is None:
-                raise RuntimeError(DELETED)
-            if reached.epoch != epoch:
-                raise RuntimeError(moved_before_backward(reached.gathered[0]))
-            if reached.surroundings is not None:
-                check_noted(reached)
-            open_backward(reached, running_task(reached))
-
-        unit.trigger = trigger
-    return unit.trigger
-
-
 def _watch_outputs(unit: Unit, output: Any) -> Expected:
     """Hook the outputs; ``"hidden"`` when the unit is needed in a way that cannot be seen."""
     tensors, opaque = find_tensors(output)
@@ -431,7 +412,7 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             if opened_at >= 0 and made_at(node) < opened_at:
                 continue  # passed through; its gradient is complete long after the unit's backward
-            tensor.register_hook(_trigger(unit))
+            tensor.register_hook(trigger_of(unit))
             watched = True
     if any(_reads_weights(unit, tensor) for tensor in tensors):
         return "hidden"

@@ -142,6 +142,7 @@ class Watch:
     parents: list[dict[str, Any]]  # ... of which these hold children ...
     children: list[nn.Module | None]  # ... namely these
     strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
+    hooks: list[dict[int, Any]]  # forward hooks of the modules inside the unit's own
 
 
 @dataclass(frozen=True, eq=False, repr=False)

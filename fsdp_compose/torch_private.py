@@ -196,6 +196,11 @@ def remove_forward_hooks(module: torch.nn.Module, *functions: Callable[..., Any]
             del table[key]
 
 
+def forward_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """A module's dictionaries of forward-pre hooks and of forward hooks."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def replace_forward_hooks(module: torch.nn.Module, replaced: Mapping[Any, Any]) -> None:
     """Put other functions in the places of forward and forward-pre hooks."""
     tables: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)

@@ -46,6 +46,7 @@ LAYERS = [
     "standin.py",
     "audit.py",
     "surroundings.py",
+    "inner.py",
     "hooks.py",
     "traced.py",
     "methods.py",

@@ -1,0 +1,107 @@
+"""A backward may start inside a unit, at a tensor that a hook on a submodule kept."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import gathered, undo
+
+from harness import run_ranks
+from models import Block, Tower, assert_at_rest, by_block, data, one_unit, seeded, square, whole
+
+
+def keep(model: nn.Module, where: str, kept: dict[str, Tensor]) -> Any:
+    """Keep what a submodule gives or takes, as attribution and feature extraction do."""
+    name, side = where.split(":")
+    module = model.get_submodule(name)
+    if side == "output":
+        return module.register_forward_hook(lambda m, args, out: kept.update(x=out))
+    return module.register_forward_pre_hook(lambda m, args: kept.update(x=args[0]))
+
+
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+def test_backward_from_a_tensor_a_hook_kept(shard: Any) -> None:
+    """Gradients of parameters and of inputs, then a usual step; copies and ``undo`` too."""
+
+    def check(rank: int) -> None:
+        for where in ("blocks.1.up:output", "blocks.1.norm:output", "blocks.1.down:input"):
+            plain = seeded(Tower)
+            model = shard(copy.deepcopy(plain))
+            twin = copy.deepcopy(model)
+            for sharded in (model, twin):
+                ours: dict[str, Tensor] = {}
+                theirs: dict[str, Tensor] = {}
+                handles = keep(sharded, where, ours), keep(plain, where, theirs)
+                x = data(0, rank).requires_grad_()
+                sharded(x)
+                neuron = torch.autograd.grad(ours["x"][0, 1], x, retain_graph=True)[0]
+                ours["x"].square().mean().backward()
+                y = data(0, rank).requires_grad_()
+                plain(y)
+                assert_close(neuron, torch.autograd.grad(theirs["x"][0, 1], y)[0])
+                plain.zero_grad()
+                for r in range(2):
+                    plain(data(0, r))
+                    (theirs["x"].square().mean() / 2).backward()
+                for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
+                    wanted = torch.zeros_like(q) if q.grad is None else q.grad
+                    found = wanted * 0 if p.grad is None else whole(p.grad)
+                    assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+                for handle in handles:
+                    handle.remove()
+                sharded.zero_grad(), plain.zero_grad()
+                square(sharded, data(1, rank)).backward()
+                assert_at_rest(sharded)
+            undo(model)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+    run_ranks(check, 2)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are recomputed in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(6, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_in_a_scope_recompute_after_it(shard: Any, reentrant: bool) -> None:
+    """Right where the block is a unit, which gathers again; else an error that names the weight."""
+
+    def check(rank: int) -> None:
+        plain = seeded(lambda: Checkpointed(reentrant))
+        for inside in (True, False):
+            model = shard(copy.deepcopy(plain))
+            plain.zero_grad()
+            with gathered(model):
+                loss = square(model, data(0, rank).requires_grad_())
+                if inside:
+                    loss.backward()
+            if not inside and shard is one_unit:
+                with pytest.raises(RuntimeError, match=r"needs the whole of .blocks"):
+                    loss.backward()
+                continue
+            if not inside:
+                loss.backward()
+            sum(square(plain, data(0, r).requires_grad_()) / 2 for r in range(2)).backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-12)
+
+    run_ranks(check, 2)
