@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose as fc
-from fsdp_compose.sharded import ShardedWeightError, is_sharded
+from fsdp_compose.sharded import ShardedParameter, ShardedWeightError, is_sharded
 
 from harness import run_ranks
 from models import WIDTH, Tower, by_block, data, seeded, square
@@ -142,6 +145,58 @@ def test_other_savers_write_nothing(tmp_path: Path) -> None:
         found = st.load_file(str(tmp_path / f"good{rank}.safetensors"))
         for name, param in model.named_parameters():
             assert torch.equal(found[name], param.full_tensor())
+
+    run_ranks(ranks, 2)
+
+
+class Copies(AsyncStager):
+    """What the error says a stager has to do."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: Any) -> Any:
+        return {name: value.detach().clone() for name, value in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_async_save_never_writes_the_heap(tmp_path: Path) -> None:
+    """Its stager copied whole tensors from a slice's address: other memory, of the right shape."""
+
+    def ranks(rank: int) -> None:
+        model, loaded = by_block(seeded(Tower)), by_block(Tower())
+        group = torch.distributed.new_group(backend="gloo")
+        options: Any = {"checkpoint_id": tmp_path / "c", "process_group": group}
+        with pytest.raises(Exception, match=r"async_stager=.*value\.detach\(\)\.clone\(\)"):
+            dcp.async_save(model.state_dict(), **options).result()
+        wanted = {n: p.full_tensor() for n, p in model.named_parameters()}
+        saving = dcp.async_save(model.state_dict(), async_stager=Copies(), **options)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        saving.result()
+        dcp.load(loaded.state_dict(), **options)
+        for name, param in loaded.named_parameters():
+            assert torch.equal(param.full_tensor(), wanted[name])
+
+    run_ranks(ranks, 2)
+
+
+def test_flatten_parameters_leaves_slices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA ``to`` and deepcopy of an LSTM ask for addresses; here it only believes so."""
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(nn.Sequential(nn.LSTM(4, 4)))
+        monkeypatch.setattr(ShardedParameter, "is_cuda", True)
+        monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+        before = [p.to_local().data_ptr() for p in model.parameters()]
+        model[0].flatten_parameters()
+        copy.deepcopy(model).to(torch.float32)
+        assert before == [p.to_local().data_ptr() for p in model.parameters()]
 
     run_ranks(ranks, 2)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_compose.sharded.ops import MEMORY
 
-__all__ = ["PRIVACY", "RAW", "SAVING", "WHOLE_COPY", "advise", "unit_finders"]
+__all__ = ["PRIVACY", "RAW", "SAVING", "WHOLE_COPY", "advise", "is_called_by", "unit_finders"]
 
 unit_finders: list[Callable[[nn.Module], str | None]] = []
 """Functions that give the name of the unit that a module heads, or None; ``state.py`` adds one."""
@@ -68,6 +68,11 @@ MULTI_HOOK = (
     "p.register_hook(fn) or p.register_post_accumulate_grad_hook(fn); on the first one, "
     "register_multi_grad_hook(..., mode='any')."
 )
+STAGING = (
+    "torch.distributed.checkpoint.async_save copies whole tensors by address. Call "
+    "torch.distributed.checkpoint.save or fsdp_compose.save_checkpoint, or give async_save an "
+    "async_stager= whose stage() returns {name: value.detach().clone()}."
+)
 STAGE = (
     "A schedule that splits backward needs to know that the stage is sharded: "
     "`fsdp_compose.pipeline_stage(stage)` before the schedule is built."
@@ -109,6 +114,7 @@ def _in_method(module: nn.Module, method: str, unit: str) -> str:
 
 _BY_PACKAGE = {"numpy": RAW, "opacus": PRIVACY, "safetensors": RAW}
 _BY_MODULE = {
+    "torch.distributed.checkpoint._state_dict_stager": STAGING,
     "torch.distributed.pipelining._backward": STAGE,
     "torch.nn.init": INIT,
     "torch.serialization": RAW,
@@ -124,8 +130,6 @@ _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
 
 def advise(func: Callable[..., Any], spec: object, unit: str) -> str:
     """What to call instead of ``func`` on the slice of ``spec``, whose unit is called ``unit``."""
-    if func in MEMORY:
-        return RAW
     for frame in _callers():
         module = str(frame.f_globals.get("__name__", ""))
         found = (
@@ -135,12 +139,22 @@ def advise(func: Callable[..., Any], spec: object, unit: str) -> str:
         )
         if found is not None:
             return found
+        if func in MEMORY:
+            continue
         owner, name = _self_of(frame), frame.f_code.co_name
         if isinstance(owner, Optimizer):
             return _in_optimizer(type(owner).__name__)
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
             return _in_method(owner, name, unit)
+    if func in MEMORY:
+        return RAW
     return f"{EDGE} {ANY}" if func in _EDGES else ANY
+
+
+def is_called_by(function: Callable[..., Any]) -> bool:
+    """Whether a Python function is on this thread's stack."""
+    code = function.__code__
+    return any(frame.f_code is code for frame in _callers())
 
 
 def _callers() -> Iterator[FrameType]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fsdp_compose.comm import all_reduce
 from fsdp_compose.sharded import ops
-from fsdp_compose.sharded.advice import WHOLE_COPY
+from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
 from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce
 from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import (
@@ -297,6 +297,16 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].shape == args[1].shape
 
 
+def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No address; to recurrent modules, which may be moved to CUDA, equal ones: not to be joined.
+
+    ``flatten_parameters`` leaves weights alone of which two share an address.
+    """
+    if is_called_by(nn.RNNBase.flatten_parameters):
+        return 0
+    return refuse(func, args[0]._shard_spec)
+
+
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a one-element tensor holds; every rank must ask."""
     if args[0]._shard_spec.seen.numel() != 1:
@@ -423,6 +433,7 @@ _handle(ops.functions("is_nonzero", torch), _item)
 _handle(ops.functions("new_empty new_full new_ones new_zeros", Tensor), _new)
 _handle(ops.functions("new_tensor", Tensor), _new_tensor)
 _handle(ops.functions("contiguous", Tensor), _contiguous)
+_handle(ops.functions("data_ptr", Tensor), _data_ptr)
 _handle([torch.nn.functional.pad], _pad)
 _handle(ops.functions("view_as_real", torch), _view_as_real)
 _handle([torch.nn.init.constant_], _constant)
