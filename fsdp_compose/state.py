@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -206,6 +206,11 @@ class Unit:
         holds = ", ".join(sorted(hold.name for hold in self.holds)) or "nothing"
         return f"Unit({self.name!r}, {self.buckets}, held by {holds})"
 
+    @cached_property
+    def recurrent(self) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
+        """As ``_recurrent_slots``; at first use, since a module that is being copied is empty."""
+        return _recurrent_slots(self)
+
     def link(self) -> None:
         """Work out what follows from the buckets; again after one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
@@ -217,7 +222,7 @@ class Unit:
         self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
-        self.recurrent = _recurrent_slots(self)
+        self.__dict__.pop("recurrent", None)
         self.routes: dict[tuple[int, ...], list[Route]] = {}
         self._watch()
         self._meet_sharers()

@@ -190,12 +190,14 @@ def test_flatten_parameters_leaves_slices_alone(monkeypatch: pytest.MonkeyPatch)
     """On CUDA ``to`` and deepcopy of an LSTM ask for addresses; here it only believes so."""
 
     def ranks(rank: int) -> None:
-        model = fc.fully_shard(nn.Sequential(nn.LSTM(4, 4)))
+        model = fc.fully_shard(nn.LSTM(4, 4))
         monkeypatch.setattr(ShardedParameter, "is_cuda", True)
         monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
         before = [p.to_local().data_ptr() for p in model.parameters()]
-        model[0].flatten_parameters()
-        copy.deepcopy(model).to(torch.float32)
+        model.flatten_parameters()
+        twin = copy.deepcopy(model).to(torch.float32)
+        monkeypatch.undo()
+        assert torch.equal(twin(torch.ones(1, 1, 4))[0], model(torch.ones(1, 1, 4))[0])
         assert before == [p.to_local().data_ptr() for p in model.parameters()]
 
     run_ranks(ranks, 2)
