@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -32,6 +32,7 @@ class Value:
     tensor: torch.Tensor
     slot: Slot  # the first place it is read from
     mesh: Mesh | None  # None: no mesh was needed for it
+    repeated: tuple[Group, ...] = ()  # which hold it too, beside what tensor parallelism split
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,54 @@ def agree(
         reports = _exchange(_report(problem, structure, plans, real, meta), groups)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         meta = meta.union(*(report.meta for report in reports.values()))
+    verified = {plan.name for plan in plans if plan.options.init == "verify"}
+    totals = {
+        value.key: (int(sum_bytes(value.tensor)), value)
+        for value in values
+        if value.repeated and value.key not in meta and value.key.split(":", 1)[0] in verified
+    }
+    return set(_agree_beside(modules, problem, totals, meta))
+
+
+def _agree_beside(
+    modules: Sequence[object],
+    problem: Exception | None,
+    sums: Mapping[str, tuple[int, Value]],
+    left: frozenset[str],
+) -> frozenset[str]:
+    """The same over ranks that hold other parts of the modules: what they hold alike is equal.
+
+    Args:
+        left: keys of values that wait for materialisation or loading.
+
+    Returns:
+        Those of all ranks.
+    """
     for group in tensor_parallel_groups(modules):
-        reports_there = comm.gather_objects(_describe(problem), group)
-        problem = problem or _problem_in(reports_there, group)
+        mine = {k: (total, v.what) for k, (total, v) in sums.items() if group in v.repeated}
+        reports = comm.gather_objects((_describe(problem), mine, left), group)
+        problem = problem or _problem_in([report for report, _, _ in reports], group)
+        problem = problem or _difference_beside([found for _, found, _ in reports], group)
+        left = left.union(*(others for _, _, others in reports))
     if problem is not None:
         raise problem
-    return set(meta)
+    return left
+
+
+def _difference_beside(
+    reports: Sequence[Mapping[str, tuple[int, str]]], group: Group
+) -> Exception | None:
+    for rank, sums in zip(group.ranks, reports, strict=True):
+        for key, (total, what) in sums.items():
+            if total != reports[0].get(key, (total, what))[0]:
+                return ValueError(
+                    f"fully_shard: {what} differs between rank {group.ranks[0]} and rank {rank}, "
+                    "which hold parts of other layers and should hold the same of this one. Seed "
+                    "every rank alike before building the model, load the same file, or pass "
+                    'init="broadcast" to take the first rank\'s values. If the ranks hold parts '
+                    "of it, or experts of their own, say so with declare_tensor_parallel."
+                )
+    return None
 
 
 def agree_on_values(
@@ -83,6 +126,7 @@ def agree_on_values(
     sums: dict[str, tuple[int, Value]],
     unwritten: set[str],
     problem: Exception | None,
+    modules: Sequence[object] = (),
 ) -> set[str]:
     """Raise on every rank what went wrong on any while values were materialised, or differs.
 
@@ -97,9 +141,7 @@ def agree_on_values(
         reports = _exchange(Report(_describe(problem), [], compared, what, left), groups)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         left = left.union(*(report.meta for report in reports.values()))
-    if problem is not None:
-        raise problem
-    return set(left)
+    return set(_agree_beside(modules, problem, sums, left))
 
 
 def values_of(plan: UnitPlan) -> Iterator[Value]:
@@ -109,7 +151,9 @@ def values_of(plan: UnitPlan) -> Iterator[Value]:
             name = item.names[0]
             what = f"parameter {plan.full_name(name)!r} of unit {plan.name!r}"
             key = f"{plan.name}:p:{name}"
-            yield Value(key, name, what, item.param, item.slots[0], bucket.mesh)
+            axes = () if item.parallel is None else item.parallel.axes
+            repeated = tuple(a.group for a in axes if a.dim is None and a.group.size > 1)
+            yield Value(key, name, what, item.param, item.slots[0], bucket.mesh, repeated)
     seen: set[int] = set()
     for module in plan.modules:
         for path, submodule in plan.managed(module):

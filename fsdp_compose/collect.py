@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.bucket import Slot, find_entry
 from fsdp_compose.layout import Extent, Granularity, plan_layout, spread_work
 from fsdp_compose.mesh import (
+    Group,
     check_fusable,
     check_subgroup,
     compute_device,
@@ -20,7 +21,12 @@ from fsdp_compose.mesh import (
     resolve_mesh,
 )
 from fsdp_compose.names import clean_name
-from fsdp_compose.parallel import find_parallel, note_repeated
+from fsdp_compose.parallel import (
+    check_meshes,
+    find_parallel,
+    note_repeated,
+    tensor_parallel_groups,
+)
 from fsdp_compose.plans import BucketPlan, Found, Ignored, Options, UnitPlan
 from fsdp_compose.policy import (
     INITS,
@@ -81,9 +87,10 @@ def plan_shards(
     taken: set[int] = set()
     promised: set[int] = set()
     work: dict[tuple[int, ...], list[int]] = {}
+    beside = tensor_parallel_groups(modules)
     for plan in _split_full_precision(plans):
         _collect(plan, taken)
-        lay_out(plan, promised, work)
+        lay_out(plan, promised, work, beside)
         planned.append(plan)
     _check_patterns(planned)
     return planned
@@ -364,10 +371,16 @@ def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
     return find_state(module) is not None or id(module) in taken or id(module) in ignored.modules
 
 
-def lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list[int]]) -> None:
+def lay_out(
+    plan: UnitPlan,
+    promised: set[int],
+    work: dict[tuple[int, ...], list[int]],
+    beside: Sequence[Group],
+) -> None:
     """Sort the unit's own parameters into buckets and plan each with integers.
 
-    ``work``, on whole tensors by ranks of the shard group, is levelled over the units.
+    ``work``, on whole tensors by ranks of the shard group, is levelled over the units. ``beside``
+    are the groups over which tensor parallelism split other parameters of the model.
     """
     groups: dict[tuple[Any, ...], list[Found]] = {}
     devices: dict[torch.device, str] = {}
@@ -407,7 +420,11 @@ def lay_out(plan: UnitPlan, promised: set[int], work: dict[tuple[int, ...], list
         check_subgroup(mesh.shard, options.placement.spread)
     if options.placement.fused:
         check_fusable(mesh, options.mesh)
-    note_repeated([i for items in groups.values() for i in items], plan.name, mesh, options.mesh)
+    own = [item for items in groups.values() for item in items]
+    for item in own:
+        if item.parallel is not None:
+            check_meshes(item.parallel, item.names[0], plan.name, mesh, options.mesh)
+    note_repeated(own, mesh, beside)
     for (storage, _, chosen), items in groups.items():
         compute, reduce, _ = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)

@@ -34,7 +34,7 @@ from fsdp_compose.collect import plan_shards, unit_precision
 from fsdp_compose.engine import begin_forward_pass
 from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.lazy import import_all
-from fsdp_compose.mesh import MeshLike, compute_device, fuse, subgroup_of
+from fsdp_compose.mesh import SELF, Mesh, MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.methods import attach_methods, check_methods
 from fsdp_compose.names import clean_name
 from fsdp_compose.plans import BucketPlan, Ignored, Options, UnitPlan
@@ -205,7 +205,7 @@ def fully_shard(
     for outer in modules:
         _rename_nested(outer)
     if made.keys:
-        _finish(made, mesh)
+        _finish(made, mesh, _listed(modules))
     return module
 
 
@@ -230,9 +230,9 @@ class Made:
     values: dict[str, tuple[Unit, Value]] = field(default_factory=dict)
 
 
-def _finish(made: Made, mesh: MeshLike | None) -> None:
+def _finish(made: Made, mesh: MeshLike | None, modules: Sequence[object]) -> None:
     """Agree on what was made, and have what no initialisation wrote wait for loading."""
-    for key in sorted(agree_on_values(mesh, made.sums, made.unwritten, made.problem)):
+    for key in sorted(agree_on_values(mesh, made.sums, made.unwritten, made.problem, modules)):
         unit, value = made.values[key]
         if isinstance(value.tensor, nn.Parameter):
             entry = find_entry(value.tensor)
@@ -251,6 +251,9 @@ def _make_values(plan: UnitPlan, made: Made) -> list[Value]:
     if plan.options.init == "broadcast":
         for mesh in dict.fromkeys(value.mesh for value in values if value.mesh is not None):
             broadcast([value.tensor for value in values if value.mesh == mesh], mesh)
+        for group in {g.ranks: g for value in values for g in value.repeated}.values():
+            alike = [value.tensor for value in values if group in value.repeated]
+            broadcast(alike, Mesh(group, SELF, plan.buckets[0].mesh.device))
     made_here = [value for value in values if value.key in made.keys]
     for value in made_here:
         if is_unwritten(part_of(value.tensor)):

@@ -10,7 +10,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,8 +20,9 @@ from fsdp_compose import comm
 from fsdp_compose.bucket import flatten, storage_order
 from fsdp_compose.mesh import Mesh
 from fsdp_compose.names import owners, walk_named
+from fsdp_compose.parallel import find_parallel
 from fsdp_compose.plans import UnitPlan
-from fsdp_compose.sharded import like_dtensor, part_of
+from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
 from fsdp_compose.torch_private import (
     buffer_slots,
     non_persistent,
@@ -127,11 +128,11 @@ def materialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
         makers.update((key, init_fn.maker(key)) for key in makers if init_fn.knows(key))
     for maker in dict.fromkeys(makers.values()):
         kept = {key for key, module in makers.items() if module is maker}
-        with only(maker, kept, plan.options.device), torch.no_grad():
+        with only(maker, kept, plan.options.device, fresh=True), torch.no_grad():
             _initialise(maker, init_fn)
         left = {key for key in kept if is_unwritten(part_of(fresh[key]))}
         if left and init_fn is not None and not isinstance(init_fn, Seeded):
-            with only(maker, kept, plan.options.device, on_meta=left), torch.no_grad():
+            with only(maker, kept, plan.options.device, left, fresh=True), torch.no_grad():
                 _initialise(maker, init_fn)
     for path, submodule in members:
         for key in non_persistent(submodule):
@@ -166,22 +167,33 @@ def only(
     kept: set[int],
     device: torch.device,
     on_meta: Collection[int] = (),
+    fresh: bool = False,
 ) -> Iterator[None]:
     """Let ``module`` write the tensors ``kept``, by id, and scratch memory instead of others.
 
     What it puts in the place of a kept tensor is copied into it. Of the kept ones it sees those in
-    ``on_meta`` on the meta device.
+    ``on_meta`` on the meta device. In the place of one that tensor parallelism split it finds the
+    whole, so that the part has the numbers that the plain model has there: on a CPU torch gives
+    every rank's part the same ones. ``fresh`` says that nothing was written into the kept tensors
+    yet, which spares gathering the whole.
     """
     slots = (parameter_slots(module), buffer_slots(module))
     before = [dict(values) for values in slots]
+    split: dict[int, Parallel] = {}
     for values in slots:
         for name, tensor in values.items():
             if tensor is not None and id(tensor) not in kept:
                 scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 values[name] = nn.Parameter(scratch, False) if is_parameter else scratch
-            elif tensor is not None and id(tensor) in on_meta:
-                outline = tensor.detach().to("meta")
+                continue
+            if tensor is None or id(tensor) not in kept or is_sharded(tensor):
+                continue
+            if isinstance(tensor, DTensor) and not tensor.is_meta:
+                split[id(tensor)] = _parallel_of(tensor, name, module)
+                values[name] = _whole_of(tensor, split[id(tensor)], device, fresh)
+            if id(tensor) in on_meta:
+                outline = torch.empty_like(values[name], device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 values[name] = (
                     nn.Parameter(outline, tensor.requires_grad) if is_parameter else outline
@@ -202,10 +214,34 @@ def only(
                         f"{tuple(given.shape)}; write into it instead."
                     )
                 with torch.no_grad():
-                    tensor.copy_(given)
+                    if id(tensor) not in split:
+                        tensor.copy_(given)
+                    elif not (fresh and is_unwritten(given)):
+                        part_of(tensor).copy_(split[id(tensor)].cut(given))
     finally:
         for values, originals in zip(slots, before, strict=True):
             values.update(originals)
+
+
+def _parallel_of(tensor: torch.Tensor, name: str, module: nn.Module) -> Parallel:
+    parallel = find_parallel(cast("nn.Parameter", tensor), name, type(module).__name__)
+    assert parallel is not None
+    return parallel
+
+
+def _whole_of(
+    tensor: DTensor, parallel: Parallel, device: torch.device, fresh: bool
+) -> torch.Tensor:
+    """A plain tensor, or parameter, of the whole shape; a collective unless it is ``fresh``."""
+    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if fresh:
+        mark_unwritten(whole)
+    else:
+        with torch.no_grad():
+            whole.copy_(parallel.assemble(part_of(tensor).detach()))
+    if not isinstance(tensor, nn.Parameter):
+        return whole
+    return nn.Parameter(whole, tensor.requires_grad)
 
 
 def _initialise(module: nn.Module, init_fn: InitFn | None) -> None:
@@ -266,7 +302,7 @@ def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> See
 
     Each submodule is initialised with random numbers of its own, which follow from ``seed`` and its
     name in ``module``. ``module.apply(seeded_init(module, seed))`` gives a plain module the same
-    weights.
+    weights, and one whose layers tensor parallelism split its parts of them.
 
     Args:
         module: the outermost module, from which names are taken.

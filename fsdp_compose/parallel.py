@@ -207,18 +207,16 @@ class Split(Protocol):
     def part(self) -> torch.Tensor: ...
 
 
-def note_repeated(items: Sequence[Split], unit: str, mesh: Mesh, given: object) -> None:
-    """Check split parameters of a unit, and note that plain ones are alike on all of their ranks.
+def note_repeated(items: Sequence[Split], mesh: Mesh, beside: Sequence[Group]) -> None:
+    """Note that what tensor parallelism left whole is alike on the ranks that split the rest.
 
-    Raises:
-        ValueError: one of them and the ranks to shard it over overlap (D9).
+    Args:
+        items: parameters of a unit, to be sharded over ``mesh``.
+        beside: the groups over which other parameters of the model are split.
     """
-    groups: dict[tuple[int, ...], Group] = {}
-    for item in items:
-        if item.parallel is not None:
-            check_meshes(item.parallel, item.names[0], unit, mesh, given)
-            groups.update((axis.group.ranks, axis.group) for axis in item.parallel.axes)
-    axes = tuple(Axis(group, None) for group in groups.values())
+    here = dist.get_rank() if dist.is_initialized() else 0
+    taken = {rank for group in mesh.groups for rank in group.ranks} - {here}
+    axes = tuple(Axis(group, None) for group in beside if taken.isdisjoint(group.ranks))
     for item in items:
         if axes and item.parallel is None:
             item.parallel = Parallel(item.part.shape, storage_order(item.part), axes)

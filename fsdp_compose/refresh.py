@@ -28,7 +28,9 @@ from fsdp_compose.fully_shard import (
     _restore,
 )
 from fsdp_compose.init import InitFn
+from fsdp_compose.mesh import Group
 from fsdp_compose.names import clean_name
+from fsdp_compose.parallel import tensor_parallel_groups
 from fsdp_compose.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.policy import INITS, Init
 from fsdp_compose.reduction import drain
@@ -82,9 +84,10 @@ def refresh(
         if init is not None and init not in INITS:
             raise ValueError(f"refresh: init is {init!r}; wanted one of {INITS}.")
         promised: set[int] = set()
+        beside = tensor_parallel_groups([module])
         for unit in units:
             _check_rest(unit)
-            survey.append(_look_through(unit, init, promised))
+            survey.append(_look_through(unit, init, promised, beside))
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     plans = [change.plan for change in survey]
@@ -107,7 +110,7 @@ def refresh(
     for unit in units:
         remember(unit)
     if made.keys:
-        _finish(made, units[0].options.mesh)
+        _finish(made, units[0].options.mesh, [module])
     return module
 
 
@@ -133,7 +136,9 @@ def _check_rest(unit: Unit) -> None:
         )
 
 
-def _look_through(unit: Unit, init: Init | None, promised: set[int]) -> _Change:
+def _look_through(
+    unit: Unit, init: Init | None, promised: set[int], beside: Sequence[Group]
+) -> _Change:
     options: Options = unit.options if init is None else replace(unit.options, init=init)
     modules = [module for ref in unit.modules if (module := ref()) is not None]
     plan = UnitPlan(unit.name, modules, options, _is_named(unit, modules))
@@ -154,7 +159,7 @@ def _look_through(unit: Unit, init: Init | None, promised: set[int]) -> _Change:
                 item.slots.append(Slot.of(submodule, key))
     items = list(found.values())
     plan.found = [item for item in items if not is_sharded(item.param)]
-    lay_out(plan, promised, {})
+    lay_out(plan, promised, {}, beside)
     plan.found = items
     plan.members = [_inside(fresh, position, modules) for position in range(len(modules))]
     return _Change(unit, plan, [find_entry(i.param) for i in items if is_sharded(i.param)])

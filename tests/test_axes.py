@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp_compose as fc
 from fsdp_compose.parallel import declare_tensor_parallel
+from fsdp_compose.sharded import part_of
 
 from harness import run_ranks
 from models import data
@@ -109,3 +110,113 @@ def test_owners_of_parts_that_were_split_by_hand() -> None:
                 assert torch.equal(found[f"{key}.weight"], theirs), key
 
     run_ranks(ranks, 4)
+
+
+# What tensor parallelism left whole
+
+
+def spoil(model: nn.Module, place: str, rank: int) -> None:
+    """Rank 1 of tensor parallelism has another value there."""
+    if rank % 2:
+        with torch.no_grad():
+            part_of(model.get_parameter(place)).add_(1.0)
+
+
+def three_units(mesh: DeviceMesh, spoiled: str = "", **options: Any) -> nn.Module:
+    """A norm beside parts in a unit, another in a unit without any; the outermost has a third."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(8), MLP(8, 12))
+    model = nn.Sequential(block, nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8))).double()
+    parallelize_module(block[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if spoiled:
+        spoil(model, spoiled, mesh["tp"].get_local_rank())
+    policy = fc.wrap.by_class({nn.Sequential})
+    return fc.fully_shard(model, mesh=mesh["dp"], units=policy, **options)
+
+
+PLACES = ("0.0.weight", "0.1.down.bias", "1.bias", "2.0.weight")
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
+def test_replicas_beside_tensor_parallelism_start_alike(shape: tuple[int, int]) -> None:
+    """Verified and broadcast over every axis of the mesh; also what a refresh or meta adds."""
+
+    def ranks(rank: int) -> list[str]:
+        mesh = mesh_of(dp=shape[0], tp=shape[1])
+        errors = []
+        for place in PLACES:
+            try:
+                three_units(mesh, place)
+            except ValueError as error:
+                errors.append(str(error))
+            model = three_units(mesh, place, init="broadcast")
+            wanted = three_units(mesh)
+            for ours, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+                assert torch.equal(whole(ours), whole(theirs))
+        model[2].add_module("late", nn.LayerNorm(8).double())
+        spoil(model, "2.late.bias", rank)
+        try:
+            fc.refresh(model, init="verify")
+        except ValueError as error:
+            errors.append(str(error))
+        fc.refresh(model, init="broadcast")
+        assert not whole(model[2].late.bias).any()
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), MLP(8, 12))
+        parallelize_module(model[1], mesh["tp"], {"up": ColwiseParallel()})
+        torch.manual_seed(rank % shape[1])
+        try:
+            fc.fully_shard(model, mesh=mesh["dp"])
+        except ValueError as error:
+            errors.append(str(error))
+        return errors
+
+    for errors in run_ranks(ranks, shape[0] * shape[1]):
+        names = [*PLACES, "late.bias", "0.weight"]
+        assert len(errors) == len(names), errors
+        for error, name in zip(errors, names, strict=True):
+            assert "differs between rank" in error and f"{name.split('.', 1)[1]}'" in error, error
+
+
+# Initialisation
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)], ids=str)
+def test_initialised_as_the_plain_model_at_every_mesh(shape: tuple[int, int]) -> None:
+    """From the meta device and in place: each rank has its part of the plain model's numbers."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), MLP(8, 12)).double()
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        plan = {"0": RowwiseParallel(), "2.up": ColwiseParallel(), "2.down": RowwiseParallel()}
+        return parallelize_module(model, mesh["tp"], plan)
+
+    def normal(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.normal_(param)
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of(dp=shape[0], tp=shape[1])
+        plain = build()
+        for init in (None, "seeded", normal):
+            with torch.device("meta"):
+                model = parallelize(build(), mesh)
+            fn = fc.seeded_init(model, 3) if init == "seeded" else init
+            torch.manual_seed(5)
+            fc.fully_shard(model, mesh=mesh["dp"], param_init_fn=fn)
+            torch.manual_seed(5)
+            if init is None:
+                for layer in (plain[0], plain[1], plain[2].up, plain[2].down):
+                    layer.reset_parameters()
+            else:
+                plain.apply(fc.seeded_init(plain, 3) if init == "seeded" else normal)
+            for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+                assert torch.equal(whole(ours), theirs), name
+        model = parallelize(build(), mesh)
+        model.apply(fc.seeded_init(model, 3))
+        plain.apply(fc.seeded_init(plain, 3))
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+            assert torch.equal(whole(ours), theirs), name
+
+    run_ranks(ranks, shape[0] * shape[1])
