@@ -28,7 +28,14 @@ from fsdp_compose.engine import drop_prefetched
 from fsdp_compose.mesh import Group, group_of
 from fsdp_compose.parallel import find_parallel
 from fsdp_compose.reduction import get_grad, requires_grad
-from fsdp_compose.sharded import is_sharded, is_sharded_parameter, part_of, spec_of, to_local
+from fsdp_compose.sharded import (
+    Parallel,
+    is_sharded,
+    is_sharded_parameter,
+    part_of,
+    spec_of,
+    to_local,
+)
 from fsdp_compose.state import _lanes, held_by_fewer, owner_of
 from fsdp_compose.surroundings import check_once
 from fsdp_compose.unshard import is_open
@@ -39,11 +46,12 @@ Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Grad:
-    """A gradient's elements on this rank, and the groups whose ranks hold the rest."""
+    """A gradient's elements on this rank, and the groups whose ranks hold the rest or the same."""
 
     name: str
     local: torch.Tensor
     groups: tuple[Group, ...]
+    copies: int = 1  # ranks of the groups that hold the same elements
     param: nn.Parameter | None = None  # that a unit has
 
 
@@ -143,7 +151,8 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
                 _Grad(
                     f"{spec.fqn!r} (unit {spec.unit!r})",
                     to_local(grad),
-                    _several(spec.whole_groups),
+                    _several((spec.group, *_groups_beside(spec.parallel))),
+                    _copies(spec.parallel),
                     owned,
                 )
             )
@@ -163,8 +172,17 @@ def _of_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> _Grad:
     parallel = find_parallel(param, name, "")
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
         grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
-    groups = () if parallel is None else tuple(axis.group for axis in parallel.splits)
-    return _Grad(name, part_of(grad.detach()), groups)
+    return _Grad(name, part_of(grad.detach()), _groups_beside(parallel), _copies(parallel))
+
+
+def _groups_beside(parallel: Parallel | None) -> tuple[Group, ...]:
+    return () if parallel is None else parallel.groups
+
+
+def _copies(parallel: Parallel | None) -> int:
+    """How many ranks beside the shard group have what tensor parallelism left whole."""
+    axes = () if parallel is None else parallel.axes
+    return math.prod(axis.group.size for axis in axes if axis.dim is None)
 
 
 def _check_reduced(param: nn.Parameter, caller: str) -> None:
@@ -259,10 +277,17 @@ def _numbers(
     if not grads:
         return torch.full((1,), _nothing(order), dtype=wide, device=device)
     norms = _local_norms([grad.local for grad in grads], order, wide, device)
-    members: dict[tuple[Group, ...], list[int]] = {}
+    members: dict[tuple[tuple[Group, ...], int], list[int]] = {}
     for index, grad in enumerate(grads):
-        members.setdefault(grad.groups, []).append(index)
-    pending = {groups: _joined(norms[found], order) for groups, found in members.items()}
+        members.setdefault((grad.groups, grad.copies), []).append(index)
+    pending: dict[tuple[Group, ...], torch.Tensor] = {}
+    for (groups, copies), found in members.items():
+        joined = _joined(norms[found], order)
+        if copies > 1 and not math.isinf(order):
+            joined /= (
+                copies  # each adds its share, so that all ranks get one norm even if they differ
+            )
+        pending[groups] = torch.cat([pending[groups], joined]) if groups in pending else joined
     return torch.cat(_across_all(pending, order))
 
 

@@ -122,12 +122,18 @@ def spoil(model: nn.Module, place: str, rank: int) -> None:
             part_of(model.get_parameter(place)).add_(1.0)
 
 
-def three_units(mesh: DeviceMesh, spoiled: str = "", **options: Any) -> nn.Module:
-    """A norm beside parts in a unit, another in a unit without any; the outermost has a third."""
+def three_layers() -> nn.Sequential:
     torch.manual_seed(0)
     block = nn.Sequential(nn.LayerNorm(8), MLP(8, 12))
-    model = nn.Sequential(block, nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8))).double()
-    parallelize_module(block[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return nn.Sequential(block, nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8))).double()
+
+
+def three_units(mesh: DeviceMesh, spoiled: str = "", **options: Any) -> nn.Module:
+    """A norm beside parts in a unit, another in a unit without any; the outermost has a third."""
+    model = three_layers()
+    parallelize_module(
+        model[0][1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     if spoiled:
         spoil(model, spoiled, mesh["tp"].get_local_rank())
     policy = fc.wrap.by_class({nn.Sequential})
@@ -220,3 +226,36 @@ def test_initialised_as_the_plain_model_at_every_mesh(shape: tuple[int, int]) ->
             assert torch.equal(whole(ours), theirs), name
 
     run_ranks(ranks, shape[0] * shape[1])
+
+
+# Norms
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
+def test_one_norm_on_every_rank_though_replicas_differ(shape: tuple[int, int]) -> None:
+    """Gradients of what tensor parallelism left whole are averaged over its ranks in the norm."""
+
+    def ranks(rank: int) -> list[Tensor]:
+        mesh = mesh_of(dp=shape[0], tp=shape[1])
+        model, plain = three_units(mesh), three_layers()
+        here = mesh["dp"].get_local_rank()
+        model(data(0, here, 3, 8)).square().mean().backward()
+        found = []
+        for order in (2.0, 1.0, 0.0, float("inf"), 3.0):
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                theirs.grad = whole(ours.grad)
+            wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
+            torch.testing.assert_close(fc.grad_norm(model, order), wanted)
+            wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, order)
+            torch.testing.assert_close(fc.clip_grad_norm_(model, 0.01, order), wanted)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(whole(ours.grad), theirs.grad)
+        with torch.no_grad():
+            model[1].weight.grad.mul_(1 + mesh["tp"].get_local_rank())
+        for order in (2.0, 0.0, float("inf")):
+            found.append(fc.clip_grad_norm_(model, 0.01, order))
+        return found
+
+    first, *others = run_ranks(ranks, shape[0] * shape[1])
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
