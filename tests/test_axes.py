@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose as fc
+from fsdp_compose import ShardingStrategy
 from fsdp_compose.parallel import declare_tensor_parallel
 from fsdp_compose.sharded import part_of
 
 from harness import run_ranks
-from models import data
+from models import Tower, Twin, by_block, data, square
 
 # Optimizers of whole matrices
 
@@ -259,3 +260,61 @@ def test_one_norm_on_every_rank_though_replicas_differ(shape: tuple[int, int]) -
     first, *others = run_ranks(ranks, shape[0] * shape[1])
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+# Meshes with a 1 in their shape
+
+FLAT = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.ZERO1,
+    ShardingStrategy.NO_SHARD,
+)
+HYBRID = (
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.HYBRID_SHARD_ZERO2,
+    ShardingStrategy.HYBRID_SHARD_OPTIMIZER,
+)
+
+
+def train_on(rank: int, shapes: list[tuple[int, int, int, int]]) -> None:
+    """Each strategy on each (other, replicate, shard, tp), saved and clipped, as one process."""
+    for shape in shapes:
+        mesh = mesh_of(**dict(zip(("other", "replicate", "shard", "tp"), shape, strict=True)))
+        for strategy in (*FLAT, *HYBRID):
+            axes: Any = ("replicate", "shard") if strategy in HYBRID else ("shard",)
+            if strategy in FLAT and shape[1] > 1:
+                axes = ("replicate",)
+                if shape[2] > 1:
+                    continue
+
+            def shard(model: nn.Module, axes: Any = axes, strategy: Any = strategy) -> None:
+                plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+                for block in model.blocks:
+                    parallelize_module(block, mesh["tp"], plan)
+                by_block(model, mesh=mesh[axes], strategy=strategy)
+
+            replicate, cut = (mesh[axis].get_local_rank() for axis in ("replicate", "shard"))
+            twin = Twin(replicate * shape[2] + cut, shape[1] * shape[2], Tower, shard)
+            for seed in range(2):
+                twin.backward(square, seed)
+                found = fc.clip_grad_norm_(twin.model, 0.1)
+                wanted = nn.utils.clip_grad_norm_(twin.reference.parameters(), 0.1)
+                torch.testing.assert_close(found, wanted)
+                twin.step()
+            twin.check()
+            full = fc.state_dict(twin.model)
+            for name, theirs in twin.reference.state_dict().items():
+                torch.testing.assert_close(full[name], theirs)
+
+
+def test_meshes_with_a_one_train_like_one_process() -> None:
+    """A dimension of one rank cuts nothing, copies nothing and stops no synchronisation."""
+    run_ranks(train_on, 1, [(1, 1, 1, 1)])
+    run_ranks(train_on, 2, [(1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1)], timeout=120)
+
+
+@pytest.mark.slow
+def test_meshes_of_four_with_a_one_train_like_one_process() -> None:
+    shapes = [(1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, 2), (1, 1, 4, 1)]
+    run_ranks(train_on, 4, shapes, timeout=240)
