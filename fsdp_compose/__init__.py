@@ -10,6 +10,7 @@ _is_used: bool = globals().get("_is_used", False)  # set by lazy.py, which runs 
 if _is_used:
     from fsdp_compose import wrap
     from fsdp_compose.apply import apply
+    from fsdp_compose.asked import set_traceable
     from fsdp_compose.checkpoint import (
         Saving,
         get_state_dict_type,
@@ -79,7 +80,6 @@ if _is_used:
         set_reshard_after_forward,
     )
     from fsdp_compose.trace import ExecutionOrder, TracingConfig, trace_execution_order
-    from fsdp_compose.traced import set_traceable
     from fsdp_compose.unshard import UnshardHandle, prefetch_units, reduce_grads, reshard, unshard
     from fsdp_compose.verify import set_debug
 

@@ -102,6 +102,19 @@ def _reduce_now(
     unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, ends_pass: bool
 ) -> Tensors:
     """Reduce at once and return the sharded gradients, with a graph over them if asked for."""
+    results = reduce_at_once(unit, task, trained, grads)
+    if ends_pass and torch.is_grad_enabled():
+        keep(unit, Hold.RETAINED)
+        close_backward(unit)
+    elif ends_pass:
+        _end_pass(unit, task)
+    return tuple(results.get(unit.entries[i]) for i in trained)
+
+
+def reduce_at_once(
+    unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors
+) -> dict[Entry, torch.Tensor]:
+    """The sharded gradients of those entries that any rank used, reduced by themselves."""
     drain(unit.lane)
     results: dict[Entry, torch.Tensor] = {}
     for route in routes_of(unit, trained):
@@ -110,12 +123,7 @@ def _reduce_now(
             mirror.reconcile()
             task.mirrors.append(mirror)
         results.update(_reduce_route(route, grads))
-    if ends_pass and torch.is_grad_enabled():
-        keep(unit, Hold.RETAINED)
-        close_backward(unit)
-    elif ends_pass:
-        _end_pass(unit, task)
-    return tuple(results.get(unit.entries[i]) for i in trained)
+    return results
 
 
 def _reduce_route(route: Route, grads: Tensors) -> dict[Entry, torch.Tensor]:

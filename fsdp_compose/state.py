@@ -159,6 +159,23 @@ class Traced:
 
 
 @dataclass(eq=False, repr=False)
+class Asked:
+    """A scope in which gradients of ``entries`` alone arrive from compiled graphs; see asked.py."""
+
+    units: list[Unit]
+    entries: frozenset[Entry]
+    results: dict[Entry, torch.Tensor] | None  # for the caller; None: for ``.grad``
+
+    def __enter__(self) -> None:
+        for unit in self.units:
+            unit.asked = self
+
+    def __exit__(self, *_: object) -> None:
+        for unit in self.units:
+            unit.asked = None
+
+
+@dataclass(eq=False, repr=False)
 class Unit:
     """Modules whose parameters are gathered, released and reduced together."""
 
@@ -195,6 +212,7 @@ class Unit:
     groupless: bool = False  # mesh=None meant this rank alone: there was no process group
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
     traced: Traced | None = None  # set_traceable was called
+    asked: Asked | None = None
     watch: Watch | None = None  # None: look through the modules at the next forward
     looked_around: bool = False  # for the module that its forward was called in
     surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward

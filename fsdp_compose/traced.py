@@ -32,7 +32,7 @@ from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.engine import running_task
 from fsdp_compose.gather import trained_entries
 from fsdp_compose.hooks import after_forward, attachments, before_forward
-from fsdp_compose.receive import gather_flat, take
+from fsdp_compose.receive import Tensors, gather_flat, reduce_at_once, take
 from fsdp_compose.residency import admit, check_slots
 from fsdp_compose.state import STATE_KEY, Traced, Unit, iter_units, owner_of
 from fsdp_compose.torch_private import (
@@ -57,8 +57,9 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
     By default a compiled graph ends where a unit begins. With this, gathering and reducing are
     operators in it, without prefetch: each gather is awaited where it stands. A unit that is
     released after forward is gathered again in backward. Outside compiled code, and for a unit
-    that is itself what was compiled, nothing changes. Call it again when parameters were frozen,
-    unfrozen or converted since: graphs are compiled anew then.
+    that is itself what was compiled, nothing changes. A parameter that the graph does not use gets
+    a gradient of zeros there: freeze it, or leave it out of the optimizer. Call it again when
+    parameters were frozen, unfrozen or converted since: graphs are compiled anew then.
 
     Args:
         module: a unit, or with ``recurse`` a module that contains units.
@@ -259,13 +260,24 @@ def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
         )
     received = torch.zeros_like(traced.anchor, requires_grad=False)
     node = torch.autograd.graph.get_gradient_edge(traced.anchor).node
-    if wanted_leaves([node]) != [True]:
+    asked = unit.asked
+    if asked is None and wanted_leaves([node]) != [True]:
         return received  # gradients of other tensors were asked for
     trained = _indices(traced)
     flats = [grads[traced.views[index][0]] for index in trained]
     specs = [unit.entries[index].spec for index in trained]
     given = [f.as_strided(s.shape, s.stride, s.offset) for f, s in zip(flats, specs, strict=True)]
-    take(unit, running_task(unit), trained, tuple(given), None)
+    arrived: Tensors = tuple(given)
+    if asked is not None:
+        is_asked = [unit.entries[index] in asked.entries for index in trained]
+        arrived = tuple([g if a else None for g, a in zip(given, is_asked, strict=True)])
+    task = running_task(unit)
+    if asked is None or asked.results is None:
+        take(unit, task, trained, arrived, None)
+        return received
+    for entry, grad in reduce_at_once(unit, task, trained, arrived).items():
+        known = asked.results.get(entry)
+        asked.results[entry] = grad if known is None else known + grad
     return received
 
 

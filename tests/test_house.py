@@ -49,6 +49,7 @@ LAYERS = [
     "inner.py",
     "hooks.py",
     "traced.py",
+    "asked.py",
     "methods.py",
     "participate.py",
     "trace.py",

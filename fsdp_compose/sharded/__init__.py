@@ -21,6 +21,7 @@ from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import Hooks, Residence, ShardedWeightError, ShardSpec, refuse
 from fsdp_compose.sharded.tensor import (
+    HANDLERS,
     ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
@@ -44,6 +45,7 @@ from fsdp_compose.sharded.tensor import (
 from fsdp_compose.sharded.torchstate import checked_state
 
 __all__ = [
+    "HANDLERS",
     "PRIVACY",
     "Axis",
     "Hooks",
