@@ -12,23 +12,29 @@ heads, and the receiver says so instead of waiting for ever or reading what is n
 
 from __future__ import annotations
 
-import ctypes
-import pickle
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fsdp_compose import waiting
 from fsdp_compose.flags import Flags as Flags
 from fsdp_compose.mesh import Group
+from fsdp_compose.messages import gather_objects as gather_objects
+from fsdp_compose.messages import is_point_to_point as is_point_to_point
+from fsdp_compose.messages import (
+    no_answer,
+    post_pairs,
+    tag_of,
+    wait_for,
+)
 from fsdp_compose.torch_private import (
     GATHER_OPTIONS,
     REDUCE_OPTIONS,
     all_gather_single,
-    default_store,
     reduce_scatter_single,
 )
 from fsdp_compose.traffic import Traffic as Traffic
@@ -83,7 +89,7 @@ class Heads:
     flag_works: Sequence[Any] = ()  # of sending them
 
     def rows(self) -> list[list[int]]:
-        _wait(self.works, self.peers, self.purpose)
+        wait_for(self.works, self.peers, self.purpose)
         return self.received.tolist()
 
     def check(self) -> bool:
@@ -111,7 +117,7 @@ class Heads:
                 peer = index + (index >= self.group.rank)
                 received.append(torch.empty(row[_FLAGS], dtype=torch.uint8))
                 works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(mine)))
-        _wait(works, (), self.purpose)
+        wait_for(works, (), self.purpose)
         for part in received:
             flags.add(part)
         if not all(row[_FLAGS] for row in rows):
@@ -135,31 +141,11 @@ class Exchange:
     def wait(self) -> None:
         works, heads, self.works, self.heads = self.works, self.heads, (), None
         if heads is None or heads.check():
-            _wait(works, self.peers, self.purpose)
-
-
-_UNITS = (
-    "it has died, is stuck, or runs other units. Look at what it printed; every rank must run the "
-    "same units in the same order."
-)
-_ALONE = "it has died or is stuck. Look at what it printed."
+            wait_for(works, self.peers, self.purpose)
 
 
 def _without_flags(head: list[int]) -> list[int]:
     return head[:_FLAGS] + head[_FLAGS + 1 :]
-
-
-def _wait(works: Sequence[Any], peers: Sequence[int], purpose: str, advice: str = _UNITS) -> None:
-    if works:
-        for index, work in enumerate(works):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                who = f"rank {peers[index]}" if peers else "another rank"
-                raise RuntimeError(
-                    f"rank {dist.get_rank()} waits to {purpose}, and {who} does not answer: "
-                    f"{advice} The transport says: {error}"
-                ) from error
 
 
 @dataclass(slots=True)
@@ -183,11 +169,6 @@ class ReduceScatter:
         for part in parts[2:]:
             total += part
         return total if scale == 1.0 else total.mul_(scale)
-
-
-def is_point_to_point(group: Group) -> bool:
-    """Whether buffers travel between pairs of ranks instead of through the group's collectives."""
-    return group.backend == "gloo"
 
 
 def gather_parts(
@@ -283,8 +264,8 @@ def move_pieces(
     senders = [r for r in others if incoming[r].numel()]
     receivers = [r for r in others if outgoing[r].numel()]
     if is_point_to_point(group):
-        works: list[Any] = [group.pg.recv([incoming[r]], r, 0) for r in senders]
-        works += [group.pg.send([outgoing[r]], r, 0) for r in receivers]
+        arriving = {r: incoming[r] for r in senders}
+        works = post_pairs(arriving, {r: outgoing[r] for r in receivers}, group, 0, purpose)
         Exchange(works, purpose, [group.ranks[r] for r in senders + receivers]).wait()
         return
     sizes = [[pieces[r].numel() * (r != group.rank) for r in range(group.size)]
@@ -303,17 +284,35 @@ def all_reduce(
     op: Op = "sum",
     caller: Caller | None = None,
     flags: Flags | None = None,
+    purpose: str = "add up gradients or norms over the ranks",
 ) -> torch.Tensor:
     """Combine ``tensor`` over the group in place and return it; ``flags`` as in a reduction."""
     if group.pg is not None:
         if caller is not None and is_point_to_point(group):
-            _send_heads(caller, caller.head(), _DATA, group, "all-reduce", flags).check()
+            _send_heads(caller, caller.head(), _DATA, group, purpose, flags).check()
         traffic.all_reduces += 1
         traffic.all_reduce_bytes += (
             2 * tensor.numel() * tensor.element_size() * (group.size - 1) // group.size
         )
-        dist.all_reduce(tensor, _OPS[op], group=group.pg)
+        with _blocking(purpose, group, tensor):
+            dist.all_reduce(tensor, _OPS[op], group=group.pg)
     return tensor
+
+
+@contextlib.contextmanager
+def _blocking(purpose: str, group: Group, tensor: torch.Tensor) -> Iterator[None]:
+    """Scope of a collective that on a CPU returns when it is done."""
+    wait = waiting.enter(purpose, group.ranks)
+    try:
+        yield
+    except RuntimeError as error:
+        advice = f"{wait.absent or 'it has died, is stuck, or does not take part'}. Look at what "
+        raise no_answer(purpose, "another rank", f"{advice}it printed.", error) from error
+    finally:
+        waiting.leave()
+    if tensor.device.type != "cpu":
+        stream = torch.get_device_module(tensor.device).current_stream(tensor.device)
+        waiting.watch_mark(purpose, group.ranks, stream.record_event())
 
 
 def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> None:
@@ -329,7 +328,9 @@ def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> N
     flags.take(tensor)
 
 
-def all_gather_uneven(local: torch.Tensor, lengths: Sequence[int], group: Group) -> torch.Tensor:
+def all_gather_uneven(
+    local: torch.Tensor, lengths: Sequence[int], group: Group, purpose: str = "gather a tensor"
+) -> torch.Tensor:
     """Concatenate one-dimensional pieces of known ``lengths`` in rank order, on every rank."""
     if group.pg is None:
         return local.clone()
@@ -337,7 +338,7 @@ def all_gather_uneven(local: torch.Tensor, lengths: Sequence[int], group: Group)
     whole = local.new_empty(width * group.size).view(torch.uint8)
     parts = whole.chunk(group.size) if width else [whole] * group.size
     parts[group.rank].view(local.dtype)[: local.numel()].copy_(local)
-    gather_parts(whole, parts, parts[group.rank], group).wait()
+    gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
     pieces = (p.view(local.dtype)[:n] for p, n in zip(parts, lengths, strict=True))
     return torch.cat(list(pieces))
 
@@ -346,7 +347,8 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tens
     """Overwrite ``tensor`` with that of the group's rank ``source``; bytes, so any dtype."""
     if group.pg is not None and tensor.numel():
         traffic.control += 1
-        dist.broadcast(tensor, group.ranks[source], group=group.pg)
+        with _blocking("receive a broadcast", group, tensor):
+            dist.broadcast(tensor, group.ranks[source], group=group.pg)
     return tensor
 
 
@@ -387,154 +389,6 @@ def _span_by_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> 
     return both
 
 
-def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step."""
-    if group.pg is None or group.backend == "fake":
-        return [value] * group.size
-    traffic.control += 1
-    mine = pickle.dumps(value)
-    if is_point_to_point(group):
-        others = [r for r in range(group.size) if r != group.rank]
-        found = _swap_bytes(dict.fromkeys(others, mine), others, group)
-    else:
-        found = _all_gather_bytes(mine, group)
-    found[group.rank] = mine
-    return [pickle.loads(found[r]) for r in range(group.size)]
-
-
-def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Group) -> Any:
-    """What ``act`` makes on the first rank of every rank's ``value``: each rank gets its own part.
-
-    Args:
-        value: picklable, and so are the parts.
-        act: takes the values by rank and gives as many parts.
-        group: point to point.
-
-    Raises:
-        RuntimeError: a rank does not answer, which is named.
-        Exception: what ``act`` raised, on every rank.
-    """
-    if group.pg is None:
-        return act([value])[0]
-    traffic.control += 1
-    if group.rank:
-        _swap_bytes({0: pickle.dumps(value)}, [], group)
-        error, part = pickle.loads(_swap_bytes({}, [0], group)[0])
-    else:
-        others = range(1, group.size)
-        found = _swap_bytes({}, others, group)
-        error, parts = None, [None] * group.size
-        try:
-            parts = act([value, *(pickle.loads(found[r]) for r in others)])
-        except Exception as raised:
-            error = raised
-        sent = None if error is None else RuntimeError(f"{error} (found on rank {group.ranks[0]})")
-        _swap_bytes({r: pickle.dumps((sent, parts[r])) for r in others}, [], group)
-        part = parts[0]
-    if error is not None:
-        error.__dict__[SETTLED] = True
-        raise error
-    return part
-
-
-SETTLED = "_fsdp_compose_settled"
-"""Set on an error that every rank raises."""
-
-
-def _swap_bytes(
-    outgoing: Mapping[int, bytes], senders: Sequence[int], group: Group
-) -> dict[int, bytes]:
-    """Send bytes to some ranks and receive some from others, which do the same the other way."""
-    pg: Any = group.pg
-    lengths = {r: torch.tensor([len(data)]) for r, data in outgoing.items()}
-    arriving = {r: torch.empty(1, dtype=torch.int64) for r in senders}
-    payloads = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in outgoing.items()}
-    for tag in (_OBJECT_TAGS, _OBJECT_TAGS + 1):
-        works = [pg.recv([tensor], r, tag) for r, tensor in arriving.items()]
-        works += [pg.send([tensor], r, tag) for r, tensor in lengths.items()]
-        peers = [group.ranks[r] for r in (*arriving, *lengths)]
-        _wait_attentively(works, peers, group)
-        if tag == _OBJECT_TAGS:
-            lengths = payloads
-            arriving = {
-                r: torch.empty(int(length), dtype=torch.uint8) for r, length in arriving.items()
-            }
-    return {r: to_bytes(tensor) for r, tensor in arriving.items()}
-
-
-def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
-    """Every rank's bytes, through collectives on the device that the group serves."""
-    device = torch.device("cpu")
-    if group.backend != "gloo" and (accelerator := torch.accelerator.current_accelerator()):
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    size = torch.tensor([own.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(group.size)]
-    dist.all_gather(sizes, size, group=group.pg)
-    lengths = [int(length) for length in sizes]
-    padded = own.new_empty(max(lengths))
-    padded[: own.numel()].copy_(own)
-    whole = [torch.empty_like(padded) for _ in range(group.size)]
-    dist.all_gather(whole, padded, group=group.pg)
-    return {r: to_bytes(whole[r][:length]) for r, length in enumerate(lengths)}
-
-
-def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a contiguous uint8 tensor; without NumPy, which torch does not depend on."""
-    host = tensor.cpu()
-    return ctypes.string_at(host.data_ptr(), host.numel()) if host.numel() else b""
-
-
-def leave(group: Group, error: BaseException) -> None:
-    """Tell the ranks that wait in the same call that this one has left it.
-
-    Their messages on this group would no longer meet; it must not be used again.
-    """
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    try:
-        default_store().set(group.note, f"rank {dist.get_rank()} left {group.purpose}: {reason}")
-    except (RuntimeError, ValueError):
-        pass  # the rank that keeps the store is gone: they find out by themselves
-
-
-def _wait_attentively(works: Sequence[Any], peers: Sequence[int], group: Group) -> None:
-    """Wait, and meanwhile hear Ctrl-C and that another rank has left the call.
-
-    Raises:
-        RuntimeError: a rank does not answer, or has left.
-    """
-    done = threading.Event()
-    failure: list[BaseException] = []
-    purpose = group.purpose or "compare notes with the other ranks"
-
-    def wait() -> None:
-        try:
-            _wait(works, peers, purpose, _ALONE)
-        except BaseException as error:
-            failure.append(error)
-        done.set()
-
-    threading.Thread(target=wait, name=f"wait to {purpose}", daemon=True).start()
-    pause = 0.05
-    while not done.wait(pause):
-        pause = min(2 * pause, 1.0)
-        _raise_if_left(group)
-    if failure:
-        _raise_if_left(group)
-        raise failure[0]
-
-
-def _raise_if_left(group: Group) -> None:
-    text = None
-    try:
-        if group.note and default_store().check([group.note]):
-            text = default_store().get(group.note).decode(errors="replace")
-    except (RuntimeError, ValueError):
-        pass  # the rank that keeps the store is gone, as what is waited for will tell
-    if text is not None:
-        raise RuntimeError(text)
-
-
 def _swap(
     outgoing: Sequence[torch.Tensor],
     incoming: Sequence[torch.Tensor],
@@ -553,15 +407,15 @@ def _swap(
         tag = _DATA_TAGS | hash((caller.epoch, *head)) & (_DATA_TAGS - 1)
     peers = [(group.rank + step) % group.size for step in range(1, group.size)]
     senders = peers[::-1]
-    works: list[Any] = [group.pg.recv([incoming[r]], r, tag) for r in senders]
-    works += [group.pg.send([outgoing[r]], r, tag) for r in peers]
+    arriving = {r: incoming[r] for r in senders}
+    tag = tag or tag_of(purpose, incoming[senders[0]].nbytes)
+    works = post_pairs(arriving, {r: outgoing[r] for r in peers}, group, tag, purpose)
     return Exchange(works, purpose, [group.ranks[r] for r in senders + peers], heads)
 
 
-# Tags of data behind heads, of flags, and of objects. Heads have smaller ones, other data has 0.
+# Tags of data behind heads, and of flags. Those of heads and of messages are smaller.
 _DATA_TAGS = 1 << 30
 _FLAG_TAGS = 1 << 29
-_OBJECT_TAGS = 1 << 28
 
 
 def _flag_tag(head: list[int]) -> int:

@@ -197,5 +197,6 @@ def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype) -> torc
         whole = full.view(torch.uint8)
         full.view(group.size, -1)[group.rank].copy_(shard)
         parts = list(whole.chunk(group.size))
-        comm.gather_parts(whole, parts, parts[group.rank], group).wait()
+        purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
+        comm.gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
     return full

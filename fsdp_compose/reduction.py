@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compose import comm
+from fsdp_compose import comm, waiting
 from fsdp_compose.bucket import Bucket, Entry, make_grad_buffer
 from fsdp_compose.policy import Offload
 from fsdp_compose.residency import noted
@@ -103,6 +103,9 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
         if unit.switches.comm_hook is not None or streams.reduce is not None:
             reduction.result = _combine(reduction)
             reduction.done = streams.record(streams.reduce)
+    if reduction.done is not None:
+        purpose = f"reduce gradients of unit {unit.name!r}"
+        waiting.watch_mark(purpose, mesh.gather_axis.ranks, reduction.done)
     return reduction
 
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose import comm
+from fsdp_compose import comm, waiting
 from fsdp_compose.adopt import adopt, moved_before_backward, require_written
 from fsdp_compose.bucket import Bucket, Inner, Phase
 from fsdp_compose.mesh import refuse_late_group
+from fsdp_compose.messages import is_point_to_point
 from fsdp_compose.sharded import ShardSpec, part_of
 from fsdp_compose.state import Hold, Lane, Unit, lane_of
 from fsdp_compose.torch_private import (
@@ -190,6 +191,12 @@ def _start_gather(lane: Lane, bucket: Bucket) -> None:
     with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
         _fill(bucket)
         bucket.gathered_at = streams.record(streams.gather)
+    if bucket.gathered_at is not None:
+        waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, bucket.gathered_at)
+
+
+def _purpose(bucket: Bucket) -> str:
+    return f"gather unit {bucket.entries[0].spec.unit!r}"
 
 
 def _fill(bucket: Bucket) -> None:
@@ -197,12 +204,12 @@ def _fill(bucket: Bucket) -> None:
     if storage.nbytes() == 0:
         storage.resize_(bucket.full_nbytes)
     group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
-    purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
+    purpose = _purpose(bucket)
     if inner is not None and _is_stored(bucket, inner):
         assert inner.store is not None
         group, parts = inner.group, inner.parts
         inner.own.copy_(inner.store)
-    elif bucket.shard_bytes is not None and not comm.is_point_to_point(group) and group.pg:
+    elif bucket.shard_bytes is not None and not is_point_to_point(group) and group.pg:
         own, whole = bucket.shard_bytes, bucket.whole_bytes
         bucket.gather = comm.gather_parts(whole, parts, own, group, purpose, bucket.caller)
         return

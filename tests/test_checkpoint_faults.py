@@ -1,11 +1,10 @@
-"""Saves that end early: killed, interrupted, alone, two at once. What loads is old or new, whole."""
+"""Saves that end early: killed, interrupted, two at once. What loads is old or new, whole."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose import comm
 from fsdp_compose.__main__ import main
-from fsdp_compose.checkpoint import cli, dcp, export, files, full, stream, tensorfile, write
+from fsdp_compose.checkpoint import export, files, full, tensorfile
 
 from harness import rank_errors, run_ranks
 
@@ -53,6 +50,7 @@ def loaded(folder: Path, load: Callable[..., Any]) -> float:
 
 
 # Killed at every step that touches the folder
+
 
 @contextlib.contextmanager
 def dying_at(step: int, act: Callable[[], None]) -> Iterator[list[int]]:
@@ -277,3 +275,104 @@ def test_a_rank_killed_in_a_save_is_named(tmp_path: Path, call: str, victim: int
             assert f"rank {victim}" in str(error), errors
             assert "RuntimeError" in str(error) and "Hung" not in str(error), errors
     assert loaded(tmp_path, load) == 1
+
+
+def test_ctrl_c_in_a_save_stays_what_it_is(tmp_path: Path) -> None:
+    """The others end with an error that says so; a save after that works, in the same processes."""
+
+    def run(rank: int) -> list[str]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        found = []
+        for call, act in CALLS.items():
+            if call == "asynchronous":
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                point = (full, "each_full") if call == "save_full" else WRITE_DATA
+                if rank == 1:
+                    interrupt = lambda *args: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+                    patch.setattr(*point, interrupt)
+                try:
+                    act(tmp_path / call, sharded(2))
+                except BaseException as error:
+                    found.append(f"{type(error).__name__}: {error}")
+            act(tmp_path / call, sharded(3))
+            load = fc.load_full if call == "save_full" else fc.load_checkpoint
+            assert loaded(tmp_path / call, load) == 3
+            dist.barrier()
+            assert not list((tmp_path / call).glob(".saving-*"))
+            assert len(list((tmp_path / call).glob("data-*"))) == int(call == "save_checkpoint")
+        return found
+
+    other, interrupted = run_ranks(run, 2, timeout=40)
+    assert [text.split(":")[0] for text in interrupted] == ["KeyboardInterrupt"] * 2
+    for call, text in zip(("save_checkpoint", "save_full"), other, strict=True):
+        assert text.startswith("RuntimeError"), text
+        assert "rank 1" in text and (call in text or "KeyboardInterrupt" in text), text
+
+
+WRITE_DATA = (files.CommittingWriter, "write_data")
+
+
+def test_ctrl_c_while_waiting_is_heard(tmp_path: Path) -> None:
+    """A rank that waits for the others of a save, or for one to come, is not deaf."""
+
+    def run(rank: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        model = sharded()
+        for late in ("at the door", "inside"):
+            if rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    fc.save_checkpoint(tmp_path, model)
+                dist.barrier()
+            else:
+                if late == "inside":
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(*WRITE_DATA, lambda *args: time.sleep(1.5))
+                        with pytest.raises(RuntimeError, match="rank 0 left save_checkpoint: Key"):
+                            fc.save_checkpoint(tmp_path, model)
+                dist.barrier()
+        fc.save_checkpoint(tmp_path, model)
+
+    run_ranks(run, 2, timeout=40)
+
+
+def join(folder: Path, rank: int, size: int, turn: int = 0, timeout: float = 30) -> None:
+    """Starts a process group of its own."""
+    store = dist.FileStore(str(folder / f"store{turn}"), size)
+    patience = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+
+
+def test_a_stuck_rank_is_named_at_the_timeout(tmp_path: Path) -> None:
+    """Messages of a save wait for as long as the process group does, not for half an hour."""
+
+    def run(rank: int) -> str:
+        join(tmp_path, rank, 3, timeout=3)
+        if rank == 1:
+            at_a_point("save_checkpoint", rank, lambda: time.sleep(5.5))
+        start = time.monotonic()
+        try:
+            fc.save_checkpoint(tmp_path / "dcp", sharded(2))
+        except RuntimeError as error:
+            if rank != 1:
+                assert 1 < time.monotonic() - start < 5
+            return str(error)
+        return ""
+
+    errors = run_ranks(run, 3, init=False)
+    assert all("rank 1 does not answer" in errors[rank] for rank in (0, 2)), errors
+
+
+def test_a_second_process_group_saves(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        for turn in range(3):
+            join(tmp_path, rank, 2, turn)
+            fc.save_checkpoint(tmp_path / "dcp", sharded(turn))
+            fc.save_full(tmp_path / "full", sharded(turn))
+            assert loaded(tmp_path / "full", fc.load_full) == turn
+            dist.destroy_process_group()
+
+    run_ranks(run, 2, init=False)
+    assert loaded(tmp_path / "dcp", fc.load_checkpoint) == 2

@@ -23,6 +23,8 @@ LAYERS = [
     "streams.py",
     "flags.py",
     "traffic.py",
+    "waiting.py",
+    "messages.py",
     "comm.py",
     "unwritten.py",
     "sharded/",
@@ -79,7 +81,7 @@ LAYERS = [
 ]
 UNLAYERED = {"_version.py"}  # may exist anywhere in the order; imports nothing of the package
 PRIVATE_TORCH = {"torch_private.py"}
-COLLECTIVES = {"comm.py", "checkpoint/"}
+COLLECTIVES = {"messages.py", "comm.py", "checkpoint/"}
 MAX_LINES = 600
 
 COLLECTIVE = re.compile(

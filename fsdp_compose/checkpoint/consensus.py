@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compose import comm
+from fsdp_compose import comm, messages, waiting
 from fsdp_compose.bucket import find_entry
 from fsdp_compose.checkpoint.names import parameters_by_name
 from fsdp_compose.mesh import SELF, Group, require_group
@@ -74,7 +74,7 @@ def settle(problem: Exception | None, groups: Iterable[Group], facts: object = N
         if problem is None:
             problem = _difference([f for _, f in reports], group.ranks)
     if problem is not None:
-        problem.__dict__[comm.SETTLED] = True
+        problem.__dict__[messages.SETTLED] = True
         raise problem
 
 
@@ -154,20 +154,12 @@ def attending(group: Group) -> Iterator[None]:
     They raise a RuntimeError that says why, where they would wait until the timeout.
     """
     try:
-        yield
+        with messages.attending(group):
+            yield
     except BaseException as error:
-        if group.size > 1 and not _is_settled(error):
+        if group.size > 1 and not messages.is_settled(error):
             _control.get(_world(), {}).pop(group.ranks, None)
-            comm.leave(group, error)
         raise
-
-
-def _is_settled(error: BaseException | None) -> bool:
-    while error is not None:
-        if comm.SETTLED in error.__dict__:
-            return True
-        error = error.__cause__
-    return False
 
 
 def _meet(what: str, ranks: tuple[int, ...], timeout: float, has_group: bool) -> tuple[str, bool]:
@@ -183,7 +175,8 @@ def _meet(what: str, ranks: tuple[int, ...], timeout: float, has_group: bool) ->
     if store.add(f"{here}/count", 1) == len(ranks):
         store.set(f"{here}/go", uuid.uuid4().hex)
     try:
-        has_come = _await_key(f"{here}/go", timeout)
+        with waiting.waiting(f"{what} (every rank must call it)", ranks):
+            has_come = _await_key(f"{here}/go", timeout)
     except KeyboardInterrupt:
         _withdraw(here)
         raise

@@ -44,8 +44,8 @@ from fsdp_compose.checkpoint.stages import Stages, find_stages, join_states
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.write import write_checkpoint
-from fsdp_compose.comm import to_bytes
 from fsdp_compose.mesh import Group
+from fsdp_compose.messages import to_bytes
 from fsdp_compose.sharded import is_sharded
 
 PathLike = str | os.PathLike[str]

@@ -16,9 +16,9 @@ from torch import nn
 
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.collect import unit_precision
-from fsdp_compose.comm import is_point_to_point
 from fsdp_compose.layout import Layout, whole_owners
 from fsdp_compose.mesh import Mesh
+from fsdp_compose.messages import is_point_to_point
 from fsdp_compose.names import clean_name
 from fsdp_compose.plans import BucketPlan, UnitPlan
 from fsdp_compose.policy import MixedPrecision, Offload, Prefetch

@@ -33,36 +33,40 @@ class _GatherRanks(torch.autograd.Function):
     """(n,) on each rank -> (ranks, n) on all; backward averages over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, group: Group, purpose: str) -> Tensor:
         ctx.group = group
         lengths = [partial.numel()] * group.size
-        return all_gather_uneven(partial.contiguous(), lengths, group).view(group.size, -1)
+        ranks = all_gather_uneven(partial.contiguous(), lengths, group, purpose)
+        return ranks.view(group.size, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         group: Group = ctx.group
         total = all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
-        return total[group.rank] / group.size, None
+        return total[group.rank] / group.size, None, None
 
 
 def _across(partial: Tensor, op: str, spec: ShardSpec) -> Tensor:
     """Combine one number (or one vector) per rank."""
+    purpose = f"take the norm, sum or other {op} of {spec.fqn!r}"
     if spec.parallel is None:
-        return _over(partial, op, spec.group)
+        return _over(partial, op, spec.group, purpose)
     for group in spec.groups:
-        partial = _over(partial, op, group)
+        partial = _over(partial, op, group, purpose)
     return partial
 
 
-def _over(partial: Tensor, op: str, group: Group) -> Tensor:
+def _over(
+    partial: Tensor, op: str, group: Group, purpose: str = "take the norm of parameters"
+) -> Tensor:
     if group.size == 1:
         return partial
     if op == "sum" and not (partial.requires_grad and torch.is_grad_enabled()):
-        return all_reduce(partial.detach().clone(), group)
+        return all_reduce(partial.detach().clone(), group, "sum", None, None, purpose)
     shape, vector = partial.shape, partial.reshape(-1)
     if vector.dtype == torch.bool:
         vector = vector.to(torch.uint8)
-    ranks = _GatherRanks.apply(vector, group)
+    ranks = _GatherRanks.apply(vector, group, purpose)
     # max and min gather, because a collective's own max may lose a NaN
     combine: dict[str, Callable[..., Tensor]] = {
         "sum": torch.sum,
@@ -237,7 +241,7 @@ def _norms_over(norms: Tensor, order: float, group: Group) -> Tensor:
         return _over(norms, "max" if order > 0 else "min", group)
     if order == 2.0 and not (norms.requires_grad and torch.is_grad_enabled()):
         return _over(norms.double().square(), "sum", group).sqrt()
-    ranks = _GatherRanks.apply(norms.reshape(-1), group)
+    ranks = _GatherRanks.apply(norms.reshape(-1), group, "take the norm of parameters")
     return torch.linalg.vector_norm(ranks, order, dim=0).reshape(norms.shape)
 
 

@@ -404,7 +404,7 @@ def gather_part(tensor: Tensor) -> Tensor:
     if spec.group.size == 1:
         flat = local.clone()
     else:
-        flat = all_gather_uneven(local, spec.lengths, spec.group)
+        flat = all_gather_uneven(local, spec.lengths, spec.group, f"gather {spec.fqn!r}")
     return flat.as_strided(spec.shape, spec.stride)
 
 
