@@ -30,9 +30,9 @@ ANY = (
     f"uses it, name the method: `fully_shard(module, methods=('forward', ...))`. {_COPIES}"
 )
 SAVING = (
-    "To save the whole, call on every rank fsdp_compose.save_full(model, path) (safetensors), "
-    "save_checkpoint(...), or state_dict(model, kind='full'), whose plain tensors any format "
-    "takes; state_dict(model, kind='local') is for one file per rank."
+    "To save the whole, call on every rank fsdp_compose.save_full(module, path) (safetensors), "
+    "save_checkpoint(...), or state_dict(module, kind='full'), whose plain tensors any format "
+    "takes; state_dict(module, kind='local') is for one file per rank."
 )
 RAW = (
     f"{SAVING} The memory of the slice itself is `p.to_local()`, or all of it "

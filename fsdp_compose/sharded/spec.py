@@ -51,6 +51,10 @@ class ShardedWeightError(RuntimeError):
     """
 
 
+class SlicePickledError(ShardedWeightError, TypeError):
+    """A slice was to be pickled as if it were the whole; TypeError is what pickle raises."""
+
+
 @dataclass(slots=True)
 class Residence:
     """Whether a bucket's parameters are still where the bucket put them; one per bucket.
@@ -198,7 +202,7 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: st
 
 def refuse_pickle(spec: ShardSpec) -> NoReturn:
     """Raise for a slice that would be written to a file as if it were the whole."""
-    raise ShardedWeightError(
+    raise SlicePickledError(
         f"{spec.fqn!r} (unit {spec.unit!r}) is sharded: pickle (torch.save, "
         f"broadcast_object_list, a queue) would store what rank {spec.group.rank} of "
         f"{spec.group.size} holds, {spec.held}. {SAVING} The same goes for an optimizer's state: "
