@@ -20,7 +20,7 @@ from fsdp_compose.mesh import (
     require_group,
     resolve_mesh,
 )
-from fsdp_compose.names import clean_name
+from fsdp_compose.names import clean_name, name_cleaner
 from fsdp_compose.parallel import (
     check_meshes,
     find_parallel,
@@ -155,7 +155,8 @@ def _plan_units(
     root: nn.Module, options: Options, policy: Policy, ignored: Ignored
 ) -> list[UnitPlan]:
     """Submodules that the policy names, innermost first."""
-    choice = _Choice(options, policy.start(root), policy.leaves, ignored, {id(root)})
+    start, clean = policy.start(root), name_cleaner(root)
+    choice = _Choice(options, start, policy.leaves, ignored, {id(root)}, clean)
     choice.visit_children("", root)
     if not choice.plans:
         raise ValueError(matches_nothing(policy.description, root))
@@ -171,6 +172,7 @@ class _Choice:
     leaves: tuple[type[nn.Module], ...]
     ignored: Ignored
     seen: set[int]
+    clean: Callable[[str], str]
     plans: list[UnitPlan] = field(default_factory=list)
 
     def visit_children(self, name: str, module: nn.Module) -> int:
@@ -188,13 +190,14 @@ class _Choice:
         numel = self.visit_children(name, module)
         if find_state(module) is not None:
             return 0
-        decision = self.decide(clean_name(name), module, numel)
+        decision = self.decide(self.clean(f"{name}.")[:-1], module, numel)
         if not decision:
             return numel
         overrides = decision if isinstance(decision, dict) else {}
         options = _override(self.options, overrides, name)
         ignored = self.ignored.and_more(overrides.get("ignored", ()))
-        self.plans.append(UnitPlan(clean_name(name), [module], options, True, ignored=ignored))
+        named = self.clean(f"{name}.")[:-1]
+        self.plans.append(UnitPlan(named, [module], options, True, ignored=ignored))
         return 0
 
     def count(self, module: nn.Module, recurse: bool) -> int:
@@ -340,6 +343,7 @@ def _collect(plan: UnitPlan, taken: set[int]) -> None:
     found: dict[int, Found] = {}
     for position, module in enumerate(plan.modules):
         prefix = f"{position}." if len(plan.modules) > 1 else ""
+        clean = name_cleaner(module)
         members = list(walk(module, lambda m: _is_elsewhere(m, plan.ignored, taken)))
         plan.members.append(members)
         for name, submodule in members:
@@ -350,7 +354,7 @@ def _collect(plan: UnitPlan, taken: set[int]) -> None:
                 if param is None or id(param) in plan.ignored.params:
                     continue
                 item = found.setdefault(id(param), Found(param))
-                item.names.append(clean_name(f"{prefix}{name}.{key}" if name else f"{prefix}{key}"))
+                item.names.append(prefix + clean(f"{name}.{key}" if name else key))
                 item.slots.append(Slot.of(submodule, key))
     taken.update(id(module) for module in plan.modules)
     plan.found = list(found.values())

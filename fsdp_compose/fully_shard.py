@@ -36,7 +36,7 @@ from fsdp_compose.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.lazy import import_all
 from fsdp_compose.mesh import SELF, Mesh, MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.methods import attach_methods, check_methods
-from fsdp_compose.names import clean_name
+from fsdp_compose.names import name_cleaner
 from fsdp_compose.plans import BucketPlan, Ignored, Options, UnitPlan
 from fsdp_compose.policy import (
     INITS,
@@ -397,11 +397,12 @@ def _cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
 def _rename_nested(outer: nn.Module) -> None:
     """Units inside ``outer`` and their parameters are named as ``outer`` sees them."""
     renamed: set[int] = set()
+    clean = name_cleaner(outer)
     for path, submodule in outer.named_modules():
         state = find_state(submodule)
         if state is None or submodule is outer or id(state.unit) in renamed:
             continue
-        unit, path = state.unit, clean_name(path)
+        unit, path = state.unit, clean(f"{path}.")[:-1]
         renamed.add(id(unit))
         unit.name = path
         for bucket in unit.buckets:
@@ -410,7 +411,7 @@ def _rename_nested(outer: nn.Module) -> None:
                 if len(unit.modules) > 1:
                     position, name = name.split(".", 1)
                     member = unit.modules[int(position)]()
-                    path_of = {id(m): clean_name(p) for p, m in outer.named_modules()}
+                    path_of = {id(m): clean(f"{p}.")[:-1] for p, m in outer.named_modules()}
                     fqn = f"{path_of.get(id(member), path)}.{name}"
                 else:
                     fqn = f"{path}.{name}"

@@ -7,7 +7,7 @@ Between passes and while a unit is gathered the answer is the same: the paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -23,6 +23,29 @@ _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 def clean_name(name: str) -> str:
     """``name`` without wrappers' attributes, as far as the name alone tells: ``module.`` stays."""
     return ".".join(part for part in name.split(".") if part not in PREFIXES)
+
+
+def name_cleaner(module: nn.Module) -> Callable[[str], str]:
+    """What turns names in ``module``, as torch spells them, into those without any wrapper's part.
+
+    Unlike ``clean_name`` it sees which ``module.`` belongs to a wrapper. Of a module's own path it
+    is given, and gives, one that ends in a dot.
+    """
+    found = module.named_modules(remove_duplicate=False)
+    paths = [path for path, inner in found if isinstance(inner, _MODULE_WRAPPERS)]
+    if not paths:
+        return clean_name
+    hidden = {f"{path}.module." if path else "module." for path in paths}
+    hidden |= {clean_name(prefix) for prefix in hidden}  # hooks of torch's may have been before
+    longest_first = sorted(hidden, key=len, reverse=True)
+
+    def clean(name: str) -> str:
+        for prefix in longest_first:
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        return clean_name(name)
+
+    return clean
 
 
 def walk_named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compose.names import clean_name
+from fsdp_compose.names import name_cleaner
 from fsdp_compose.policy import check_function, name_pattern
 from fsdp_compose.trace import ExecutionOrder, TracingConfig, trace_execution_order
 
@@ -89,7 +89,8 @@ def by_name(*patterns: str, **options: Any) -> Policy:
 
     def start(root: nn.Module) -> Decide:
         modules = root.named_modules(remove_duplicate=False)
-        names = [(clean_name(name), module) for name, module in modules if module is not root]
+        clean = name_cleaner(root)
+        names = [(clean(f"{name}.")[:-1], module) for name, module in modules if module is not root]
         chosen: set[int] = set()
         for pattern, test in tests.items():
             matching = {id(module) for name, module in names if test(name)}
@@ -181,7 +182,8 @@ def by_execution_order(
 
     def start(root: nn.Module) -> Decide:
         order = trace_execution_order(root, sample_args, config, kwargs=kwargs)
-        called, spans = {clean_name(name) for name in order.modules}, _spans(root, order)
+        clean, spans = name_cleaner(root), _spans(root, order)
+        called = {clean(f"{name}.")[:-1] for name in order.modules}
 
         def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
             if numel < min_numel or fqn not in called:

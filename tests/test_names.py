@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
+import fsdp_compose as fc
 from fsdp_compose import fully_shard, undo, wrap
 from fsdp_compose.apply import apply
 from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
@@ -87,6 +89,52 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     run_ranks(ranks, 2)
     assert clean_name("_orig_mod.a._checkpoint_wrapped_module.b.weight") == "a.b.weight"
     assert clean_name("module.a._fsdp_wrapped_module.weight") == "module.a.weight"
+
+
+def test_every_list_of_names_agrees_below_wrappers(tmp_path: Any) -> None:
+    """Names of parameters, errors, policies, state dicts and saved files are one set."""
+
+    def ranks(rank: int) -> None:
+        plain = Tied()
+        wanted = set(plain_names(plain))
+        asked: set[str] = set()
+        model = copy.deepcopy(plain)
+        model.blocks[0] = nn.DataParallel(model.blocks[0])
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+        policy = wrap.by_name("blocks.*") | wrap.by_fn(lambda fqn, m: asked.add(fqn))
+        fully_shard(model, units=policy)
+        assert asked <= set(dict(plain.named_modules()))
+        outer = nn.DataParallel(model)
+        optim = torch.optim.AdamW(outer.parameters())
+        square(model, data(0, rank).float()).backward()
+        optim.step()
+        for module in (model, outer):
+            state = fc.state_dict(module)
+            named = fc.optim_state_dict(module, optim)["state"]
+            assert set(parameters_by_name(module)) == set(state) == wanted
+            assert {n for names in parameter_names(module).values() for n in names} == wanted
+            assert {parameters_by_name(module)[n]._shard_spec.fqn for n in wanted} == set(named)
+            assert set(named) < wanted
+        fc.save_checkpoint(tmp_path / "a", outer, optim)
+        fc.save_full(tmp_path / "b", outer)
+        assert set(outer.state_dict()) > {"module.blocks.0.module.norm.weight", "module.head.bias"}
+        native = {f"module.{name}": value for name, value in state.items()}
+        again = {name: value.full_tensor() for name, value in outer.state_dict().items()}
+        fc.load_state_dict(outer, again)
+        outer.load_state_dict(again)
+        for load in (
+            lambda m: fc.load_checkpoint(tmp_path / "a", m),
+            lambda m: fc.load_full(tmp_path / "b", m),
+            lambda m: fc.load_state_dict(m, fc.state_dict(outer)),
+            lambda m: fc.load_state_dict(nn.DataParallel(m), native),
+            lambda m: nn.DataParallel(m).load_state_dict(native),
+        ):
+            other = by_block(Tied(), init="broadcast")
+            load(other)
+            for name, value in fc.state_dict(other).items():
+                assert torch.equal(value, state[name]), name
+
+    run_ranks(ranks)
 
 
 def test_units_are_listed_parents_first_and_outermost_alone() -> None:

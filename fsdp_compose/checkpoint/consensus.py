@@ -19,8 +19,8 @@ from torch import nn
 
 from fsdp_compose import comm, messages, waiting
 from fsdp_compose.bucket import find_entry
-from fsdp_compose.checkpoint.names import parameters_by_name
 from fsdp_compose.mesh import SELF, Group, require_group
+from fsdp_compose.names import parameters_by_name
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import held_by_fewer, iter_units, owner_of
 from fsdp_compose.surroundings import check_surroundings

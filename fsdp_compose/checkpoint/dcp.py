@@ -37,7 +37,7 @@ from fsdp_compose.checkpoint.files import CommittingWriter
 from fsdp_compose.checkpoint.members import OptimLike
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
-from fsdp_compose.checkpoint.names import Names, clean, names_of
+from fsdp_compose.checkpoint.names import Names, names_of
 from fsdp_compose.checkpoint.optim_read import Found, read_optim
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.stages import Stages, find_stages, join_states
@@ -46,6 +46,7 @@ from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.write import write_checkpoint
 from fsdp_compose.mesh import Group
 from fsdp_compose.messages import to_bytes
+from fsdp_compose.names import clean_name
 from fsdp_compose.sharded import is_sharded
 
 PathLike = str | os.PathLike[str]
@@ -308,7 +309,7 @@ def _stage_model(
         RuntimeError: names or shapes do not fit.
     """
     prefix = source.model_prefix(names.values)
-    keys = {clean(path[-1]): key for path, key in source.below(prefix).items()}
+    keys = {clean_name(path[-1]): key for path, key in source.below(prefix).items()}
     keys = stages.keep_own(keys)
     outlines = {name: source.outline(key) for name, key in keys.items()}
     custom = custom_load(module)

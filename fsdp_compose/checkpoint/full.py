@@ -36,7 +36,7 @@ from fsdp_compose.checkpoint.model import (
     match,
     write,
 )
-from fsdp_compose.checkpoint.names import clean, names_of
+from fsdp_compose.checkpoint.names import names_of
 from fsdp_compose.checkpoint.stages import Stages, find_stages
 from fsdp_compose.checkpoint.stream import each_full
 from fsdp_compose.checkpoint.tensorfile import (
@@ -49,6 +49,7 @@ from fsdp_compose.checkpoint.tensorfile import (
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.values import storage_dims, whole, whole_shape
 from fsdp_compose.mesh import Group
+from fsdp_compose.names import clean_name
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 
 PathLike = str | os.PathLike[str]
@@ -235,7 +236,7 @@ def _load(
     names = names_of(module)
     staged: dict[str, Any] = {}
     with Shared(several(group)):
-        items = stages.keep_own({clean(name): item for name, item in items.items()})
+        items = stages.keep_own({clean_name(name): item for name, item in items.items()})
         outlines = {
             name: torch.empty(item.shape, dtype=item.dtype, device="meta")
             for name, item in items.items()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.bucket import Bucket
-from fsdp_compose.checkpoint.names import clean
+from fsdp_compose.names import clean_name
 from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
 from fsdp_compose.state import Unit, find_state
 
@@ -29,7 +29,7 @@ def owners(module: nn.Module) -> Iterator[tuple[str, Unit]]:
         state = find_state(submodule)
         if state is not None and id(state.unit) not in seen:
             seen.add(id(state.unit))
-            yield (clean(f"{name}.") if name else ""), state.unit
+            yield (clean_name(f"{name}.") if name else ""), state.unit
 
 
 def describe(unit: Unit) -> dict[str, Any]:

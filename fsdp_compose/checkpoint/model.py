@@ -18,18 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
-from fsdp_compose.checkpoint.names import (
-    Names,
-    aliases_of,
-    bare,
-    clean,
-    cleaned,
-    listing,
-    names_of,
-)
+from fsdp_compose.checkpoint.names import Names, aliases_of, bare, cleaned, listing, names_of
 from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_state
 from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
+from fsdp_compose.names import name_cleaner
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state
 from fsdp_compose.torch_private import foreign_load_hooks
@@ -145,6 +138,7 @@ def is_first(module: nn.Module) -> bool:
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     """Dtypes that buffers had before mixed precision cast them, by clean FQN."""
     found: dict[str, torch.dtype] = {}
+    clean = name_cleaner(module)
     for path, submodule in module.named_modules():
         state = find_state(submodule)
         if state is not None:
@@ -192,7 +186,7 @@ def load_state_dict(
     settle(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
-    extra = {k: v for k, v in cleaned(state_dict).items() if k in matched.unexpected}
+    extra = {k: v for k, v in cleaned(state_dict, module).items() if k in matched.unexpected}
     write(module, names, matched.values, extra if custom else {}, versions, strict and custom)
     return IncompatibleKeys(matched.missing, matched.unexpected)
 
@@ -245,8 +239,9 @@ def match(
         kind = type(incoming).__name__
         wrong = TypeError(f"load_state_dict: got a {kind}; wanted a dictionary by FQN.")
         return Matched({}, [], [], wrong)
+    clean = name_cleaner(module)
     try:
-        given = cleaned(incoming)
+        given = cleaned(incoming, module)
         raw_shards = given if local.is_local(given) else None
         if raw_shards is not None:
             local.check_local(module, raw_shards)

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose import names
 from fsdp_compose.bucket import Bucket, find_entry
+from fsdp_compose.names import name_cleaner
 from fsdp_compose.parallel import check_declared
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import iter_units, owner_of
 
 CHECKPOINTED = "_checkpoint_wrapped_module."
-WRAPPERS = ("_orig_mod.", CHECKPOINTED, "_fsdp_wrapped_module.")
-"""What torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap."""
+"""What activation checkpointing puts into the names of what it wraps."""
 
 _bare: ContextVar[bool] = ContextVar("fsdp_compose_bare_state_dict", default=False)
 
@@ -37,14 +38,6 @@ def bare() -> Iterator[None]:
 
 def is_bare() -> bool:
     return _bare.get()
-
-
-def clean(name: str) -> str:
-    """``name`` without what wrappers put into it."""
-    for wrapper in WRAPPERS:
-        if wrapper in name:
-            name = f".{name}".replace(f".{wrapper}", ".")[1:]
-    return name
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ def names_of(module: nn.Module) -> Names:
     with bare():
         native = module.state_dict(keep_vars=True)
     check_declared(native)
-    aliased = aliases_of(module)
+    aliased, clean = aliases_of(module), name_cleaner(module)
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in native.items():
@@ -97,21 +90,7 @@ def aliases_of(module: nn.Module) -> dict[int, nn.Parameter]:
 
 def parameter_names(module: nn.Module) -> dict[int, list[str]]:
     """By id of each parameter, sharded leaves included: its clean FQNs, canonical one first."""
-    aliased = aliases_of(module)
-    found: dict[int, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        key = id(aliased.get(id(param), param))
-        found.setdefault(key, []).append(clean(name))
-    return found
-
-
-def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter, sharded leaves included, under each of its clean FQNs."""
-    aliased = aliases_of(module)
-    return {
-        clean(name): aliased.get(id(param), param)
-        for name, param in module.named_parameters(remove_duplicate=False)
-    }
+    return {id(param): list(found) for param, found in names.parameter_names(module).items()}
 
 
 def buckets_of(leaves: Iterable[nn.Parameter]) -> list[Bucket]:
@@ -123,13 +102,14 @@ def buckets_of(leaves: Iterable[nn.Parameter]) -> list[Bucket]:
     return list(found.values())
 
 
-def cleaned(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` by clean names.
+def cleaned(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A ``state_dict`` of ``module``, or of what it wraps, by clean names.
 
     Raises:
         ValueError: two keys have the same clean name.
     """
     result: dict[str, Any] = {}
+    clean = name_cleaner(module)
     for key, value in state_dict.items():
         name = clean(key)
         if name in result:
@@ -144,8 +124,8 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f" (closest: {', '.join(map(repr, near))})" if near else ""
 
 
-def listing(names: Iterable[str], known: Iterable[str], limit: int = 8) -> str:
+def listing(given: Iterable[str], known: Iterable[str], limit: int = 8) -> str:
     """Names for a message, each with the closest known ones; the first ``limit`` of them."""
-    names, known = list(names), list(known)
-    text = "; ".join(f"{name!r}{closest(name, known)}" for name in names[:limit])
-    return text if len(names) <= limit else f"{text}; and {len(names) - limit} more"
+    listed, known = list(given), list(known)
+    text = "; ".join(f"{name!r}{closest(name, known)}" for name in listed[:limit])
+    return text if len(listed) <= limit else f"{text}; and {len(listed) - limit} more"

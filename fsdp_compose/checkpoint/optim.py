@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
-from fsdp_compose.checkpoint.names import clean, listing, parameter_names
+from fsdp_compose.checkpoint.names import listing, parameter_names
 from fsdp_compose.checkpoint.nested import find_object, flatten, unflatten
 from fsdp_compose.checkpoint.optim_read import WORLD, describe_object, layout_of
 from fsdp_compose.checkpoint.rekey import has_numbers, to_names
@@ -28,6 +28,7 @@ from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import fit, needs_gather, whole, whole_shape
 from fsdp_compose.checkpoint.watch import ELEMENTWISE, watch
 from fsdp_compose.mesh import Group
+from fsdp_compose.names import clean_name
 from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
@@ -160,11 +161,13 @@ def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, An
         state_dict = to_names(state_dict, order)
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
     state = {
-        canonical.get(clean(n), clean(n)): Owned(flatten(v)) if isinstance(v, Owned) else flatten(v)
+        canonical.get(clean_name(n), clean_name(n)): Owned(flatten(v))
+        if isinstance(v, Owned)
+        else flatten(v)
         for n, v in state_dict["state"].items()
     }
     groups = [
-        {**group, "params": [canonical.get(clean(n), clean(n)) for n in group["params"]]}
+        {**group, "params": [canonical.get(clean_name(n), clean_name(n)) for n in group["params"]]}
         for group in state_dict["param_groups"]
     ]
     unknown = [name for name in state if name not in canonical]

@@ -26,9 +26,10 @@ from fsdp_compose.checkpoint.model import (
     match,
     prepare,
 )
-from fsdp_compose.checkpoint.names import CHECKPOINTED, bare, clean, is_bare
+from fsdp_compose.checkpoint.names import CHECKPOINTED, bare, is_bare
 from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.values import as_whole, install_protocol, is_ready
+from fsdp_compose.names import clean_name, name_cleaner
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import Unit, find_state, get_state
 from fsdp_compose.torch_private import remove_state_dict_hooks, strict_of_load
@@ -169,7 +170,7 @@ def _places(
         paths.setdefault(id(submodule), []).append(f"{path}." if path else "")
     for slot, index in unit.slots:
         for path in paths.get(id(slot.module()), ()):
-            for key in (f"{prefix}{path}{slot.name}", f"{prefix}{clean(path + slot.name)}"):
+            for key in (f"{prefix}{path}{slot.name}", f"{prefix}{clean_name(path + slot.name)}"):
                 if key in state_dict:
                     yield key, (index, slot.values, slot.name)
                     break
@@ -206,6 +207,7 @@ def before_load(
     settle(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
+    clean = name_cleaner(module)
     for key in given:
         if clean(key) not in matched.unexpected:
             del state_dict[prefix + key]

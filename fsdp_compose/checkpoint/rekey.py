@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_compose.checkpoint.members import OptimLike, members_of, optimizers_of
-from fsdp_compose.checkpoint.names import clean, parameter_names
+from fsdp_compose.checkpoint.names import parameter_names
+from fsdp_compose.names import clean_name
 
 
 def rekey_optim_state_dict(
@@ -93,7 +94,7 @@ def to_names(state_dict: Mapping[str, Any], order: list[list[str]]) -> dict[str,
 def _default_order(state_dict: Mapping[str, Any], module: nn.Module) -> list[list[str]]:
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):
-        return [[clean(name) for name in group["param_names"]] for group in groups]
+        return [[clean_name(name) for name in group["param_names"]] for group in groups]
     names = parameter_names(module)
     if len(groups) == 1:
         for chosen in (

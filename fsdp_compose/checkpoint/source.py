@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compose.checkpoint.files import describe_failures
 from fsdp_compose.checkpoint.metadata import Reader, check_whole
-from fsdp_compose.checkpoint.names import clean
 from fsdp_compose.checkpoint.nested import nested_key
 from fsdp_compose.checkpoint.values import as_whole, whole_shape
+from fsdp_compose.names import clean_name
 from fsdp_compose.sharded import is_sharded, tag
 from fsdp_compose.torch_private import load_checkpoint_plan
 
@@ -72,7 +72,7 @@ class Source:
         known = set(names)
         hits: dict[Path_, int] = {("model",): 0}
         for path in self.paths:
-            if clean(str(path[-1])) in known:
+            if clean_name(str(path[-1])) in known:
                 hits[path[:-1]] = hits.get(path[:-1], 0) + 1
         return max(hits, key=lambda prefix: hits[prefix])
 

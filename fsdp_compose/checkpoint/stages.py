@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from fsdp_compose import comm
 from fsdp_compose.checkpoint.consensus import Shared, groups_of, several
-from fsdp_compose.checkpoint.names import clean, names_of
+from fsdp_compose.checkpoint.names import names_of
 from fsdp_compose.checkpoint.stream import each_full
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.values import whole, whole_shape
 from fsdp_compose.mesh import Group
+from fsdp_compose.names import clean_name
 from fsdp_compose.replicas import checksum
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import iter_units
@@ -63,13 +64,18 @@ class Stages:
     def keep_own(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """Of a checkpoint's entries, by clean name, those that are not another stage's alone."""
         return {
-            name: value for name, value in names.items() if clean(str(name)) not in self.elsewhere
+            name: value
+            for name, value in names.items()
+            if clean_name(str(name)) not in self.elsewhere
         }
 
     def keep_own_groups(self, optim: Mapping[str, Any]) -> dict[str, Any]:
         """Of saved optimizer state by name, what is not another stage's alone."""
         groups = [
-            {**group, "params": [n for n in group["params"] if clean(str(n)) not in self.elsewhere]}
+            {
+                **group,
+                "params": [n for n in group["params"] if clean_name(str(n)) not in self.elsewhere],
+            }
             for group in optim["param_groups"]
         ]
         return {**optim, "state": self.keep_own(optim["state"]), "param_groups": groups}
@@ -193,7 +199,7 @@ def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, A
     }
     _check_alike(what, stages, sums)
     groups = _join_groups(stages.gather(optim.get("param_groups", [])))
-    model = {n: v for n, v in state["model"].items() if clean(n) not in stages.earlier}
+    model = {n: v for n, v in state["model"].items() if clean_name(n) not in stages.earlier}
     kept = {**state, "model": model}
     if optim or groups:
         own = {n: v for n, v in states.items() if n not in stages.earlier}
