@@ -43,8 +43,11 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     Called again, it returns the same objects. Trained parameters of no unit are in the list as
     they are. A parameter that got no gradient in a unit that ran counts as zero.
 
-    Norms and sums over these tensors are of this rank's part only: clip with
-    ``fsdp_compose.clip_grad_norm_(module, ...)``. A gradient can be edited in place on either side;
+    Norms and sums over these tensors are of this rank's part only, which nothing can notice while
+    an optimizer takes them: LAMB, LARS, Prodigy, D-Adaptation and Amos would be silently off, and
+    are given ``module.parameters()``. (What such an optimizer keeps of its sums differs between
+    ranks, and is refused when it is saved.) Clip with ``fsdp_compose.clip_grad_norm_(module,
+    ...)``. A gradient can be edited in place on either side;
     one that is replaced after backward is not seen on the other. After ``module.to(...)`` the
     tensors follow in the next backward; between backward and ``step`` it makes ``step`` raise.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +43,9 @@ _BLAS_ALIGN = 64
 """Bytes. Matrix products may round otherwise where a matrix starts elsewhere, as allocators never
 do: a gradient that does is copied, so that updates are bit-equal to one process's."""
 
+_WATCHED_STEPS = 3
+"""Steps after which ranks compare what the optimizer made of its settings; the first sums are 0."""
+
 Work: TypeAlias = "Callable[[torch.Size], float]"
 
 
@@ -50,9 +54,11 @@ def owner_step(
 ) -> OwnerOptimizer:
     """An optimizer over sharded parameters in which one rank computes each update, on the whole.
 
-    For optimizers that look at a matrix as one: Muon, Shampoo, SOAP, Adafactor. They need not know
-    of sharding: each is given plain parameters of the original shapes, and gradients only for those
-    that this rank owns. Other parameters go to another optimizer::
+    For optimizers that look at a matrix as one: Muon, Shampoo, SOAP, Kron, Adafactor. They need not
+    know of sharding: each is given plain parameters of the original shapes, and gradients only for
+    those that this rank owns. An optimizer that sums over all parameters (Prodigy, D-Adaptation) is
+    given the sharded parameters themselves, whose sums are of all ranks; LBFGS, to which all are
+    one vector, is refused. Other parameters go to another optimizer::
 
         matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
         others = [p for p in model.parameters() if p not in set(matrices)]
@@ -148,6 +154,7 @@ class OwnerOptimizer(Optimizer):
         self, params: Params, make: Callable[[list[dict[str, Any]]], Optimizer], work: Work
     ) -> None:
         self._pieces: list[_Piece] = []
+        self._steps = 0
         super().__init__(params, {})
         self._pieces = [self._piece(p) for group in self.param_groups for p in group["params"]]
         self._assign(work)
@@ -163,6 +170,7 @@ class OwnerOptimizer(Optimizer):
                 f"owner_step: make returned {type(self.optimizer).__name__}; wanted an optimizer "
                 "over the groups it was given, such as lambda groups: torch.optim.Muon(groups)."
             )
+        _check_closure(self.optimizer)
         self.defaults = self.optimizer.defaults
         for piece in self._pieces:
             if not piece.is_mine:  # some optimizers make state at once
@@ -193,6 +201,9 @@ class OwnerOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
+        if 0 < self._steps <= _WATCHED_STEPS:
+            self._check_settings()
+        self._steps += 1
         with torch.no_grad():
             self._hand_over()
             for group in self._groups_with_cuts():
@@ -270,6 +281,25 @@ class OwnerOptimizer(Optimizer):
                     "state over with optim_state_dict and load_optim_state_dict."
                 )
 
+    def _check_settings(self) -> None:
+        """After a step: raise on every rank if the optimizer set itself otherwise on another."""
+        mine = [
+            {k: repr(v) for k, v in group.items() if isinstance(v, int | float)}
+            for group in self.param_groups
+        ]
+        for group in {piece.group.ranks: piece.group for piece in self._pieces}.values():
+            for rank, theirs in zip(group.ranks, comm.gather_objects(mine, group), strict=True):
+                for a, b in zip(mine, theirs, strict=False):
+                    key = next((k for k in a if k in b and a[k] != b[k]), None)
+                    if key is not None:
+                        raise RuntimeError(
+                            f"owner_step: {type(self.optimizer).__name__} made {key!r} of its "
+                            f"group {a[key]} on rank {group.ranks[group.rank]} and {b[key]} on "
+                            f"rank {rank}, since it sums over all parameters and each rank has "
+                            "those it owns; give it the sharded parameters themselves, whose sums "
+                            "are of all ranks."
+                        )
+
     def _hand_over(self) -> None:
         """Give the optimizer its settings, and the matrices that lie whole in this rank's shard."""
         for mine, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
@@ -345,6 +375,18 @@ class OwnerOptimizer(Optimizer):
                 for rank in range(group.size):
                     parcels.send(rank, flat[piece.span(rank)])
         parcels.deliver("return matrices from their owners")
+
+
+def _check_closure(optimizer: Optimizer) -> None:
+    """Refuse optimizers that evaluate the loss themselves, for which all parameters are one."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise TypeError(
+            f"owner_step: {type(optimizer).__name__}.step needs a closure: it looks at all "
+            "parameters as one vector, and each rank would have the part it owns. It cannot run "
+            "on a sharded model; undo(model) and give it the plain parameters, on one process or "
+            "on equal replicas."
+        )
 
 
 def _splits(piece: _Piece) -> tuple[Axis, ...]:
