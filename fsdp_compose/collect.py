@@ -41,7 +41,7 @@ from fsdp_compose.policy import (
 )
 from fsdp_compose.sharded import is_sharded
 from fsdp_compose.state import find_state, lane_of, owner_of
-from fsdp_compose.torch_private import is_opaque, parameter_slots
+from fsdp_compose.torch_private import is_opaque, parameter_slots, steps_in_backward
 from fsdp_compose.wrap import Decide, Policy, matches_nothing, near
 
 
@@ -467,6 +467,12 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"{where} is an {kind.__name__}, which has no shape yet; run one forward of the model "
             "before fully_shard, so that its lazy modules are initialised."
+        )
+    if steps_in_backward(param):
+        raise ValueError(
+            f"{where} was given to torch's _apply_optimizer_in_backward, whose optimizer would "
+            "step before gradients are reduced. Build the model again, and after fully_shard let "
+            "param.register_post_accumulate_grad_hook(fn) step an optimizer of each parameter."
         )
     if is_opaque(param):
         raise ValueError(

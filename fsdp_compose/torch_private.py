@@ -171,6 +171,11 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     return computes and not isinstance(tensor, (FakeTensor, DTensor))
 
 
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether torch.distributed.optim._apply_optimizer_in_backward hooked its accumulator."""
+    return "_in_backward_optimizers" in parameter.__dict__
+
+
 def buffer_slots(module: torch.nn.Module) -> dict[str, Any]:
     """The dictionary that ``module.name`` reads its buffers from."""
     return module._buffers

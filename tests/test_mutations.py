@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from test_budget import STRATEGIES, check_prefetch, check_released, check_traffic
+from test_parts_of_gradients import Levels, inside_out
+from test_unused import PLANS, Choosy, check_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, no_sync
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, no_sync
 from fsdp_compose.sharded import ShardedWeightError
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
@@ -227,6 +229,23 @@ def check_memory(rank: int) -> None:
                 read(tensor)
 
 
+def keep_own_flags() -> None:
+    """A rank hears of no parameter that only others used."""
+    comm.Heads._unite = lambda self, flags, mine, rows: None
+
+
+def check_unused(rank: int) -> None:
+    check_steps(Twin(rank, 2, Choosy, fully_shard), PLANS[:2])
+
+
+def check_parts(rank: int) -> None:
+    twin = Twin(rank, 2, Levels, inside_out)
+    seen: list[Any] = []
+    twin.model.layer.weight.register_hook(seen.append)
+    twin.backward(square, 0)
+    assert len(seen) == 1
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -237,7 +256,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: replace("stamp_of", lambda original: lambda bucket: 0), check_staleness, 2,
     ),
     "no all-reduce over replicas": (
-        lambda: setattr(comm, "all_reduce", lambda tensor, group, op="sum", caller=None: tensor),
+        lambda: setattr(comm, "all_reduce", lambda tensor, group, **rest: tensor),
         check_hybrid, 4,
     ),
     "sync flag ignored": (no_sync_flag, check_no_sync, 2),
@@ -253,6 +272,11 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "other ranks' weights lost": (gather_zeros, check_training, 2),
     "gradients handed out twice": (reduce_twice, check_training, 2),
     "accumulation lost": (lose_accumulation, check_accumulation, 2),
+    "other ranks' use not heard of": (keep_own_flags, check_unused, 2),
+    "parts of a gradient reduced alone": (
+        lambda: replace("_is_awaited", lambda original: lambda *_: False, "receive"),
+        check_parts, 2,
+    ),
     "memory handed out": (hand_out_memory, check_memory, 2),
     "start not verified": (
         lambda: replace("_checksum", lambda original: lambda t: original(torch.zeros(1)), "agree"),

@@ -279,6 +279,24 @@ def test_a_parameter_frozen_on_one_rank_is_named(when: str) -> None:
             assert "on rank 0 and not on rank 1" in error
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_torchs_optimizer_in_backward_is_refused(when: str) -> None:
+    """It steps at nodes that sharded gradients do not pass; the error says what to call."""
+    with warnings.catch_warnings():  # of torch.jit
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def train(rank: int) -> None:
+        model = seeded(Tower)
+        if when == "after":
+            by_block(model)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        by_block(model)
+
+    for error in rank_errors(train, 2):
+        assert "register_post_accumulate_grad_hook" in str(error)
+
+
 def test_dtypes_that_gradients_are_kept_in() -> None:
     """256 + 1 - 256 in bf16 is 1 where gradients add up in fp32 (USERS.md 31)."""
 
