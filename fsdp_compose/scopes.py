@@ -25,6 +25,7 @@ from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
 from fsdp_compose.sharded import part_of, part_slice, to_local
 from fsdp_compose.state import Hold, Opened, Unit, _lanes, find_state, owner_of
+from fsdp_compose.surgery import check_surgery, remember_modules
 from fsdp_compose.torch_private import parameter_slots, raw
 from fsdp_compose.unshard import check_reduced, reconnect
 from fsdp_compose.whole import as_parameter, hide, is_whole, new_layer, show
@@ -106,8 +107,10 @@ def gathered(
     _check_entry(units, options)
     with torch.inference_mode(False):
         scopes = _open(units, options)
+    before = remember_modules(module, units) if writeback else []
     try:
         yield module
+        check_surgery(module, before)
     except BaseException:
         _put_back(scopes)
         _settle_rank0(units, options, failed=True)

@@ -149,7 +149,23 @@ class WholeDTensor(_Whole, DTensor):  # type: ignore[override]
     """As ``WholeParameter``, of a parameter that tensor parallelism split."""
 
     __slots__ = ()
-    detach = DTensor.detach
+
+    def detach(self) -> Any:
+        """A DTensor; of this class for ``nn.Parameter(p)``, which then sets ``_is_param``."""
+        plain: Any = DTensor.detach(self)
+        if is_called_by_parameter():
+            plain.__class__ = type(self)
+        return plain
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        own: Any = self
+        own.__class__ = DTensor  # what ``nn.Parameter(p)`` makes is plain
+        own._is_param = value
 
 
 _classes: dict[type, type] = {nn.Parameter: WholeParameter, DTensor: WholeDTensor}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,35 @@ def test_one_norm_on_every_rank_though_replicas_differ(shape: tuple[int, int]) -
     first, *others = run_ranks(ranks, shape[0] * shape[1])
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_surgery_that_cannot_be_sharded_leaves_the_modules() -> None:
+    """Weight norm of a row-parallel layer makes a partial sum; the scope's end gives all back."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of(dp=1, tp=2)
+        norms = (nn.utils.parametrizations.weight_norm, nn.utils.weight_norm)
+        for norm in norms:
+            model = two_layers(mesh)
+            names = [name for name, _ in model.named_parameters()]
+            before = [whole(param) for param in model.parameters()]
+            keys = set(model[1].down.__dict__)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                with pytest.raises(ValueError, match=r"1.down.*placements .*as they were before"):
+                    with torch.no_grad(), fc.gathered(model, writeback=True):
+                        norm(model[1].down)
+            assert type(model[1].down) is nn.Linear and set(model[1].down.__dict__) == keys
+            assert [name for name, _ in model.named_parameters()] == names
+            for ours, theirs in zip(model.parameters(), before, strict=True):
+                assert torch.equal(whole(ours), theirs)
+            backward(model, 0, 0)
+            plain = two_layers()
+            backward(plain, 0, 0)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+    run_ranks(ranks, 2)
 
 
 # Meshes with a 1 in their shape

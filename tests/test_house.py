@@ -67,6 +67,7 @@ LAYERS = [
     "flat.py",
     "owner.py",
     "unshard.py",
+    "surgery.py",
     "scopes.py",
     "apply.py",
     "switches.py",
