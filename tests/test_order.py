@@ -22,7 +22,8 @@ from fsdp_compose import (
     comm,
     engine,
     fully_shard,
-    hooks,
+    inner,
+    receive,
     residency,
     seed_order,
     set_backward_prefetch,
@@ -31,6 +32,7 @@ from fsdp_compose import (
     trace_execution_order,
     verify,
 )
+from fsdp_compose import gather as gather_file
 from fsdp_compose.order import MAX_PASSES, Change, Order
 from fsdp_compose.state import Hold, Lane
 from fsdp_compose.verify import TRIAL_PASSES, explain
@@ -204,7 +206,7 @@ def test_a_sequence_without_end_is_cut() -> None:
 def events() -> Iterator[list[str]]:
     """Names of units as their gathers are issued, and of forwards (+) and backwards (-) begun."""
     log: list[str] = []
-    start, opened, closed = residency._start_gather, hooks.open_backward, engine.close_backward
+    start, opened, closed = residency._start_gather, inner.open_backward, engine.close_backward
 
     def gather(lane: Lane, bucket: Any) -> None:
         log.append(bucket.entries[0].spec.unit)
@@ -222,11 +224,9 @@ def events() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(residency, "_start_gather", gather)
-        patch.setattr(hooks, "open_backward", open_backward)
-        patch.setattr(engine, "close_backward", close_backward)
-        import fsdp_compose.gather
-
-        patch.setattr(fsdp_compose.gather, "close_backward", close_backward)
+        patch.setattr(inner, "open_backward", open_backward)
+        for home in (engine, gather_file, receive):
+            patch.setattr(home, "close_backward", close_backward)
         yield log
 
 
@@ -1047,7 +1047,7 @@ def test_the_log_of_a_destroyed_group_goes() -> None:
 
 def test_explanation_of_more_than_two_ways() -> None:
     one, two = (5, "gather", "a", "forward"), (6, "reduce", "b", "backward")
-    text = explain(7, [(0, [one]), (4, [one, two]), (5, [two]), (9, [])], late=False)
+    text = explain(7, [(0, [one]), (4, [one, two]), (5, [two]), (9, [])])
     assert "step 7: as collective 1 of it, ranks 0 and 4 gather unit 'a' (forward)" in text
     assert "rank 5 reduces unit 'b' (backward) where rank 9 ends the step" in text
 
