@@ -466,6 +466,12 @@ def is_asked_by_state_walk() -> bool:
     )
 
 
+def is_called_by_broadcast() -> bool:
+    """Whether the caller's caller is torch's setter, writing what rank 0 sent into a DTensor."""
+    frame = sys._getframe(2)
+    return _is_function(frame, "_distribute_tensors", "torch.distributed._state_dict_utils")
+
+
 def value_under_load() -> tuple[Any, torch.Tensor] | None:
     """(key, value) if the caller's caller is ``Optimizer.load_state_dict`` casting a value."""
     frame = sys._getframe(2)

@@ -14,8 +14,17 @@ from test_unused import PLANS, Choosy, check_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, no_sync
-from fsdp_compose.sharded import ShardedWeightError
+from fsdp_compose import (
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+    comm,
+    fully_shard,
+    no_sync,
+    optim_state_dict,
+)
+from fsdp_compose.checkpoint import optim_agree
+from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
 
@@ -246,6 +255,22 @@ def check_parts(rank: int) -> None:
     assert len(seen) == 1
 
 
+def check_uncut_state(rank: int) -> None:
+    """What is not cut is saved for all ranks from one, so it must be the same."""
+    model = by_block(Tower())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    with pytest.raises(RuntimeError, match="setting 'lr'"):
+        optim_state_dict(model, optim)
+
+
+def check_other_layout(rank: int) -> None:
+    """State of a plain optimizer does not go into one over slices as it is."""
+    plain, model = Tower(), by_block(Tower(), init="as_is")
+    given = torch.optim.Adagrad(plain.parameters()).state_dict()
+    with pytest.raises(RuntimeError, match="load_optim_state_dict"):
+        torch.optim.Adagrad(model.parameters()).load_state_dict(given)
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -278,6 +303,13 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         check_parts, 2,
     ),
     "memory handed out": (hand_out_memory, check_memory, 2),
+    "other layouts loaded": (
+        lambda: setattr(torchstate, "check_loaded", lambda spec, key, value: None),
+        check_other_layout, 2,
+    ),
+    "uncut state not compared": (
+        lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
+    ),
     "start not verified": (
         lambda: replace("_checksum", lambda original: lambda t: original(torch.zeros(1)), "agree"),
         check_replicas_verified, 2,

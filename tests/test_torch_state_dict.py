@@ -124,26 +124,27 @@ def test_setters_resume(source: str) -> None:
     run_ranks(body, 2)
 
 
-def test_getters_under_tensor_parallelism() -> None:
-    def body(rank: int) -> None:
+def test_tensor_parallel_models_get_and_set() -> None:
+    def parallel(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        plain = plain_run()
-        model = seeded(Tower)
+        model = seeded(Tower, seed)
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], plan)
-        by_block(model, mesh=mesh["dp"])
-        optim = adamw(model)
-        with torch.no_grad():
-            for a, b in zip(model.parameters(), plain[0].parameters(), strict=True):
-                a.copy_(b)
-        chosen = api.StateDictOptions(**FULL)
-        found = api.get_model_state_dict(model, options=chosen)
-        assert_equal(dict(found), dict(plain[0].state_dict()))
-        fc.load_optim_state_dict(model, optim, plain[1].state_dict())
-        got = api.get_optimizer_state_dict(model, optim, options=chosen)
-        wanted = api.get_optimizer_state_dict(*plain, options=chosen)
-        assert_equal(got["state"], wanted["state"])
+        return by_block(model, mesh=mesh["dp"]), adamw(model, lr=0.5)
+
+    def body(rank: int) -> None:
+        plain, full = plain_run(), api.StateDictOptions(**FULL)
+        wanted = api.get_state_dict(*plain, options=full)
+        for options in (FULL, BROADCAST):
+            model, optim = parallel(seed=5)
+            chosen = api.StateDictOptions(**options)
+            given = copy.deepcopy(wanted) if options is FULL or rank == 0 else ({}, {})
+            api.set_model_state_dict(model, given[0], options=chosen)
+            api.set_optimizer_state_dict(model, optim, given[1], options=chosen)
+            assert_equal(dict(api.get_model_state_dict(model, options=full)), dict(wanted[0]))
+            found = api.get_optimizer_state_dict(model, optim, options=full)
+            assert_equal(found["state"], wanted[1]["state"])
 
     run_ranks(body, 4)
 

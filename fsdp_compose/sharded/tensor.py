@@ -37,6 +37,7 @@ from fsdp_compose.torch_private import (
     dtensor_spec,
     enable_torch_function,
     give_leaf_hooks,
+    is_called_by_broadcast,
     is_torch_function_enabled,
     local_part,
     make_subclass,
@@ -309,6 +310,16 @@ class ShardedParameter(_Sharded, torch.nn.Parameter):  # type: ignore[misc, over
     _is_parameter = True
 
 
+class _Part:
+    """What tensor parallelism gave this rank, of which it holds a slice; to be written whole."""
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+
+    def copy_(self, part: Tensor) -> None:
+        to_local(self.param).copy_(part_slice(part, self.param._shard_spec))
+
+
 class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
     """A slice of a parameter that is a DTensor, and stays one: mesh and placements are as before.
 
@@ -321,6 +332,10 @@ class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
 
     device_mesh = DTensor.device_mesh
     placements = DTensor.placements
+
+    def to_local(self) -> Any:  # type: ignore[override]
+        """As on the other sharded tensors; torch's setter of state dicts writes a part of it."""
+        return _Part(self) if is_called_by_broadcast() else super().to_local()
 
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
