@@ -1,7 +1,9 @@
 """What was done to a unit's parameters between passes is taken over, or refused by name.
 
 ``module.to(dtype)``, ``p.data = x`` and the like give a parameter other storage than its slice of
-the bucket's shard. ``adopt`` makes that the bucket's: same objects, same layout, new buffers.
+the bucket's shard. ``adopt`` makes that the bucket's: same objects, same layout, new buffers. It
+copies, and never into memory that parameters had before: whoever swaps weights for a while
+(``kept = p.data; p.data = average; ...; p.data = kept``) holds that memory to put it back.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from dataclasses import replace
 import torch
 
 from fsdp_compose import comm
-from fsdp_compose.bucket import Bucket, make_bucket, make_grad_buffer, place_parameters
+from fsdp_compose.bucket import (
+    Bucket,
+    Phase,
+    make_bucket,
+    make_grad_buffer,
+    place_parameters,
+    take_over,
+)
 from fsdp_compose.mesh import Group, Mesh, group_of
 from fsdp_compose.sharded import tag, to_local
 from fsdp_compose.state import Unit, lane_of, units_with
@@ -20,8 +29,8 @@ from fsdp_compose.torch_private import raw
 from fsdp_compose.unwritten import is_unwritten
 
 _TAKEN = (
-    "mesh reduce_dtype grad_dtype shard full own whole_bytes part_bytes shard_bytes aliases splits "
-    "pieces in_place inner"
+    "mesh reduce_dtype grad_dtype stored full own whole_bytes part_bytes shard_bytes aliases "
+    "splits pieces in_place inner counts"
 ).split()
 """What a rebuilt bucket takes from the bucket that was made around its new shard."""
 
@@ -39,40 +48,55 @@ def adopt(bucket: Bucket) -> None:
         raise RuntimeError(_mixed(bucket, locals_))
     ((dtype, device),) = kinds
     with torch.inference_mode(False), torch.no_grad():
-        if (dtype, device) == (bucket.shard.dtype, bucket.shard.device):
-            _copy_in(bucket.shard, bucket, locals_)
+        _require_host(bucket, device)
+        shard = _make_shard(bucket, locals_, dtype, device)
+        earlier = bucket.earlier + bucket.stored._version + 1
+        same = (dtype, device) == (bucket.stored.dtype, bucket.stored.device)
+        if same and not bucket.in_place:
+            bucket.stored = shard
+            if bucket.shard_bytes is not None:
+                bucket.shard_bytes = shard.view(torch.uint8)
             place_parameters(bucket)
         else:
-            _rebuild(bucket, locals_, dtype, device)
+            _rebuild(bucket, shard)
+        bucket.earlier = earlier
+    bucket.outrun = bucket.phase is not Phase.SHARDED
     bucket.residence.moved = False
     if bucket.residence.emptied:  # on every rank, so all of them look whether it was written since
         bucket.residence.emptied = False
         bucket.unready = list(bucket.entries)
+    if bucket.mirror is not None:
+        bucket.mirror.settle(None)  # an optimizer over it may step before the next backward
 
 
-def _copy_in(shard: torch.Tensor, bucket: Bucket, locals_: list[torch.Tensor]) -> None:
-    pieces = shard.split(bucket.splits)
-    pairs = [(pieces[k], local) for k, local in zip(bucket.pieces, locals_, strict=True)]
-    moved = [(p, t) for p, t in pairs if p.data_ptr() != t.data_ptr() and p.numel()]
-    own = shard.untyped_storage().data_ptr()
-    # One parameter may have been given the slice of another, which is about to be overwritten.
-    moved = [(p, t.clone() if t.untyped_storage().data_ptr() == own else t) for p, t in moved]
-    for piece, local in moved:
-        piece.copy_(local)
+take_over.append(adopt)
 
 
-def _rebuild(
+def _make_shard(
     bucket: Bucket, locals_: list[torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> None:
+) -> torch.Tensor:
+    pinned = bucket.offload.shards and bucket.stored.is_pinned()
+    shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
+    pieces = shard.split(bucket.splits)
+    for k, local in zip(bucket.pieces, locals_, strict=True):
+        pieces[k].copy_(local)
+    return shard
+
+
+def _require_host(bucket: Bucket, device: torch.device) -> None:
     first = bucket.entries[0].spec
-    if device != bucket.shard.device and bucket.offload.shards:
+    if device != bucket.stored.device and bucket.offload.shards:
         raise RuntimeError(
             f"parameter {first.fqn!r} of unit {first.unit!r} was moved to {device}, but its "
             "offload_policy keeps parameters in host memory; call fsdp_compose.undo(module), then "
             "fully_shard without Offload(params=True) or Offload(optimizer=True)."
         )
-    mesh, spread = bucket.mesh, bucket.spread
-    if device != bucket.shard.device:
+
+
+def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
+    """Make all buffers again around ``shard``, of another dtype or device, or read in compute."""
+    mesh, spread, device = bucket.mesh, bucket.spread, shard.device
+    if device != bucket.stored.device:
         mesh = Mesh(
             _regroup(mesh.shard, device),
             _regroup(mesh.replicate, device),
@@ -82,9 +106,6 @@ def _rebuild(
         spread = None if spread is None else _regroup(spread, device)
         for entry in bucket.entries:
             entry.spec = replace(entry.spec, group=mesh.shard)
-    pinned = bucket.offload.shards and bucket.shard.is_pinned()
-    shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
-    _copy_in(shard, bucket, locals_)
     fresh = make_bucket(
         bucket.entries, bucket.layout, mesh, shard, bucket.mp, bucket.offload, spread
     )
@@ -116,8 +137,8 @@ def _convert_gradients(bucket: Bucket) -> None:
         bucket.waiting_grad = bucket.waiting_grad.to(kind)
     for entry in bucket.entries:
         grad = entry.param.grad
-        if grad is not None and (grad.dtype, grad.device) != (kind, bucket.shard.device):
-            local = to_local(grad).to(bucket.shard.device, kind)
+        if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
+            local = to_local(grad).to(bucket.stored.device, kind)
             entry.param.grad = None
             with raw():
                 entry.param.grad = tag(local, entry.spec)
@@ -139,7 +160,7 @@ def _regroup(group: Group, device: torch.device) -> Group:
 
 
 def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
-    kept = (bucket.shard.dtype, bucket.shard.device)
+    kept = (bucket.stored.dtype, bucket.stored.device)
     named = [(entry, (t.dtype, t.device)) for entry, t in zip(bucket.entries, locals_, strict=True)]
     moved = [(entry, kind) for entry, kind in named if kind != kept]
     same = [entry.spec.fqn for entry, kind in named if kind == kept]

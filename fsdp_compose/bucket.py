@@ -12,7 +12,7 @@ refilling ``full`` between forward and backward would trip autograd's check.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from fsdp_compose.layout import Layout
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.policy import MixedPrecision, Offload
 from fsdp_compose.sharded import Residence, ShardSpec, set_local, tag
-from fsdp_compose.torch_private import parameter_slots, raw
+from fsdp_compose.torch_private import parameter_slots, raw, read_version
 
 
 class Phase(Enum):
@@ -130,7 +130,7 @@ class Bucket:
     mp: MixedPrecision  # what it computes and reduces in, by the dtype of ``shard``
     reduce_dtype: torch.dtype
     grad_dtype: torch.dtype  # of ``.grad``
-    shard: torch.Tensor
+    stored: torch.Tensor  # as it was last placed; read ``shard``, which follows its parameters
     full: torch.Tensor
     own: torch.Tensor  # this rank's part of ``full``
     whole_bytes: torch.Tensor  # ``full`` as uint8
@@ -154,7 +154,11 @@ class Bucket:
     gather: Exchange = field(default_factory=Exchange)
     gathered_at: Any = None  # stream mark behind the gather
     stamp: object = None  # of the shard when it was gathered
-    filled: tuple[int, ...] = ()  # versions of what ``full`` was gathered from
+    outrun: bool = False  # it is gathered, and parameters were given other memory since
+    earlier: int = 0  # versions of the shards that it had before this one
+    counts: list[int] = field(default_factory=list)  # versions of ``aliases``, see writes.py
+    filled: tuple[int, ...] = ()  # versions of what ``full`` was gathered from ...
+    handed_out: int = 0  # ... and ``residence.written`` then
     unready: list[Entry] = field(default_factory=list)  # left for loading, see adopt.py
     packed: bool = False  # ``grads`` holds gradients that were not reduced
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
@@ -166,9 +170,20 @@ class Bucket:
     def __repr__(self) -> str:
         """Without its tensors: reading one whose storage holds 0 bytes would crash."""
         return (
-            f"Bucket({len(self.entries)} parameters, {self.shard.dtype}, computing in "
+            f"Bucket({len(self.entries)} parameters, {self.stored.dtype}, computing in "
             f"{self.full.dtype}, {self.layout.shard_numel} elements per rank, {self.phase.name})"
         )
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part of the bucket, as its parameters are now.
+
+        A parameter may have been given other memory (``p.data = x``, ``module.to(dtype)``), which
+        is copied into a shard of the bucket's own first.
+        """
+        if self.residence.moved:
+            take_over[0](self)
+        return self.stored
 
     def move_to(self, phase: Phase) -> None:
         """The one place where a bucket changes phase."""
@@ -188,6 +203,10 @@ class Bucket:
     @property
     def full_nbytes(self) -> int:
         return self.layout.numel * self.full.element_size()
+
+
+take_over: list[Callable[[Bucket], None]] = []
+"""What makes the memory that parameters were given the bucket's; adopt.py adds it."""
 
 
 def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -259,7 +278,7 @@ def make_bucket(
             mp=mp,
             reduce_dtype=reduce_dtype,
             grad_dtype=grad_dtype,
-            shard=shard,
+            stored=shard,
             full=full,
             own=full[slice(*_part(layout, mesh.shard.rank))],
             whole_bytes=whole_bytes,
@@ -273,6 +292,7 @@ def make_bucket(
             offload=offload,
             inner=_make_inner(full, mesh, spread),
         )
+        bucket.counts = list(map(read_version, bucket.aliases))
         _cut(bucket)
         place_parameters(bucket)
         if not in_place:
@@ -344,11 +364,11 @@ def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner |
 
 def place_parameters(bucket: Bucket) -> None:
     """Make every parameter of the bucket a slice of its shard; the objects stay the same."""
-    slices = bucket.shard.split(bucket.splits) if bucket.splits else ()
+    slices = bucket.stored.split(bucket.splits) if bucket.splits else ()
     with raw():
         for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
             set_local(entry.param, slices[piece])
-            if bucket.grad_dtype != bucket.shard.dtype:
+            if bucket.grad_dtype != bucket.stored.dtype:
                 entry.param.grad_dtype = bucket.grad_dtype
             tag(entry.param, entry.spec)
 
@@ -356,7 +376,7 @@ def place_parameters(bucket: Bucket) -> None:
 def make_grad_buffer(bucket: Bucket) -> GradBuffer:
     """A flat gradient buffer with its views; its storage is allocated."""
     layout, dtype = bucket.layout, bucket.reduce_dtype
-    per_element = 2 if bucket.shard.is_complex() else 1
+    per_element = 2 if bucket.stored.is_complex() else 1
     with torch.inference_mode(False):
         flat = torch.empty(layout.numel * per_element, dtype=dtype, device=bucket.mesh.device)
         typed = torch.view_as_complex(flat.view(-1, 2)) if per_element == 2 else flat

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from fsdp_compose.leftovers import guard_everywhere
 from fsdp_compose.order import Order
 from fsdp_compose.reduction import (
     discard_packed,
@@ -28,6 +29,7 @@ from fsdp_compose.residency import (
     install,
     install_leaves,
     keep,
+    refresh_handed_out,
     refresh_stale,
     stamp_of,
     wait_gathered,
@@ -164,6 +166,8 @@ def end_step(lane: Lane, trained: bool) -> None:
     Only over the groups of what ran. Ranks that shared a group for another model may be in
     different stages of a pipeline now, and would wait for each other for ever.
     """
+    if lane.inspected:
+        guard_everywhere(lane)
     reached, lane.reached = lane.reached, set()
     if len(reached) > 1:
         for log in sorted(reached, key=lambda log: [g.ranks for g in log.groups]):
@@ -194,6 +198,7 @@ def open_backward(unit: Unit, task: Task) -> None:
     if torch.is_grad_enabled():
         # A graph over this backward is being created: a later backward reads the weights again.
         keep(unit, Hold.RETAINED)
+    refresh_handed_out(unit)
     wait_gathered(unit)
     if unit.live is not None and not unit.calls:
         install(unit, unit.live.tensors)

@@ -52,7 +52,7 @@ from fsdp_compose.policy import (
 from fsdp_compose.receive import gather_flat
 from fsdp_compose.reduction import drain
 from fsdp_compose.replicas import checksum
-from fsdp_compose.residency import check_slots, drop, install_leaves, settle
+from fsdp_compose.residency import check_slots, drop, install_leaves
 from fsdp_compose.sharded import (
     Residence,
     ShardedDTensor,
@@ -457,8 +457,6 @@ def undo(module: nn.Module) -> nn.Module:
         install_leaves(unit)
     for unit in units:
         for bucket in unit.buckets:
-            if bucket.residence.moved:
-                settle(bucket)
             _restore(bucket)
         for ref in unit.modules:
             member = ref()

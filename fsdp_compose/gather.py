@@ -59,8 +59,13 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
             tensors[index] = output
     read = as_read(unit, tensors)
     dress_all(unit, read)
-    unit.live = Live(read, unit.lane.pass_id, trained)
+    unit.live = Live(read, unit.lane.pass_id, trained, read_versions(unit))
     return read
+
+
+def is_current(unit: Unit, live: Live) -> bool:
+    """Whether no weight was written since, so that one backward may serve both forwards."""
+    return live.versions == read_versions(unit)
 
 
 def dress_all(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

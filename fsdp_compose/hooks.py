@@ -31,6 +31,7 @@ from fsdp_compose.engine import (
 )
 from fsdp_compose.gather import (
     Boundary,
+    is_current,
     trained_entries,
     view_parameters,
 )
@@ -63,6 +64,13 @@ from fsdp_compose.torch_private import (
     untraced_itself,
 )
 from fsdp_compose.tree import find_tensors, map_tensors
+from fsdp_compose.writes import (
+    find_lost_copies,
+    find_writes,
+    forget_written,
+    note_copies,
+    raise_lost,
+)
 
 Expected: TypeAlias = Literal["seen", "hidden", "none"]
 """Whether a backward may reach a unit: announced by a hook, unannounced, or not at all."""
@@ -166,15 +174,19 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     while lane.active and lane.active.pop() is not unit:
         pass
     output = _cast_output(unit, output)
-    backward = _watch_outputs(unit, output)
+    lost = None if unit.calls else find_writes(unit, module.training)
+    backward: Expected = _watch_outputs(unit, output) if lost is None else "none"
     unit.finished.add(id(module))
     if unit.calls == 0 and unit.shield is not None:
         unshield(unit)
     if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not lane.active):
         unit.finished.clear()
         _close_forward(unit, lane, backward)
+    if lost is not None:
+        forget_written(unit)
     if not lane.active:
-        _end_pass(unit, lane)
+        _end_pass(unit, lane, failed=lost is not None or sys.exc_info()[0] is not None)
+    raise_lost(lost)
     return output
 
 
@@ -204,6 +216,7 @@ def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
     if opened.calls == 1:
         pairs = zip(opened.tensors, unit.aliases, strict=True)
         tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
+        note_copies(opened, tensors)
         for index in unit.dressed:
             if tensors[index] is not opened.tensors[index]:
                 dress(tensors[index], unit.entries[index])
@@ -216,10 +229,12 @@ def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
 
 def _leave_opened(unit: Unit, opened: Opened, output: Any) -> Any:
     opened.calls -= 1
+    lost = find_lost_copies(unit, opened) if opened.calls == 0 else None
     if opened.calls == 0 and opened.for_call:
         _leave_apart(unit, opened)
     elif opened.calls == 0:
         install(unit, opened.tensors)
+    raise_lost(lost)
     if opened.stored and isinstance(unit.mp, FullPrecision):
         return output
     return _cast_output(unit, output)
@@ -238,6 +253,7 @@ def _enter_apart(unit: Unit, given: StandIns, args: Any, kwargs: Any, stored: bo
 def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
     opened, lane = unit.opened, unit.lane
     assert opened is not None
+    note_copies(opened, shown)
     install(unit, shown)
     lane.active.append(unit)
     if not opened.stored:
@@ -255,7 +271,7 @@ def _leave_apart(unit: Unit, opened: Opened) -> None:
     if not lane.active and not transforms_active():
         order = _order(lane)
         if order.is_open:
-            _end_pass(unit, lane)
+            _end_pass(unit, lane, failed=sys.exc_info()[0] is not None)
         lane.eval_order = None
 
 
@@ -283,7 +299,7 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
     drop(unit, Hold.PREFETCH)
     wait_gathered(unit)
     live = unit.live
-    if trained and live is not None and live.pass_id == lane.pass_id:
+    if trained and live is not None and live.pass_id == lane.pass_id and is_current(unit, live):
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
         tensors = view_parameters(unit, trained)
@@ -355,10 +371,9 @@ def _close_forward(unit: Unit, lane: Lane, backward: Expected) -> None:
     drop(unit, Hold.FORWARD)
 
 
-def _end_pass(unit: Unit, lane: Lane) -> None:
+def _end_pass(unit: Unit, lane: Lane, failed: bool) -> None:
     if graph_task_id() == -1:
         order = _order(lane)
-        failed = sys.exc_info()[0] is not None
         change = order.end(complete=not failed)
         if torch.is_grad_enabled():
             _follow(lane, change, unit)

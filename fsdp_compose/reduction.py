@@ -182,7 +182,7 @@ def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torc
 
 def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
     """Gradients travel as real numbers; complex parameters get theirs back as complex ones."""
-    return torch.view_as_complex(grad.view(-1, 2)) if bucket.shard.is_complex() else grad
+    return torch.view_as_complex(grad.view(-1, 2)) if bucket.stored.is_complex() else grad
 
 
 def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
         shard=bucket.mesh.gather_axis,
         replicate=bucket.mesh.replicate_axis,
         scale=reduction.scale,
-        dtype=bucket.shard.dtype,
+        dtype=bucket.stored.dtype,
     )
     with torch.no_grad():
         grad = hook(unit.switches.comm_state, given)
@@ -209,7 +209,8 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
         )
     grad = grad.reshape(-1)
     if bucket.mesh.axes is None:
-        return grad
+        shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
+        return grad.clone() if shared and bucket.mesh.gather_axis.size > 1 else grad
     return grad.chunk(given.replicate.size)[given.replicate.rank].clone()
 
 
@@ -263,7 +264,7 @@ def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
     if offload.shards:
         grad = _to_host(grad, offload)
     else:
-        grad = grad.to(bucket.shard.device, non_blocking=True)
+        grad = grad.to(bucket.stored.device, non_blocking=True)
     lane.landing.append((reduction, grad, lane.streams.record(lane.streams.current)))
 
 

@@ -34,7 +34,7 @@ from fsdp_compose.parallel import tensor_parallel_groups
 from fsdp_compose.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.policy import INITS, Init
 from fsdp_compose.reduction import drain
-from fsdp_compose.residency import drop, settle
+from fsdp_compose.residency import drop
 from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
 from fsdp_compose.state import Unit, iter_units, owner_of
 from fsdp_compose.torch_private import parameter_slots, raw
@@ -194,8 +194,6 @@ def _let_go(unit: Unit, read: set[Entry]) -> None:
         gone = [entry for entry in bucket.entries if entry.slots and entry not in read]
         if not gone:
             continue
-        if bucket.residence.moved:
-            settle(bucket)
         _restore(bucket, gone)
         if len(gone) == sum(bool(entry.slots) for entry in bucket.entries):
             unit.buckets.remove(bucket)

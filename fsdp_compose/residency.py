@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose import comm, waiting
 from fsdp_compose.adopt import adopt, moved_before_backward, require_written
-from fsdp_compose.bucket import Bucket, Inner, Phase
+from fsdp_compose.bucket import Bucket, Entry, Inner, Phase
 from fsdp_compose.mesh import refuse_late_group
 from fsdp_compose.messages import is_point_to_point
 from fsdp_compose.sharded import ShardSpec, part_of
@@ -27,7 +27,7 @@ from fsdp_compose.torch_private import (
     profiler_enabled,
     raw,
 )
-from fsdp_compose.verify import Log
+from fsdp_compose.verify import Log, is_debugging
 
 log = logging.getLogger("fsdp_compose")
 _QUIET = nullcontext()
@@ -37,7 +37,7 @@ def noted(phase: str, bucket: Bucket, nbytes: int) -> AbstractContextManager[obj
     """Name what happens to a bucket in the log, at INFO, and in a profile."""
     if log.isEnabledFor(logging.INFO):
         spec = bucket.entries[0].spec
-        what = f"{bucket.shard.dtype}, {len(bucket.entries)} parameters"
+        what = f"{bucket.stored.dtype}, {len(bucket.entries)} parameters"
         log.info("%s %s: %d bytes (%s)", phase, spec.unit, nbytes, what)
     if profiler_enabled():
         return torch.profiler.record_function(f"fsdp_compose.{phase} {bucket.entries[0].spec.unit}")
@@ -64,7 +64,7 @@ def hold(unit: Unit, reason: Hold) -> None:
         for bucket in unit.gathered:
             bucket.holders += 1
     for bucket in unit.gathered:
-        if bucket.residence.moved:
+        if bucket.residence.moved or bucket.outrun:
             settle(bucket)
         if bucket.phase is Phase.SHARDED:
             _start_gather(unit.lane, bucket)
@@ -83,7 +83,7 @@ def admit(unit: Unit) -> None:
         refuse_late_group(unit.name)
     waiting = bool(unit.unready_buffers)
     for bucket in unit.gathered:
-        if bucket.residence.moved:
+        if bucket.residence.moved or bucket.outrun:
             settle(bucket)
         waiting = waiting or bool(bucket.unready)
     if waiting:
@@ -91,14 +91,15 @@ def admit(unit: Unit) -> None:
 
 
 def settle(bucket: Bucket) -> None:
-    """Take over what was done to the parameters of a bucket whose ``residence.moved`` is set."""
+    """Take over what was done to the parameters of a bucket, and gather it again if it was."""
     if graph_task_id() != -1:
-        if bucket.phase is Phase.SHARDED:
+        if bucket.residence.moved:
             raise RuntimeError(moved_before_backward(bucket))
-        return  # gathered before the change, as this backward needs it
+        return
     was_gathered = bucket.phase is not Phase.SHARDED
     _release(lane_of(bucket.mesh.device), bucket)
-    adopt(bucket)
+    if bucket.residence.moved:
+        adopt(bucket)
     if was_gathered:
         _start_gather(lane_of(bucket.mesh.device), bucket)
 
@@ -130,6 +131,9 @@ def keep(unit: Unit, reason: Hold) -> None:
 def refresh_stale(unit: Unit) -> None:
     """Gather again what was kept gathered while its shard changed."""
     stale = [b for b in unit.gathered if b.stamp is not None and _is_stale(b)]
+    for bucket in unit.gathered:
+        if bucket.residence.lent and bucket.stamp is not None and bucket not in stale:
+            _check_lent(unit, bucket)
     for bucket, events, code in unit.gather_events if stale else ():
         if bucket in stale:
             _note(events, bucket, code, unit.name, "again, since it was changed")
@@ -138,8 +142,63 @@ def refresh_stale(unit: Unit) -> None:
         bucket.stamp = stamp_of(bucket)  # what kept it may keep it on after this pass
 
 
+def refresh_handed_out(unit: Unit) -> None:
+    """Before backward: gather again where ``p.data`` was handed out since, as a write would show.
+
+    Backward of a plain module reads what was written through ``.data`` between the two.
+    """
+    for bucket in unit.gathered:
+        if bucket.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
+            for other, events, code in unit.gather_events:
+                if other is bucket:
+                    _note(events, bucket, code, unit.name, "again, since p.data was handed out")
+            _start_gather(unit.lane, bucket)
+        elif bucket.residence.lent and bucket.stamp is not None:
+            _check_lent(unit, bucket)
+
+
+def _check_lent(unit: Unit, bucket: Bucket) -> None:
+    """Raise when a slice that was handed out was written in a way that autograd cannot see.
+
+    Reading it may wait for a device, which is asked in debug mode alone.
+    """
+    if bucket.own.device.type != "cpu" and not is_debugging():
+        return
+    entry = find_difference(bucket)
+    if entry is not None:
+        bucket.stamp = object()
+        raise RuntimeError(
+            f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was written while the unit was "
+            "kept gathered, through memory that p.to_local(), local_parameters or flat_parameters "
+            "gave out, in a way that autograd does not count (.data, NumPy): what is gathered "
+            "has the old value. Write under torch.no_grad() without .data, or call "
+            "fsdp_compose.reshard(module) after writing."
+        )
+
+
 def _is_stale(bucket: Bucket) -> bool:
     return bucket.phase is Phase.GATHERED and bucket.stamp != stamp_of(bucket)
+
+
+def find_difference(bucket: Bucket) -> Entry | None:
+    """An entry of whose gathered values this rank's part is not that of its shard any more."""
+    if bucket.in_place or bucket.phase is not Phase.GATHERED or bucket.residence.moved:
+        return None
+    if versions_of(bucket) != bucket.filled or bucket.handed_out != bucket.residence.written:
+        return None  # the shard was written since
+    wanted = bucket.stored.to(bucket.own.device, bucket.own.dtype)
+    if not bucket.own.numel() or _are_same(bucket.own, wanted):
+        return None
+    mine, theirs = bucket.own.split(bucket.splits), wanted.split(bucket.splits)
+    for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
+        if not _are_same(mine[piece], theirs[piece]):
+            return entry
+    return None
+
+
+def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, as NaN is not equal to itself."""
+    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def stamp_of(bucket: Bucket) -> object:
@@ -157,7 +216,8 @@ def stamp_of(bucket: Bucket) -> object:
 def versions_of(bucket: Bucket) -> tuple[int, ...]:
     """How often the shard, then each of its parameters, was written in a way autograd can see."""
     with raw():
-        return (bucket.shard._version, *[entry.param._version for entry in bucket.entries])
+        version = bucket.earlier + bucket.stored._version
+        return (version, *[entry.param._version for entry in bucket.entries])
 
 
 def read_versions(unit: Unit) -> list[tuple[int, ...]]:
@@ -168,7 +228,7 @@ def read_versions(unit: Unit) -> list[tuple[int, ...]]:
 def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
     """Raise unless backward computed with what forward ``read`` (D8)."""
     for bucket, before, now in zip(unit.gathered, read, read_versions(unit), strict=False):
-        if before != now and not bucket.residence.written:
+        if before != now:
             changed = [
                 e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b
             ]
@@ -183,10 +243,12 @@ def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
 
 def _start_gather(lane: Lane, bucket: Bucket) -> None:
     bucket.move_to(Phase.GATHERING)
+    bucket.outrun = False
     bucket.stamp = None  # in use; ``keep`` notes what was gathered
     if bucket.in_place:
         return
     bucket.filled = versions_of(bucket)
+    bucket.handed_out = bucket.residence.written
     streams = lane.streams
     with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
         _fill(bucket)
@@ -229,7 +291,7 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
         stamp = stamp_of(bucket)
         parts = inner.store.view(torch.uint8).chunk(inner.source.size)
         own = inner.store.chunk(inner.source.size)[inner.source.rank]
-        own.copy_(bucket.shard, non_blocking=True)
+        own.copy_(bucket.stored, non_blocking=True)
         purpose = f"gather unit {bucket.entries[0].spec.unit!r} over the replicas"
         part = parts[inner.source.rank]
         whole = inner.store.view(torch.uint8)
@@ -247,13 +309,13 @@ def is_outdated(bucket: Bucket) -> bool:
 def _resident_shard(bucket: Bucket) -> torch.Tensor:
     """What a gather reads: the shard, or of an offloaded one the copy kept on the device."""
     if not bucket.offload.optimizer or bucket.offload.params:
-        return bucket.shard
+        return bucket.stored
     stamp = stamp_of(bucket)
     if bucket.device_shard is None:
         bucket.device_shard = torch.empty_like(bucket.own)
         bucket.device_stamp = None
     if bucket.device_stamp != stamp:
-        bucket.device_shard.copy_(bucket.shard, non_blocking=True)
+        bucket.device_shard.copy_(bucket.stored, non_blocking=True)
         bucket.device_stamp = stamp
     return bucket.device_shard
 
@@ -296,6 +358,7 @@ def _release(lane: Lane, bucket: Bucket) -> None:
     if bucket.phase is Phase.GATHERING:
         _finish_gather(lane, bucket)
     bucket.move_to(Phase.SHARDED)
+    bucket.outrun = False
     if bucket.in_place:
         return
     if log.isEnabledFor(logging.INFO):
@@ -338,7 +401,7 @@ def resting(unit: Unit) -> Sequence[torch.Tensor]:
     return [e.held for e in unit.entries] if unit.opened is None else unit.opened.tensors
 
 
-def _shows(unit: Unit, values: dict[str, Any], name: str) -> bool:
+def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
     """Whether another unit, whose pass is under way, put there what ``values[name]`` is."""
     others = (ref() for ref in unit.sharers)
     return any(
@@ -355,7 +418,8 @@ def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     return [
         place
         for place in unit.places
-        if place[0].get(place[1]) is not held[place[2]] and not _shows(unit, *place[:2])
+        if place[0].get(place[1]) is not held[place[2]]
+        and not is_shown_by_another(unit, *place[:2])
     ]
 
 

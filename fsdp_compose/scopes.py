@@ -22,7 +22,7 @@ from fsdp_compose.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.connect import connect, is_running
 from fsdp_compose.receive import gather_flat
 from fsdp_compose.reduction import requires_grad
-from fsdp_compose.residency import install, install_leaves, refresh_stale, settle, wait_gathered
+from fsdp_compose.residency import install, install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.sharded import part_of, part_slice, to_local
 from fsdp_compose.state import Hold, Opened, Unit, _lanes, find_state, owner_of
 from fsdp_compose.surgery import check_surgery, remember_modules
@@ -246,8 +246,6 @@ def _is_here(unit: Unit, options: _Options) -> bool:
 
 def current_shard(bucket: Bucket) -> torch.Tensor:
     """The bucket's shard with what its parameters hold now, on the device that communicates."""
-    if bucket.residence.moved:
-        settle(bucket)
     return bucket.shard.to(bucket.mesh.device)
 
 

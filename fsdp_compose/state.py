@@ -32,7 +32,7 @@ from fsdp_compose.comm import Flags, ReduceScatter
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.order import Order
 from fsdp_compose.policy import MixedPrecision, Prefetch
-from fsdp_compose.sharded import Hooks, Residence, set_local, to_local, unit_finders
+from fsdp_compose.sharded import Hooks, Residence, unit_finders
 from fsdp_compose.streams import Streams, make_streams
 from fsdp_compose.torch_private import untraced
 from fsdp_compose.verify import Log, code_of, is_alive, log_key
@@ -72,6 +72,7 @@ class Live:
     tensors: Sequence[torch.Tensor]
     pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
     trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
+    versions: list[tuple[int, ...]] = field(default_factory=list)  # of the shards they are from
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,6 +132,8 @@ class Opened:
     for_call: bool = False  # ends with the forward it was made for; see standin.py
     stored: bool = False  # that forward computes in the shards' own dtype
     given: dict[int, torch.Tensor] = field(default_factory=dict)  # read in place of the gathered
+    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
+    """What the forward reads that was made for it alone: entry, tensor, version; see writes.py."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -216,6 +219,8 @@ class Unit:
     watch: Watch | None = None  # None: look through the modules at the next forward
     looked_around: bool = False  # for the module that its forward was called in
     surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
+    keeps_views: bool = False  # its modules hold views of gathered weights, see leftovers.py
+    inspected: set[tuple[bool, bool]] = field(default_factory=set)  # forwards, see writes.py
 
     def __post_init__(self) -> None:
         self.link()
@@ -232,7 +237,8 @@ class Unit:
     def link(self) -> None:
         """Work out what follows from the buckets; again after one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
-        self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
+        self.owners = [owner_of(entry) for entry in self.entries]
+        self.aliases = [b.aliases[e.index] for b, e in zip(self.owners, self.entries, strict=True)]
         self.dressed = [i for i, entry in enumerate(self.entries) if is_dressed(entry)]
         self.dtensors = [
             (i, e.spec.parallel) for i, e in enumerate(self.entries) if e.spec.is_dtensor
@@ -241,6 +247,8 @@ class Unit:
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
         self.__dict__.pop("recurrent", None)
+        fixed = not self.dtensors and all(bucket.in_place for bucket in self.gathered)
+        self.pointers = [tensor.data_ptr() for tensor in self.aliases] if fixed else []
         self.routes: dict[tuple[int, ...], list[Route]] = {}
         self._watch()
         self._meet_sharers()
@@ -387,6 +395,7 @@ def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
 
 def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     """An independent bucket around the copies that ``memo`` has or makes of the parameters."""
+    shard = bucket.shard.detach().clone()  # first, as it may make the bucket's buffers anew
     residence = Residence()
     entries = []
     for entry in bucket.entries:
@@ -399,16 +408,12 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         entries,
         bucket.layout,
         bucket.mesh,
-        bucket.shard.detach().clone(),
+        shard,
         bucket.mp,
         bucket.offload,
         bucket.spread,
     )
     copied.unready = [copied.entries[entry.index] for entry in bucket.unready]
-    if bucket.residence.moved:  # what was done to the parameters is not in the shard yet
-        for entry, old in zip(copied.entries, bucket.entries, strict=True):
-            set_local(entry.param, to_local(old.param).clone())
-        residence.moved = True
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [_copy_slot(slot, memo) for slot in old.slots]
         if old.layers:  # a scope shows it in full, which a copy of the model does not inherit
@@ -478,6 +483,7 @@ class Lane:
     landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
     prefetched: list[Unit] = field(default_factory=list)
     carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
+    inspected: list[Unit] = field(default_factory=list)  # to look for leftovers of, at the end
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs

@@ -85,6 +85,9 @@ def hide_from_traces(modules: Iterable[str], *classes: type) -> None:
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
 
+read_version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""How often a tensor was written in a way autograd can see."""
+
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler is recording: ranges cost microseconds even where nothing records them."""
 

@@ -60,6 +60,18 @@ def set_debug(enabled: bool = True) -> None:
     _debug = enabled
 
 
+def is_debugging() -> bool:
+    """Whether this rank asked for checks in every step that otherwise only the first makes."""
+    return _debug
+
+
+WRITE = "write"
+_WRITING = (
+    "What a forward writes into a parameter must be the same on every rank, and where that is "
+    "sharded it would be lost: write it outside of forward, after optimizer.step()."
+)
+
+
 def code_of(*key: Any) -> int:
     """A number that is the same on every rank and in every run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
@@ -309,6 +321,8 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
         _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
         for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
     )
+    if any(event[1] == WRITE for events in lists for event in events[position : position + 1]):
+        return f"ranks write different weights in step {step}: {found}. {_WRITING}"
     return (
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "

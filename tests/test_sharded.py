@@ -551,11 +551,13 @@ def test_data_and_grad_assignment(ranks: int) -> None:
     def body(group: Group) -> None:
         w = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).t()
         (p,) = shard([w], group)
-        home, residence = p.to_local().data_ptr(), spec_of(p).residence
-        p.data = w + 1  # a whole tensor is written in place
+        residence, former = spec_of(p).residence, p.data
+        before = former.clone()
+        p.data = w + 1
         same(p, w + 1)
-        assert p.to_local().data_ptr() == home and not residence.moved
-        assert residence.written == 0
+        assert torch.equal(former, before)  # whoever holds the former slice can put it back
+        assert residence.moved and residence.written == 1
+        residence.moved, residence.written = False, 0
         p.data.mul_(2)
         assert residence.written == 1
         same(p, (w + 1) * 2)

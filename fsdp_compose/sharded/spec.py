@@ -61,6 +61,7 @@ class Residence:
 
     ``moved``: a parameter's storage was replaced (``p.data = x``, ``module.to(dtype)``).
     ``emptied``: ``module.to_empty()`` replaced it, by memory that nobody has written.
+    ``lent``: plain tensors over a parameter's slice were handed out.
     ``written``: counts the times ``p.data`` gave out an alias whose writes autograd does not see.
     ``is_hooked``: a hook was registered on one of its parameters.
     """
@@ -69,6 +70,7 @@ class Residence:
     written: int = 0
     emptied: bool = False
     is_hooked: bool = False
+    lent: bool = False
 
 
 @dataclass(slots=True)

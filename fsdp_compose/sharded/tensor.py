@@ -161,12 +161,11 @@ class _Sharded(TorchState):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """A whole tensor is written into the slice; a slice takes the place of the slice."""
+        """A slice takes the place of the slice; whoever holds the former one keeps its values."""
         spec, mine = self._shard_spec, to_local(self)
         local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
-        whole = type(value) not in _CLASSES and value.shape == spec.seen
-        if whole and local.dtype == mine.dtype and local.device == mine.device:
-            mine.copy_(local)
+        if not (self._is_parameter or is_sharded(value)) and local.dtype == mine.dtype:
+            mine.copy_(local)  # a gradient's slice is part of a buffer
             return
         set_local(self, local)
         if self._is_parameter:
@@ -215,6 +214,8 @@ class _Sharded(TorchState):
 
         With grad mode on it is part of the graph, as a view of this tensor.
         """
+        if self._is_parameter:
+            self._shard_spec.residence.lent = True
         if torch.is_grad_enabled() and self.requires_grad:
             with raw():
                 return self.as_subclass(Tensor)

@@ -1,0 +1,275 @@
+"""What a forward writes into a weight stays as in a plain module, or that forward raises (D16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    MixedPrecision,
+    Offload,
+    ShardingStrategy,
+    fully_shard,
+    gathered,
+    reshard,
+    set_debug,
+    unshard,
+)
+
+from harness import rank_errors, run_ranks
+from models import assert_at_rest, whole
+
+TEXT = "parameter {!r} of unit 'Writer' was written while it was gathered"
+
+
+class Writer(nn.Module):
+    """A layer that changes its weight in forward, in one way or another, while ``how`` says so."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.emb = nn.Embedding(3, 4)
+        self.lin = nn.Linear(4, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.lin.weight
+        if self.how == "clamp_":
+            with torch.no_grad():
+                weight.clamp_(-0.1, 0.1)
+        elif self.how == "copy_":
+            with torch.no_grad():
+                weight.copy_(weight * 0.5)
+        elif self.how == "fill_":
+            with torch.no_grad():
+                weight.fill_(float(x.flatten()[0]))
+        elif self.how == "data":
+            weight.data.mul_(0.5)
+        elif self.how == "assign":
+            self.lin.weight.data = weight.data * 0.5
+        elif self.how == "replace":
+            self.lin.weight = nn.Parameter(weight.detach() * 0.5)
+        self.emb.max_norm = 0.5 if self.how == "max_norm" else None
+        return self.lin(self.emb(x))
+
+
+def build(how: str, **options: Any) -> Writer:
+    torch.manual_seed(0)
+    model = Writer(how).double()
+    return model if not options else fully_shard(model, **options)  # type: ignore[return-value]
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.tensor([rank, rank + 1])
+
+
+def train(model: nn.Module, steps: int, rank: int = 0) -> None:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(tokens(rank)).square().sum().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+HOWS = ["clamp_", "copy_", "data", "assign", "replace", "max_norm"]
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "released": {"reshard_after_forward": True},
+    "kept": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "bfloat16": {"mp_policy": MixedPrecision(torch.bfloat16)},
+    "offload": {"offload_policy": Offload(params=True)},
+}
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_a_write_in_forward_raises(name: str) -> None:
+    """Trained and frozen, with gradients and without; the error names it, the next step works."""
+
+    def ranks(rank: int, how: str, frozen: bool, grad: bool) -> None:
+        model = build(how, **STRATEGIES[name])
+        before = {n: whole(p) for n, p in model.named_parameters()}
+        model.requires_grad_(not frozen)
+        fqn = "emb.weight" if how == "max_norm" else "lin.weight"
+        for _ in range(2):
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as caught:
+                model(tokens(rank))
+            assert TEXT.format(fqn) in str(caught.value)
+        model.how = ""
+        with torch.set_grad_enabled(grad):
+            model(tokens(rank))
+        reshard(model)
+        assert_at_rest(model)
+        for key, param in model.named_parameters():
+            assert torch.equal(whole(param), before[key]), key
+
+    def all_hows(rank: int) -> None:
+        for how in HOWS if name != "bfloat16" else HOWS[:4]:
+            for frozen, grad in ((False, True), (True, True), (False, False)):
+                ranks(rank, how, frozen, grad)
+
+    run_ranks(all_hows, 2)
+
+
+def test_ranks_that_hold_nothing_of_it_are_told() -> None:
+    """What goes through .data is seen by the ranks that hold it; in the first step they tell."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(2, 2, bias=False)))
+        model[1].register_forward_pre_hook(write)
+        model[1].forward = lambda x: x * 2  # type: ignore[method-assign]
+        model(torch.ones(1, 8)).sum().backward()
+
+    def write(module: nn.Module, args: Any) -> None:
+        module.weight.data.mul_(2)  # type: ignore[operator, union-attr]
+
+    texts = rank_errors(ranks, 2)
+    assert all(text is not None and "'1.weight'" in text for text in texts)
+    assert sum("rank 1 writes unit" in str(text) for text in texts) == 1
+
+
+def test_training_goes_on_after_such_an_error() -> None:
+    def ranks(rank: int) -> None:
+        model, plain = build("clamp_", strategy=ShardingStrategy.FULL_SHARD), build("")
+        with pytest.raises(RuntimeError, match="written while it was gathered"):
+            model(tokens(0))
+        model.how = ""
+        train(model, 3)
+        train(plain, 3)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(whole(model.get_parameter(name)), param.detach())
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_writes_stay_where_the_buffer_is_the_shard(world: int) -> None:
+    """In a world of one, and with NO_SHARD where every rank writes the same."""
+
+    def ranks(rank: int) -> None:
+        for how in ("clamp_", "copy_", "data", "assign", "max_norm"):
+            model, plain = build(how, strategy=ShardingStrategy.NO_SHARD), build(how)
+            train(model, 3)
+            train(plain, 3)
+            with torch.no_grad():
+                assert torch.equal(model(tokens(0)), plain(tokens(0)))
+                assert torch.equal(model(tokens(0)), plain(tokens(0)))
+            for name, param in plain.named_parameters():
+                assert torch.equal(whole(model.get_parameter(name)), param), (how, name)
+
+    run_ranks(ranks, world)
+
+
+@pytest.mark.parametrize("how", ["fill_", "max_norm"])
+def test_replicas_that_write_different_values_raise(how: str) -> None:
+    def ranks(rank: int) -> None:
+        model = build(how, strategy=ShardingStrategy.NO_SHARD)
+        train(model, 1, rank)
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "write different weights" in text
+        assert f"parameter '{'emb' if how == 'max_norm' else 'lin'}.weight'" in text
+
+
+def test_debug_mode_looks_at_every_forward() -> None:
+    """No counter shows what goes through .data: after the first step nobody looks unless told."""
+
+    def ranks(rank: int) -> None:
+        model = build("", strategy=ShardingStrategy.FULL_SHARD)
+        train(model, 2)
+        set_debug(True)
+        try:
+            train(model, 1)
+            model.how = "data"
+            with pytest.raises(RuntimeError, match=r"'lin\.weight'"):
+                train(model, 1)
+        finally:
+            set_debug(False)
+
+    run_ranks(ranks, 2)
+
+
+def test_a_write_in_a_later_step_raises() -> None:
+    def ranks(rank: int) -> None:
+        model = build("", strategy=ShardingStrategy.FULL_SHARD)
+        train(model, 3)
+        model.how = "clamp_"
+        with pytest.raises(RuntimeError, match=r"'lin\.weight' .* was written"):
+            train(model, 1)
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=r"'lin\.weight' .* written"):
+            model(tokens(rank))
+
+    run_ranks(ranks, 2)
+
+
+def test_a_write_in_a_pre_hook_or_a_tied_unit_raises() -> None:
+    def ranks(rank: int) -> None:
+        model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+        def write(module: nn.Module, args: Any) -> None:
+            with torch.no_grad():
+                module.weight.mul_(0.5)  # type: ignore[operator]
+
+        model[0].register_forward_pre_hook(write)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' of unit 'Sequential' was written"):
+            model(torch.ones(1, 3))
+        tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        tied[1].weight = tied[0].weight
+        fully_shard(tied[1])
+        fully_shard(tied)
+        tied[0].register_forward_pre_hook(write)
+        with pytest.raises(RuntimeError, match=r"weight' of unit '1?(Sequential)?' was written"):
+            tied(torch.ones(1, 3))
+
+    run_ranks(ranks, 2)
+
+
+def test_a_write_in_other_kinds_of_forward() -> None:
+    """Recomputed, functional, in a scope, unsharded, evaluated in stored precision."""
+
+    def ranks(rank: int) -> None:
+        lost = pytest.raises(RuntimeError, match=r"'lin\.weight' .* was written")
+        model = build("clamp_", strategy=ShardingStrategy.FULL_SHARD)
+        with lost:
+            checkpoint(model, tokens(rank), use_reentrant=False).sum().backward()
+        mine = {"emb.weight": torch.zeros(3, 4).double()}
+        with lost:
+            torch.func.functional_call(model, mine, (tokens(rank),))
+        mine["lin.weight"] = torch.ones(3, 4).double()
+        torch.func.functional_call(model, mine, (tokens(rank),))
+        assert mine["lin.weight"].max() == 0.1  # the caller's own, as in a plain module
+        unshard(model)
+        with lost:
+            model(tokens(rank))
+        with pytest.raises(RuntimeError, match="written between unshard and reshard"):
+            reshard(model)
+        with torch.no_grad(), gathered(model, writeback=True):
+            model(tokens(rank))
+        assert whole(model.lin.weight).abs().max() == 0.1
+        model.how = "copy_"
+        before = whole(model.lin.weight)
+        low = build("copy_", mp_policy=MixedPrecision(torch.bfloat16))
+        with torch.no_grad(), gathered(low, writeback=True), lost:
+            low(tokens(rank))
+        stored = build("copy_", mp_policy=MixedPrecision(full_precision_in_eval=True)).eval()
+        with lost:
+            stored(tokens(rank))
+        model.how = ""
+        model(tokens(rank)).sum().backward()
+        assert torch.equal(whole(model.lin.weight), before)
+
+    run_ranks(ranks, 2)
+
+
+def test_an_error_of_the_forward_itself_comes_first() -> None:
+    def ranks(rank: int) -> None:
+        model = build("clamp_", strategy=ShardingStrategy.FULL_SHARD)
+        with pytest.raises(IndexError):
+            model(torch.tensor([99]))
+        model.how = ""
+        with pytest.raises(RuntimeError, match="written"):
+            model(tokens(rank))  # found here, as the values of the failed forward are gone
+        model(tokens(rank))
+
+    run_ranks(ranks, 2)
