@@ -72,7 +72,8 @@ def guard_attributes(unit: Unit) -> None:
 
 def guard_everywhere(lane: Lane) -> None:
     """Guard what anything in the process keeps of the gathered weights of units just looked at."""
-    units, lane.inspected = lane.inspected, []
+    units = list(lane.inspected)
+    lane.inspected.clear()
     found = _storages(units)
     if not found:
         return

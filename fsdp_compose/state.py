@@ -483,7 +483,8 @@ class Lane:
     landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
     prefetched: list[Unit] = field(default_factory=list)
     carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
-    inspected: list[Unit] = field(default_factory=list)  # to look for leftovers of, at the end
+    inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
+    """Units whose leftovers are to be looked for when the step ends; see leftovers.py."""
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs

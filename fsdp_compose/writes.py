@@ -65,7 +65,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
         lost = _find_unseen(unit, shown)
         if lost is None:
             unit.inspected.add(kind)
-            unit.lane.inspected.append(unit)
+            unit.lane.inspected.add(unit)
             guard_attributes(unit)
     elif unit.keeps_views:
         guard_attributes(unit)
