@@ -132,8 +132,7 @@ class Opened:
     for_call: bool = False  # ends with the forward it was made for; see standin.py
     stored: bool = False  # that forward computes in the shards' own dtype
     given: dict[int, torch.Tensor] = field(default_factory=dict)  # read in place of the gathered
-    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
-    """What the forward reads that was made for it alone: entry, tensor, version; see writes.py."""
+    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)  # see writes.py
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -237,8 +236,7 @@ class Unit:
     def link(self) -> None:
         """Work out what follows from the buckets; again after one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
-        self.owners = [owner_of(entry) for entry in self.entries]
-        self.aliases = [b.aliases[e.index] for b, e in zip(self.owners, self.entries, strict=True)]
+        self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
         self.dressed = [i for i, entry in enumerate(self.entries) if is_dressed(entry)]
         self.dtensors = [
             (i, e.spec.parallel) for i, e in enumerate(self.entries) if e.spec.is_dtensor
@@ -247,8 +245,7 @@ class Unit:
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
         self.__dict__.pop("recurrent", None)
-        fixed = not self.dtensors and all(bucket.in_place for bucket in self.gathered)
-        self.pointers = [tensor.data_ptr() for tensor in self.aliases] if fixed else []
+        self.pointers: list[int] | None = None  # of the aliases if they never move; see writes.py
         self.routes: dict[tuple[int, ...], list[Route]] = {}
         self._watch()
         self._meet_sharers()
@@ -483,8 +480,7 @@ class Lane:
     landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
     prefetched: list[Unit] = field(default_factory=list)
     carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
-    inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
-    """Units whose leftovers are to be looked for when the step ends; see leftovers.py."""
+    inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for leftovers.py
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs

@@ -54,8 +54,11 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
     standing_in = unit.opened is not None and unit.opened.for_call
     shown = unit.aliases if unit.showing is None or standing_in else unit.showing
     try:
+        if unit.pointers is None:
+            fixed = not unit.dtensors and all(bucket.in_place for bucket in unit.gathered)
+            unit.pointers = list(map(_home, unit.entries)) if fixed else []
         if unit.pointers and list(map(torch.Tensor.data_ptr, shown)) != unit.pointers:
-            kept += _keep_assigned(unit, shown)
+            kept += _keep_assigned(unit, shown, unit.pointers)
         if kept:
             _compare_replicas(unit, kept)
     except RuntimeError as error:
@@ -119,7 +122,7 @@ def _find_unseen(unit: Unit, shown: Sequence[torch.Tensor]) -> Entry | None:
             if values.get(name) is not shown[index] and not is_shown_by_another(unit, values, name):
                 return unit.entries[index]
     for index, entry in enumerate(unit.entries):
-        bucket = unit.owners[index]
+        bucket = owner_of(entry)
         gathered = bucket.full.untyped_storage()
         for tensor in (unit.aliases[index], part_of(shown[index])):
             if bucket.in_place or tensor.untyped_storage()._cdata == gathered._cdata:
@@ -130,13 +133,22 @@ def _find_unseen(unit: Unit, shown: Sequence[torch.Tensor]) -> Entry | None:
     return lost or next(filter(None, map(find_difference, unit.gathered)), None)
 
 
-def _keep_assigned(unit: Unit, shown: Sequence[torch.Tensor]) -> list[Entry]:
+def _home(entry: Entry) -> int:
+    """Where the entry lies in a bucket whose gathered buffer is its shard."""
+    full = owner_of(entry).full
+    return full.data_ptr() + entry.spec.offset * full.element_size() if entry.spec.numel else 0
+
+
+def _keep_assigned(
+    unit: Unit, shown: Sequence[torch.Tensor], pointers: Sequence[int]
+) -> list[Entry]:
     """``weight.data = x`` in a forward whose buffer is the shard: the values of x are kept."""
     kept: list[Entry] = []
-    for index, (tensor, pointer) in enumerate(zip(shown, unit.pointers, strict=True)):
+    for index, (tensor, pointer) in enumerate(zip(shown, pointers, strict=True)):
         if tensor.data_ptr() == pointer:
             continue
-        bucket, entry = unit.owners[index], unit.entries[index]
+        entry = unit.entries[index]
+        bucket = owner_of(entry)
         home = alias(bucket.full, entry.spec.offset, entry.spec)
         if tensor.shape != home.shape or tensor.dtype != home.dtype:
             raise RuntimeError(

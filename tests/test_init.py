@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, agree, comm, fully_shard, init, undo, wrap
+from fsdp_compose import ShardingStrategy, comm, fully_shard, init, undo, wrap
 from fsdp_compose.init import seeded_init
 from fsdp_compose.mesh import SELF, Mesh
 from fsdp_compose.replicas import checksum
@@ -263,7 +263,7 @@ def test_a_checksum_tells_values_apart(dtype: torch.dtype, monkeypatch: pytest.M
     base = torch.randn(1001).gt(0) if dtype is torch.bool else torch.randn(1001).mul(50).to(dtype)
     want = checksum(base)
     assert want == checksum(base.clone())
-    monkeypatch.setattr(agree, "_CHUNK", 16)
+    monkeypatch.setattr(replicas, "_CHUNK", 16)
     assert want == checksum(base), "the size of the pieces does not matter"
     assert want == checksum(torch.cat([base[:1], base])[1:]), "nor does alignment"
     swapped = base.clone()
@@ -274,7 +274,7 @@ def test_a_checksum_tells_values_apart(dtype: torch.dtype, monkeypatch: pytest.M
 
 
 def test_verifying_takes_memory_that_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(replicas, "_CHUNK", 1 << 10)
     big = torch.randn(1 << 18)
     with Ledger(big) as ledger:
         checksum(big)

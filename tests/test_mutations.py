@@ -271,6 +271,53 @@ def check_other_layout(rank: int) -> None:
         torch.optim.Adagrad(model.parameters()).load_state_dict(given)
 
 
+def check_forward_writes(rank: int) -> None:
+    """A forward that clamps its weight raises, as the result would be lost."""
+    model = by_block(seeded(Tower))
+
+    def clamp(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.1, 0.1)
+
+    model.blocks[0].up.register_forward_pre_hook(clamp)
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight' .* was written"):
+        model(data(0, rank))
+
+
+def check_data_before_backward(rank: int) -> None:
+    """Backward reads what was written through .data since forward, as in a plain module."""
+    twin = Twin(rank, 2, Tower, lambda m: by_block(m, strategy=ShardingStrategy.SHARD_GRAD_OP))
+    loss, plain = twin.losses(square, 0)
+    for model in (twin.model, twin.reference):
+        for param in model.parameters():
+            param.data.mul_(1.5)
+    loss.backward()
+    plain.backward()
+    twin.step()
+
+
+def check_swap(rank: int) -> None:
+    """The memory that a parameter had before ``p.data = x`` keeps its values."""
+    model = by_block(seeded(Tower))
+    former = model.head.weight.data
+    before = former.clone()
+    model.head.weight.data = model.head.weight.data * 2
+    model(data(0, rank))
+    assert torch.equal(former.to_local(), before.to_local())
+
+
+def adopt_in_place() -> None:
+    """What parameters were given is copied over what they had."""
+
+    def make(original: Any) -> Any:
+        def mutant(bucket: Any, *args: Any) -> Any:
+            return bucket.stored.copy_(original(bucket, *args))
+
+        return mutant
+
+    replace("_make_shard", make, "adopt")
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -311,9 +358,18 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
     ),
     "start not verified": (
-        lambda: replace("_checksum", lambda original: lambda t: original(torch.zeros(1)), "agree"),
+        lambda: replace("sum_bytes", lambda original: lambda t: original(torch.zeros(1)), "agree"),
         check_replicas_verified, 2,
     ),
+    "writes in forward lost": (
+        lambda: replace("find_writes", lambda original: lambda unit, training: None, "writes"),
+        check_forward_writes, 2,
+    ),
+    "old weights in backward": (
+        lambda: replace("refresh_handed_out", lambda original: lambda unit: None),
+        check_data_before_backward, 2,
+    ),
+    "swapped weights overwritten": (adopt_in_place, check_swap, 2),
 }  # fmt: skip
 
 

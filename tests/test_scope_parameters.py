@@ -198,3 +198,36 @@ def test_flags_set_in_a_scope_hold_in_it(scope: Callable[..., Any]) -> None:
                 head.sum().backward()
 
     run_ranks(check, 2)
+
+
+def test_flags_set_in_a_scope_hold_after_it() -> None:
+    """With every option of the scope, with grad mode on and off, and through ``refresh``."""
+
+    frozen = {"first.weight", "blocks.0.up.weight", "head.weight", "head.bias"}
+    options: list[dict[str, bool]] = [
+        {},
+        {"writeback": True},
+        {"writeback": True, "with_grads": True},
+        {"writeback": True, "rank0_only": True},
+        {"rank0_only": True},
+        {"offload_to_cpu": True},
+    ]
+
+    def ranks(rank: int, grad: bool, given: dict[str, bool]) -> None:
+        model = by_block(seeded(lambda: Tower(1)))
+        with torch.set_grad_enabled(grad), gathered(model, **given):
+            model.first.weight.requires_grad_(False)
+            model.blocks[0].up.weight.requires_grad = False
+            model.head.requires_grad_(False)
+        for _ in range(2):
+            assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
+            square(model, data(0, rank)).backward()
+            assert {n for n, p in model.named_parameters() if p.grad is None} == frozen
+            fc.refresh(model)
+
+    def every_option(rank: int) -> None:
+        for given in options:
+            for grad in (True, False):
+                ranks(rank, grad, given)
+
+    run_ranks(every_option, 2)
