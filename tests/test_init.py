@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, comm, fully_shard, init, undo, wrap
+from fsdp_compose import ShardingStrategy, comm, fully_shard, init, replicas, undo, wrap
 from fsdp_compose.init import seeded_init
 from fsdp_compose.mesh import SELF, Mesh
 from fsdp_compose.replicas import checksum
