@@ -24,6 +24,7 @@ from fsdp_compose import (
     optim_state_dict,
 )
 from fsdp_compose.checkpoint import optim_agree
+from fsdp_compose.plans import UnitPlan
 from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
@@ -318,6 +319,29 @@ def adopt_in_place() -> None:
     replace("_make_shard", make, "adopt")
 
 
+def forget_the_unit() -> None:
+    """Policies and errors get names that are relative to the unit."""
+    UnitPlan.full_name = lambda self, name: name
+
+
+def check_full_names(rank: int) -> None:
+    asked: set[str] = set()
+    model = by_block(Tower(), mp_policy=lambda fqn, param: asked.add(fqn))
+    assert asked == {name for name, _ in model.named_parameters()}
+
+
+def forget_what_is_empty() -> None:
+    """``module.to_empty()`` leaves memory that looks written."""
+    replace("mark_unwritten", lambda original: lambda tensor: None, "sharded.calls")
+
+
+def check_emptied(rank: int) -> None:
+    model = by_block(Tower())
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="nothing has written it"):
+        model(data(0, rank, dtype=torch.float32))
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -350,6 +374,8 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         check_parts, 2,
     ),
     "memory handed out": (hand_out_memory, check_memory, 2),
+    "names relative to the unit": (forget_the_unit, check_full_names, 2),
+    "emptied memory taken for written": (forget_what_is_empty, check_emptied, 2),
     "other layouts loaded": (
         lambda: setattr(torchstate, "check_loaded", lambda spec, key, value: None),
         check_other_layout, 2,
