@@ -353,11 +353,23 @@ def _collect(plan: UnitPlan, taken: set[int]) -> None:
             for key, param in parameter_slots(submodule).items():
                 if param is None or id(param) in plan.ignored.params:
                     continue
+                _check_dense(plan, name, submodule)
                 item = found.setdefault(id(param), Found(param))
                 item.names.append(prefix + clean(f"{name}.{key}" if name else key))
                 item.slots.append(Slot.of(submodule, key))
     taken.update(id(module) for module in plan.modules)
     plan.found = list(found.values())
+
+
+def _check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:
+    """A sparse gradient has no place in the flat buffer that is reduced."""
+    kinds = nn.Embedding, nn.EmbeddingBag
+    if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
+        raise ValueError(
+            f"fully_shard: unit {plan.name!r} has the embedding {name!r} with sparse=True, whose "
+            "sparse gradients cannot be reduced and cut over ranks. Set sparse=False, or pass it "
+            "in ignored= and average its gradient yourself."
+        )
 
 
 def _check_script(plan: UnitPlan, name: str, module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_compose.audit import check_additions
 from fsdp_compose.bucket import dress
+from fsdp_compose.callers import check_caller, is_foreign
 from fsdp_compose.engine import (
     begin_forward_pass,
     carry_prefetched,
@@ -99,6 +100,7 @@ def detach(module: nn.Module) -> None:
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Gather the unit and let its modules read full parameters."""
     unit = get_state(module).unit
+    check_caller(unit)
     opened = unit.opened
     if opened is not None and opened.in_forward:
         if opened.for_call and unit.lane.active[:1] == [unit] and not _is_running(module):
@@ -162,6 +164,8 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     Runs also when forward raised: non-reentrant checkpointing ends a recomputation so.
     """
     unit = get_state(module).unit
+    if is_foreign(unit.lane):
+        return None  # it was refused before it opened
     if unit.opened is not None and unit.opened.calls:
         return _leave_opened(unit, unit.opened, output)
     lane = unit.lane

@@ -216,6 +216,7 @@ class Unit:
     traced: Traced | None = None  # set_traceable was called
     asked: Asked | None = None
     watch: Watch | None = None  # None: look through the modules at the next forward
+    is_forked: bool = False  # this process is a child of the one that sharded it
     looked_around: bool = False  # for the module that its forward was called in
     surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
     keeps_views: bool = False  # its modules hold views of gathered weights, see leftovers.py
@@ -473,6 +474,7 @@ class Lane:
     streams: Streams
     units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
     active: list[Unit] = field(default_factory=list)  # units in forward, outermost first
+    thread: int = 0  # that runs them
     pass_id: int = 0  # counts outermost forwards
     disagreements: int = 0  # of ranks, that were told so far
     tasks: dict[int, Task] = field(default_factory=dict)

@@ -94,6 +94,9 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 tree_map: Callable[..., Any] = _pytree.tree_map
 """``(function, tree)``: over the containers that ``torch.compile`` can trace."""
 
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` is recording."""
+
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the autograd pass running on this thread, -1 outside any."""
 
@@ -339,6 +342,14 @@ def strict_of_load() -> bool:
             return bool(frame.f_locals.get("strict", False))
         frame = frame.f_back
     return False
+
+
+def is_in_call(frame: FrameType | None) -> bool:
+    """Whether a module's call is on the stack that ends with ``frame``."""
+    code = torch.nn.Module._call_impl.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def calling_modules() -> Iterator[torch.nn.Module]:

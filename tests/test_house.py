@@ -51,6 +51,7 @@ LAYERS = [
     "audit.py",
     "surroundings.py",
     "inner.py",
+    "callers.py",
     "hooks.py",
     "traced.py",
     "asked.py",
