@@ -36,7 +36,7 @@ from fsdp_compose.gather import (
     trained_entries,
     view_parameters,
 )
-from fsdp_compose.inner import trigger_of, unwatch, watch_hooked
+from fsdp_compose.inner import opened_at, trigger_of, unwatch, watch_hooked
 from fsdp_compose.order import Change, Order
 from fsdp_compose.policy import FullPrecision
 from fsdp_compose.residency import (
@@ -426,10 +426,10 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
     watched = False
-    opened_at = _opened_at(unit) if len(tensors) > 1 else -1
+    start = opened_at(unit) if len(tensors) > 1 else -1
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
-            if opened_at >= 0 and made_at(node) < opened_at:
+            if start >= 0 and made_at(node) < start:
                 continue  # passed through; its gradient is complete long after the unit's backward
             tensor.register_hook(trigger_of(unit))
             watched = True
@@ -446,14 +446,6 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
             stacklevel=2,
         )
     return "hidden"
-
-
-def _opened_at(unit: Unit) -> int:
-    """When the unit's node was made, as in ``made_at``; -1 where it has none."""
-    for tensor in unit.live.tensors if unit.live is not None else ():
-        if tensor.grad_fn is not None:
-            return made_at(tensor.grad_fn)
-    return -1
 
 
 def _reads_weights(unit: Unit, output: torch.Tensor) -> bool:

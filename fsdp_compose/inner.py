@@ -20,7 +20,12 @@ from fsdp_compose.engine import open_backward, running_task
 from fsdp_compose.gather import DELETED
 from fsdp_compose.state import Unit, _lanes
 from fsdp_compose.surroundings import check_noted
-from fsdp_compose.torch_private import forward_hook_tables, remove_forward_hooks, untraced
+from fsdp_compose.torch_private import (
+    forward_hook_tables,
+    made_at,
+    remove_forward_hooks,
+    untraced,
+)
 from fsdp_compose.tree import find_tensors
 
 
@@ -42,6 +47,14 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
 
         unit.trigger = trigger
     return unit.trigger
+
+
+def opened_at(unit: Unit) -> int:
+    """When the unit's node was made, as in ``made_at``; -1 where it has none."""
+    for tensor in unit.live.tensors if unit.live is not None else ():
+        if tensor.grad_fn is not None:
+            return made_at(tensor.grad_fn)
+    return -1
 
 
 def watch_hooked(unit: Unit) -> None:
@@ -77,6 +90,9 @@ def _watch(values: Any) -> None:
     if not torch.is_grad_enabled():
         return
     for unit in [lane.active[-1] for lane in _lanes.values() if lane.active]:
+        start = opened_at(unit)
         for tensor in find_tensors(values)[0]:
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            node = tensor.grad_fn
+            # What the unit was given is reached after its backward, when it is released again.
+            if tensor.requires_grad and node is not None and made_at(node) >= start:
                 tensor.register_hook(trigger_of(unit))
