@@ -19,8 +19,11 @@ from fsdp_compose.residency import settle
 from fsdp_compose.sharded import part_of, to_local
 from fsdp_compose.state import Unit, iter_units
 
-Copies = dict[tuple[str, str], int]
-"""By (unit, name of the parameter): a checksum of what this rank holds."""
+Copies = dict[tuple[str, str, int, int], int]
+"""By (unit, name of the parameter, its elements here): a checksum of what this rank holds.
+
+Shard groups whose other parts are of unequal sizes may cut a parameter that tensor parallelism left
+whole in other places; only equal slices are compared."""
 
 
 def verify_replicas(module: nn.Module) -> None:
@@ -73,7 +76,13 @@ def _copies(unit: Unit, bucket: Bucket) -> Iterable[tuple[Group, Copies]]:
         for group in groups_of_copies(bucket, entry):
             found.setdefault(group, []).append(entry)
     for group, entries in found.items():
-        yield group, {(unit.name, e.spec.fqn): checksum(to_local(e.param)) for e in entries}
+        yield (
+            group,
+            {
+                (unit.name, e.spec.fqn, e.spec.start, e.spec.stop): checksum(to_local(e.param))
+                for e in entries
+            },
+        )
 
 
 def groups_of_copies(bucket: Bucket, entry: Entry) -> Sequence[Group]:
@@ -86,11 +95,12 @@ def groups_of_copies(bucket: Bucket, entry: Entry) -> Sequence[Group]:
 
 def _difference(mine: Copies, found: list[Copies], group: Group) -> str | None:
     for key in mine:
-        ranks: dict[int | None, list[int]] = {}
+        ranks: dict[int, list[int]] = {}
         for rank, copies in zip(group.ranks, found, strict=True):
-            ranks.setdefault(copies.get(key), []).append(rank)
+            if key in copies:
+                ranks.setdefault(copies[key], []).append(rank)
         if len(ranks) > 1:
-            unit, name = key
+            unit, name, _, _ = key
             parts = " and other numbers on ".join(f"ranks {held}" for held in ranks.values())
             return (
                 f"parameter {name!r} of unit {unit!r} is copied on ranks {list(group.ranks)}, and "

@@ -186,6 +186,25 @@ def test_replicas_beside_tensor_parallelism_start_alike(shape: tuple[int, int]) 
             assert "differs between rank" in error and f"{name.split('.', 1)[1]}'" in error, error
 
 
+def test_saving_says_which_copies_differ(tmp_path: Path) -> None:
+    """Of what tensor parallelism left whole one rank's numbers are saved: a warning names it."""
+
+    def ranks(rank: int) -> None:
+        model = three_units(mesh_of(dp=1, tp=2))
+        fc.save_checkpoint(tmp_path / "checkpoint", model)
+        before = whole(model[1].weight)
+        with torch.no_grad():
+            model[1].weight.to_local().add_(rank)
+        for save, path in ((fc.save_checkpoint, "checkpoint"), (fc.save_full, "full")):
+            with pytest.warns(UserWarning, match=r"'1.weight' is copied on ranks \[0, 1\]"):
+                save(tmp_path / path, model)
+        fc.load_full(tmp_path / "full", model)
+        assert torch.equal(whole(model[1].weight), before)
+        fc.verify_replicas(model)
+
+    run_ranks(ranks, 2)
+
+
 # Initialisation
 
 

@@ -7,10 +7,11 @@ saved once, and loaded into each.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,8 +25,9 @@ from fsdp_compose.checkpoint.values import whole, whole_shape
 from fsdp_compose.mesh import Group
 from fsdp_compose.names import clean_name
 from fsdp_compose.replicas import checksum
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import is_sharded, to_local
 from fsdp_compose.state import iter_units
+from fsdp_compose.verify import code_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
 
     Args:
         what: the function that was called, for messages.
-        saves: check that what several stages call by one name is one parameter.
+        saves: check that what several stages call by one name is one parameter, and warn where
+            copies beside tensor parallelism differ.
 
     Raises:
         RuntimeError: on every rank: it is not.
@@ -104,9 +107,14 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
         return Stages(group, ((0,),), 0)
     peers = sorted({rank for other in groups_of(module) for rank in other.ranks})
     has_units = any(True for _ in iter_units(module))
-    reports = comm.gather_objects((peers, has_units), group)
-    members = _components([found for found, _ in reports], group.ranks)
-    if len(members) == 1 or not any(sharded for _, sharded in reports):
+    copies = _copies_beside(module) if saves else {}
+    sums = {ranks: code_of(sorted(found.items())) for ranks, found in copies.items()}
+    reports = comm.gather_objects((peers, has_units, sums), group)
+    members = _components([found for found, _, _ in reports], group.ranks)
+    known: dict[tuple[int, ...], int] = {}
+    if any(known.setdefault(r, s) != s for _, _, of in reports for r, s in of.items()):
+        _warn_of_copies(what, comm.gather_objects(copies, group), group)
+    if len(members) == 1 or not any(sharded for _, sharded, _ in reports):
         return Stages(group, (tuple(range(group.size)),), 0)
     mine = next(i for i, ranks in enumerate(members) if group.rank in ranks)
     stages = Stages(group, members, mine)
@@ -123,6 +131,44 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
         shared = [name for name in values if name in others]
         _check_alike(what, stages, _sums({name: values[name] for name in shared}))
     return stages
+
+
+Copies: TypeAlias = "dict[tuple[int, ...], dict[tuple[str, int, int], int]]"
+
+
+def _copies_beside(module: nn.Module) -> Copies:
+    """Checksums of what tensor parallelism left whole, by the ranks that hold it and the slice.
+
+    Shard groups whose parts are of unequal sizes may cut it in other places; such slices are not
+    compared.
+    """
+    found: Copies = {}
+    for unit in iter_units(module):
+        for bucket in unit.buckets:
+            for entry in bucket.entries:
+                parallel = entry.spec.parallel
+                for axis in () if parallel is None else parallel.axes:
+                    if axis.dim is None and axis.group.size > 1 and is_sharded(entry.param):
+                        of_group = found.setdefault(axis.group.ranks, {})
+                        key = entry.spec.fqn, entry.spec.start, entry.spec.stop
+                        of_group[key] = checksum(to_local(entry.param))
+    return found
+
+
+def _warn_of_copies(what: str, reports: Iterable[Copies], group: Group) -> None:
+    first: dict[tuple[object, ...], int] = {}
+    for rank, copies in zip(group.ranks, reports, strict=True):
+        for ranks, sums in copies.items():
+            for (name, *own), total in sums.items():
+                if first.setdefault((ranks, name, *own), total) != total:
+                    warnings.warn(
+                        f"{what}: parameter {name!r} is copied on ranks {list(ranks)} beside "
+                        f"layers that tensor parallelism split, and rank {rank} holds other "
+                        f"numbers than rank {ranks[0]}, whose are saved. Its gradients differed, "
+                        "or it was written on some of the ranks only; see verify_replicas(module).",
+                        stacklevel=5,
+                    )
+                    return
 
 
 def _components(peers: Iterable[list[int]], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
