@@ -297,7 +297,8 @@ class OwnerOptimizer(Optimizer):
                             f"group {a[key]} on rank {group.ranks[group.rank]} and {b[key]} on "
                             f"rank {rank}, since it sums over all parameters and each rank has "
                             "those it owns; give it the sharded parameters themselves, whose sums "
-                            "are of all ranks."
+                            "are of all ranks. If its step cannot take those, it needs a model "
+                            "that is not sharded."
                         )
 
     def _hand_over(self) -> None:

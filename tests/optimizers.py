@@ -122,12 +122,12 @@ class Amos(Elementwise):
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
-            state["square"] = torch.zeros((), dtype=p.dtype)
+            state["exp_avg_sq"] = torch.zeros((), dtype=p.dtype)
             state["decay"] = torch.zeros((), dtype=p.dtype)
         step = count(state)
         square = grad.square().mean()
-        state["square"].lerp_(square, 0.1)
-        scale = state["square"] / (1 - 0.9**step)
+        state["exp_avg_sq"].lerp_(square, 0.1)
+        scale = state["exp_avg_sq"] / (1 - 0.9**step)
         decay = (1 + state["decay"]).rsqrt()
         state["decay"] += 0.1 * decay * square / (scale + 1e-18)
         p.sub_(grad * (group["lr"] * decay * (scale + 1e-18).rsqrt()))

@@ -76,6 +76,13 @@ class Lookahead(torch.optim.Optimizer):
         return {"slow": {}, "fast": self.inner.state_dict()}
 
 
+class Beside(torch.optim.SGD):
+    """Keeps slow weights beside the state of its parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": {0: [torch.ones(1)]}}
+
+
 class ListedShampoo(torch.optim.Optimizer):
     """Statistics in a list, their roots in a dictionary, and a number of shape ``()``."""
 
@@ -211,6 +218,8 @@ def test_opaque_state_is_refused_everywhere(tmp_path: Path) -> None:
         wrapped = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(TypeError, match=r"Lookahead.state_dict\(\) has \['fast', 'slow'\]"):
             fc.optim_state_dict(model, wrapped)
+        with pytest.raises(TypeError, match=r"Beside.state_dict\(\) has 'slow' beside 'state'"):
+            fc.optim_state_dict(model, Beside(model.parameters(), lr=0.1))
         only = OpaqueShampoo(model.parameters())
         if rank == 1:
             train(model, [only], 0)

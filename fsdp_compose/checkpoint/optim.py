@@ -266,7 +266,7 @@ def _misfits(
         if rows is not None:
             want = tuple(rows.shape)
         cut = is_sharded(value) and part.owner is None
-        if shape != want and (cut or key in ELEMENTWISE):
+        if shape != want and (cut or (shape and key in ELEMENTWISE)):  # () is a number of its own
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
         elif is_sharded(value) and (part.owner is not None or needs_gather(value, part.spec)):
             spec = value._shard_spec

@@ -18,7 +18,7 @@ from fsdp_compose.checkpoint.consensus import groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.names import parameter_names
-from fsdp_compose.checkpoint.nested import find_object, flatten, unflatten
+from fsdp_compose.checkpoint.nested import find_object, flatten, has_tensor, unflatten
 from fsdp_compose.checkpoint.optim_agree import agree_on_state
 from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.structure import Owned, by_block, complete, owned, row_keys
@@ -137,6 +137,15 @@ def _check_format(optim: Optimizer, plain: Any) -> None:
             f"optimizer state: {type(optim).__name__}.state_dict() has {keys}; wanted 'state' and "
             "'param_groups', as torch.optim has. If it wraps another optimizer, pass that one and "
             "save what the wrapper keeps yourself."
+        )
+
+    extra = {key: value for key, value in plain.items() if key not in ("state", "param_groups")}
+    lost = next((k for k, v in extra.items() if has_tensor(v) or find_object(v) is not None), None)
+    if lost is not None:
+        raise TypeError(
+            f"optimizer state: {type(optim).__name__}.state_dict() has {lost!r} beside 'state' and "
+            "'param_groups', with tensors or objects in it that no parameter tells the place of. "
+            "If it wraps another optimizer, pass that one and save what the wrapper keeps yourself."
         )
 
 

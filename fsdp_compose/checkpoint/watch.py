@@ -7,6 +7,7 @@ where that would miss state, and refuse state of another layout for plain parame
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,8 +40,10 @@ def watch(optimizer: Optimizer) -> None:
     _seen.add(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(is_sharded_parameter(param) or source_of(param) is not None for param in params):
-        optimizer.register_state_dict_pre_hook(_before_state_dict)
-        optimizer.register_load_state_dict_pre_hook(_before_load)
+        # A wrapper that never called Optimizer.__init__ has no place for hooks.
+        with contextlib.suppress(AttributeError):
+            optimizer.register_state_dict_pre_hook(_before_state_dict)
+            optimizer.register_load_state_dict_pre_hook(_before_load)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
