@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from importlib import import_module
 from inspect import signature
@@ -438,9 +438,11 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def timeout_of(pg: dist.ProcessGroup) -> float:
-    """Seconds that the ranks of a group wait for each other."""
-    backend: Any = pg._get_backend(pg._device_types[0])
-    timeout: timedelta = backend.options._timeout
+    """Seconds that the ranks of a group wait for each other; torch's default where it is unsaid."""
+    timeout: timedelta = _c10d.default_pg_timeout
+    with suppress(AttributeError, RuntimeError):  # not every backend has options
+        backend: Any = pg._get_backend(pg._device_types[0])
+        timeout = backend.options._timeout
     return timeout.total_seconds()
 
 
