@@ -523,11 +523,8 @@ def lane_of(device: torch.device) -> Lane:
 
 
 def log_of(lane: Lane, mesh: Mesh) -> Log | None:
-    """Where collectives over ``mesh`` are noted; None where there are no other ranks.
-
-    A log lives as long as its groups. If it died with its units, ranks that free a model at
-    different times would number the next model's units differently.
-    """
+    """Where collectives over ``mesh`` are noted; None where there are no other ranks."""
+    # It lives as long as its groups: ranks may free a model at different times, yet number alike.
     key = log_key(mesh)
     log = lane.logs.get(key) if key else None
     if log is None and key:
