@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_budget import STRATEGIES, check_prefetch, check_released, check_traffic
+from test_checkpoint_hostile import Code
 from test_parts_of_gradients import Levels, inside_out
 from test_unused import PLANS, Choosy, check_steps
+from test_waiting import be_quick
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,8 +28,9 @@ from fsdp_compose import (
     fully_shard,
     no_sync,
     optim_state_dict,
+    waiting,
 )
-from fsdp_compose.checkpoint import optim_agree
+from fsdp_compose.checkpoint import metadata, optim_agree
 from fsdp_compose.plans import UnitPlan
 from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
@@ -342,6 +349,31 @@ def check_emptied(rank: int) -> None:
         model(data(0, rank, dtype=torch.float32))
 
 
+def wait_in_silence() -> None:
+    waiting.tell = lambda wait, now: None
+
+
+def check_told(rank: int) -> None:
+    """A rank that is alone in a norm says so."""
+    heard, model = be_quick(), by_block(Tower())
+    torch.distributed.barrier()
+    time.sleep(0.8 * rank)
+    model.head.weight.norm()
+    assert rank or any("rank 1 did not come" in line for line in heard.lines)
+
+
+def unpickle_anything() -> None:
+    metadata._Unpickler.find_class = metadata.pickle.Unpickler.find_class
+
+
+def check_unpickling(rank: int) -> None:
+    """Reading the metadata of a checkpoint runs no code."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / ".metadata").write_bytes(pickle.dumps(Code(Path(folder) / "ran")))
+        with pytest.raises(RuntimeError, match="which was not run"):
+            metadata.read_metadata(Path(folder))
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -374,6 +406,8 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         check_parts, 2,
     ),
     "memory handed out": (hand_out_memory, check_memory, 2),
+    "waits in silence": (wait_in_silence, check_told, 2),
+    "metadata unpickled": (unpickle_anything, check_unpickling, 1),
     "names relative to the unit": (forget_the_unit, check_full_names, 2),
     "emptied memory taken for written": (forget_what_is_empty, check_emptied, 2),
     "other layouts loaded": (
