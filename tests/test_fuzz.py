@@ -1,0 +1,76 @@
+"""A short run of the differential fuzzer, and every program that once failed in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuzz import operations, run_one, run_seeds, shrink
+from fuzz_programs import OPS, Case, Leaf, Node, draw, leaves, smaller
+from harness import run_ranks
+
+SHORT = {1: range(40), 2: range(60), 3: range(15), 4: range(15)}
+
+FOUND = {
+    "data assigned, then a full state dict": Case(
+        Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("write data", 0), ("state", 0)),
+    ),
+    "a gradient penalty leaves nothing gathered": Case(
+        Node((Leaf("single", frozen=True),)), 2, "FULL_SHARD", (("penalty", 0),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", SHORT)
+def test_random_programs_equal_the_plain_model(world: int) -> None:
+    """`python tests/fuzz.py --minutes 60` looks further, and shrinks what it finds."""
+    run_ranks(run_seeds, world, world, list(SHORT[world]), timeout=200)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_once_failed(name: str) -> None:
+    run_ranks(run_one, FOUND[name].world, FOUND[name])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_program_with_every_operation(world: int) -> None:
+    """A fixed model goes through every operation, so that none is left to chance."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        recompute = "reentrant" if strategy == "SHARD_GRAD_OP" else "saved"
+        run_ranks(run_one, world, every_operation(world, strategy, recompute), timeout=90)
+
+
+def every_operation(world: int, strategy: str, recompute: str) -> Case:
+    inner = Node((Leaf("matrix", unit=True), Leaf("scalar"), Leaf("matrix", tie=0)), True, "saved")
+    other = Node((Leaf("low rank", frozen=True), Leaf("norm", dtype="float32")), True, recompute)
+    tree = Node((Leaf("transposed"), inner, other, Leaf("matrix", tie=1, unit=True)), True)
+    ops = tuple((op, i) for i, op in enumerate([*OPS, "step", "toggle", *OPS, "step"]))
+    return Case(tree, world, strategy, ops)
+
+
+def test_every_operation_is_drawn_and_known() -> None:
+    drawn = {op for seed in range(200) for op, _ in draw(seed, 2).ops}
+    assert drawn == set(OPS) == set(operations)
+
+
+def test_a_seed_gives_the_same_program() -> None:
+    assert draw(7, 2) == draw(7, 2) != draw(8, 2)
+
+
+def test_a_failure_is_shrunk_to_what_causes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among simpler cases, the smallest that still fails is kept."""
+
+    def fails(case: Case) -> str | None:
+        guilty = any(op == "clip" for op, _ in case.ops)
+        return (
+            "wrong" if guilty and any(leaf.kind == "norm" for leaf in leaves(case.tree)) else None
+        )
+
+    monkeypatch.setattr("fuzz.failure_of", fails)
+    large = Case(
+        Node((Leaf("norm"), Node((Leaf("matrix", unit=True), Leaf("vector", tie=0)), True)), True),
+        4, "NO_SHARD", (("step", 3), ("clip", 2), ("edit", 1), ("step", 0)), granularity="row",
+    )  # fmt: skip
+    case, failure = shrink(large)
+    assert failure == "wrong"
+    assert case.ops == (("clip", 0),) and case.tree == Node((Leaf("norm"),))
+    assert not any(fails(simpler) for simpler in smaller(case))
