@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ from fsdp_compose.residency import (
 from fsdp_compose.saved import recover_shields
 from fsdp_compose.state import Hold, Lane, Task, Unit, unit_of
 from fsdp_compose.torch_private import (
+    graph_is_kept,
     graph_task_id,
     on_backward_end,
     raw,
@@ -48,6 +50,8 @@ def begin_forward_pass(lane: Lane) -> None:
     """An outermost forward starts: clear what a failed step left, then count it."""
     if lane.tasks and not any(task.alive for task in lane.tasks.values()):
         recover(lane)
+    if lane.retained:
+        drop_unread(lane)
     lane.pass_id += 1
     _start_over_if_ranks_differed(lane)
 
@@ -123,8 +127,10 @@ def end_task(lane: Lane, task_id: int) -> None:
     for unit in task.units:
         if unit.task is task or unit.task is None:
             close_backward(unit, ended=True)
-    for unit in task.consumed:
-        drop(unit, Hold.RETAINED)
+    for unit, reader in task.consumed:
+        unit.readers.discard(reader)
+    if lane.retained:
+        drop_unread(lane)
     if not lane.tasks:
         drop_prefetched(lane)
         if len(lane.logs) > len(lane.reached):
@@ -196,8 +202,7 @@ def open_backward(unit: Unit, task: Task) -> None:
     hold(unit, Hold.BACKWARD)
     drop(unit, Hold.PREFETCH)
     if torch.is_grad_enabled():
-        # A graph over this backward is being created: a later backward reads the weights again.
-        keep(unit, Hold.RETAINED)
+        retain(unit, *unit.nodes)
     refresh_handed_out(unit)
     wait_gathered(unit)
     if unit.live is not None and not unit.calls:
@@ -211,6 +216,31 @@ def open_backward(unit: Unit, task: Task) -> None:
             order.assume(unit.lane.forward_order.visited())
     if unit.prefetch.backward_moment == "pre":
         prefetch_backward(unit)
+
+
+def retain(unit: Unit, *readers: Any) -> None:
+    """Keep the unit gathered: a graph over its backward is being made, which reads its weights.
+
+    Args:
+        readers: each lives at least as long as the graph; see ``consume`` for when it is done.
+    """
+    keep(unit, Hold.RETAINED)
+    unit.readers.update(readers)
+    unit.lane.retained.add(unit)
+
+
+def consume(unit: Unit, reader: Any) -> None:
+    """A backward over a graph that ``retain`` was called for reached its end in the unit."""
+    if reader in unit.readers and not graph_is_kept():
+        running_task(unit).consumed.append((unit, reader))
+
+
+def drop_unread(lane: Lane) -> None:
+    """Release units whose graphs over backward were consumed, or are gone."""
+    for unit in list(lane.retained):
+        if not unit.readers:
+            lane.retained.discard(unit)
+            drop(unit, Hold.RETAINED)
 
 
 def close_backward(unit: Unit, ended: bool = False) -> None:
@@ -317,6 +347,7 @@ def recover(lane: Lane) -> None:
     lane.active.clear()
     lane.prefetched.clear()
     lane.carried.clear()
+    lane.retained.clear()
     for order in (lane.forward_order, lane.backward_order, lane.eval_order):
         if order is not None:
             order.forget()
@@ -329,6 +360,7 @@ def recover(lane: Lane) -> None:
         while unit.opened is not None and unit.opened.for_call:
             unit.opened = unit.opened.outer
         forget_inner(unit)
+        unit.readers.clear()
         for reason in tuple(unit.holds - {Hold.USER}):
             drop(unit, reason)
         _return_leaves(unit)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.bucket import Phase, dress
-from fsdp_compose.engine import close_backward
+from fsdp_compose.engine import close_backward, consume, retain
 from fsdp_compose.receive import receive
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import check_unwritten, read_versions
@@ -105,6 +105,25 @@ class Gather(torch.autograd.Function):
         return (None, None, *receive(unit, ctx.trained, grads, ctx))
 
 
+class Reader:
+    """Lives as long as a graph over the backward of a unit that trains nothing."""
+
+
+def _retain_frozen(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+    """Keep the unit for backwards over the graph that is being made of ``grads``."""
+    ref, reader = weakref.ref(unit), Reader()
+
+    @untraced
+    def reached(grad: torch.Tensor) -> None:
+        if (frozen := ref()) is not None:
+            consume(frozen, reader)
+
+    for grad in grads:
+        if grad is not None and grad.requires_grad:
+            grad.register_hook(reached)
+    retain(unit, reader)
+
+
 class Boundary(torch.autograd.Function):
     """Identity on the inputs of a unit that trains nothing: its backward ends the unit's."""
 
@@ -120,6 +139,8 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         unit = ctx.unit_ref()
         if unit is not None:
+            if torch.is_grad_enabled():
+                _retain_frozen(unit, grads)
             close_backward(unit)
         return (None, *grads)
 

@@ -20,10 +20,9 @@ import torch
 
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry
-from fsdp_compose.engine import close_backward, running_task
+from fsdp_compose.engine import close_backward, consume, retain, running_task
 from fsdp_compose.reduction import drain, pack, reduce_apart, start_reduce
-from fsdp_compose.residency import keep
-from fsdp_compose.state import Hold, Route, Task, Unit, routes_of, unit_of
+from fsdp_compose.state import Route, Task, Unit, routes_of, unit_of
 from fsdp_compose.torch_private import graph_task_id, node_will_run, untraced, wanted_leaves
 from fsdp_compose.used import unite
 
@@ -40,7 +39,7 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
     wanted = wanted_leaves([leaf for leaf, _ in node.next_functions])
     node.received_in = task.id
     if wanted is None or torch.is_grad_enabled():
-        return _reduce_now(unit, task, trained, grads, node.ends_pass)
+        return _reduce_now(unit, task, trained, grads, node)
     if not all(wanted):
         pairs = zip(grads, wanted, strict=True)
         grads = tuple([grad if is_wanted else None for grad, is_wanted in pairs])
@@ -65,7 +64,7 @@ def take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node:
         unit.task.packed += [route.bucket for route in routes]
         return
     if node is not None and node.ends_pass:
-        _end_pass(unit, task)
+        _end_pass(unit, node)
     for route in routes:
         if not unit_of(route.bucket).switches.sync:
             continue
@@ -75,9 +74,8 @@ def take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node:
             unit.lane.reductions.append(start_reduce(route.bucket))
 
 
-def _end_pass(unit: Unit, task: Task) -> None:
-    if Hold.RETAINED in unit.holds:
-        task.consumed.append(unit)
+def _end_pass(unit: Unit, node: Any) -> None:
+    consume(unit, node)
     close_backward(unit)
 
 
@@ -99,15 +97,15 @@ def _is_expected(node: Any) -> bool:
 
 
 def _reduce_now(
-    unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, ends_pass: bool
+    unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any
 ) -> Tensors:
     """Reduce at once and return the sharded gradients, with a graph over them if asked for."""
     results = reduce_at_once(unit, task, trained, grads)
-    if ends_pass and torch.is_grad_enabled():
-        keep(unit, Hold.RETAINED)
+    if node.ends_pass and torch.is_grad_enabled():
+        retain(unit, node)
         close_backward(unit)
-    elif ends_pass:
-        _end_pass(unit, task)
+    elif node.ends_pass:
+        _end_pass(unit, node)
     return tuple(results.get(unit.entries[i]) for i in trained)
 
 

@@ -197,6 +197,8 @@ class Unit:
     live: Live | None = None
     nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Autograd nodes that gradients of its parameters arrive at."""
+    readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """What lives as long as graphs over its backward do, which read its weights (create_graph)."""
     opened: Opened | None = None
     shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
     task: Task | None = None  # the backward that opened the unit
@@ -459,7 +461,8 @@ class Task:
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # opened by it
     packed: list[Bucket] = field(default_factory=list)  # to reduce at its end, unless before
-    consumed: list[Unit] = field(default_factory=list)  # RETAINED until it ends
+    consumed: list[tuple[Unit, Any]] = field(default_factory=list)
+    """Units whose weights it read last on behalf of a graph over an earlier backward."""
     mirrors: list[Mirror] = field(default_factory=list)  # of gradients that autograd accumulates
 
     @property
@@ -480,6 +483,7 @@ class Lane:
     tasks: dict[int, Task] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
     landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
+    retained: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for their readers
     prefetched: list[Unit] = field(default_factory=list)
     carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
     inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for leftovers.py

@@ -98,6 +98,9 @@ is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` is recording."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# Whether the backward under way leaves its graph as it is, for another one (retain_graph=True).
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Id of the autograd pass running on this thread, -1 outside any."""
 
 

@@ -1,0 +1,93 @@
+"""Graphs over a backward read the weights again: units stay gathered for them, and no longer."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness import run_ranks
+from models import Tower, Twin, assert_at_rest, data, units
+
+
+def frozen_in_the_middle() -> nn.Module:
+    model = Tower()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def frozen() -> nn.Module:
+    return Tower().requires_grad_(False)
+
+
+def slope_of(model: nn.Module, x: Tensor) -> Tensor:
+    """The gradient over the input, differentiable."""
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    return slope.square().sum()
+
+
+@pytest.mark.parametrize("build", [Tower, frozen_in_the_middle])
+def test_two_graphs_over_gradients_at_once(build: type[nn.Module]) -> None:
+    """Each is consumed by a backward of its own, in either order; then nothing is gathered."""
+
+    def train(rank: int) -> None:
+        twin = Twin(rank, 2, build)
+        for step in range(2):
+            first, second = (twin.losses(slope_of, seed) for seed in (step, step + 10))
+            for ours, plain in (first, second) if step else (second, first):
+                ours.backward()
+                plain.backward()
+            assert_at_rest(twin.model)
+            twin.step()
+        twin.check()
+
+    run_ranks(train, 2)
+
+
+def test_a_kept_graph_is_walked_twice() -> None:
+    def train(rank: int) -> None:
+        twin = Twin(rank, 2, frozen_in_the_middle)
+        for loss in twin.losses(slope_of, 0):
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert_at_rest(twin.model)
+        twin.step()
+        twin.check()
+
+    run_ranks(train, 2)
+
+
+def test_graphs_that_are_dropped_release_units() -> None:
+    """A graph that nobody consumes holds the units until it is gone and another step was made."""
+
+    def run(rank: int) -> None:
+        for build in (Tower, frozen):
+            twin = Twin(rank, 2, build)
+            slope = slope_of(twin.model, data(0, rank))
+            assert any(unit.holds for unit in units(twin.model))
+            del slope
+            gc.collect()
+            for seed in (1, 2):
+                twin.model(data(seed, rank).requires_grad_()).sum().backward()
+            assert_at_rest(twin.model)
+
+    run_ranks(run, 2)
+
+
+def test_a_frozen_model_is_differentiated_twice() -> None:
+    """Nothing is trained, and the input's gradient is right, as in an attack on the input."""
+
+    def run(rank: int) -> None:
+        twin = Twin(rank, 2, frozen)
+        inputs = []
+        for model in (twin.model, twin.mine):
+            x = data(0, rank)
+            slope_of(model, x).backward()
+            inputs.append(x.grad)
+        torch.testing.assert_close(*inputs, rtol=1e-9, atol=1e-11)
+        assert_at_rest(twin.model)
+
+    run_ranks(run, 2)
