@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compose.records import Watch
 from fsdp_compose.sharded import PRIVACY, is_sharded
-from fsdp_compose.state import Unit, Watch, find_state
+from fsdp_compose.state import Unit, find_state
 from fsdp_compose.torch_private import child_slots, forward_hook_tables, parameter_slots
 
 _MOST = 5

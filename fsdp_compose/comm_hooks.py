@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose import comm
-from fsdp_compose.state import GradBucket, Unit, iter_units
+from fsdp_compose.records import GradBucket
+from fsdp_compose.state import Unit, iter_units
 
 CommHook = Callable[[Any, GradBucket], torch.Tensor]
 

@@ -14,6 +14,7 @@ import torch
 
 from fsdp_compose.leftovers import guard_everywhere
 from fsdp_compose.order import Order
+from fsdp_compose.records import Hold
 from fsdp_compose.reduction import (
     discard_packed,
     drain,
@@ -36,7 +37,7 @@ from fsdp_compose.residency import (
     wait_gathered,
 )
 from fsdp_compose.saved import recover_shields
-from fsdp_compose.state import Hold, Lane, Task, Unit, unit_of
+from fsdp_compose.state import Lane, Task, Unit, unit_of
 from fsdp_compose.torch_private import (
     graph_is_kept,
     graph_task_id,

@@ -50,6 +50,7 @@ from fsdp_compose.policy import (
     place,
 )
 from fsdp_compose.receive import gather_flat
+from fsdp_compose.records import Switches
 from fsdp_compose.reduction import drain
 from fsdp_compose.replicas import checksum
 from fsdp_compose.residency import check_slots, drop, install_leaves
@@ -70,7 +71,6 @@ from fsdp_compose.sharded import (
 )
 from fsdp_compose.state import (
     STATE_KEY,
-    Switches,
     Unit,
     _FSDPState,
     find_state,

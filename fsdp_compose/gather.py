@@ -16,9 +16,10 @@ import torch
 from fsdp_compose.bucket import Phase, dress
 from fsdp_compose.engine import close_backward, consume, retain
 from fsdp_compose.receive import receive
+from fsdp_compose.records import Live
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import check_unwritten, read_versions
-from fsdp_compose.state import Live, Unit, as_read
+from fsdp_compose.state import Unit, as_read
 from fsdp_compose.torch_private import raw, untraced
 
 DELETED = (

@@ -39,6 +39,7 @@ from fsdp_compose.gather import (
 from fsdp_compose.inner import opened_at, trigger_of, unwatch, watch_hooked
 from fsdp_compose.order import Change, Order
 from fsdp_compose.policy import FullPrecision
+from fsdp_compose.records import Hold, Live, Opened
 from fsdp_compose.residency import (
     admit,
     drop,
@@ -53,7 +54,7 @@ from fsdp_compose.residency import (
 )
 from fsdp_compose.saved import shield_weights, unshield
 from fsdp_compose.standin import StandIns, close_stand_ins, find_stand_ins, open_stand_ins
-from fsdp_compose.state import Hold, Lane, Live, Opened, Unit, get_state
+from fsdp_compose.state import Lane, Unit, get_state
 from fsdp_compose.surroundings import find_surroundings
 from fsdp_compose.torch_private import (
     graph_task_id,

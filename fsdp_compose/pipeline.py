@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from fsdp_compose.records import Hold
 from fsdp_compose.residency import drop
-from fsdp_compose.state import Hold, iter_units
+from fsdp_compose.state import iter_units
 from fsdp_compose.switches import no_sync
 from fsdp_compose.unshard import reduce_grads
 

@@ -21,8 +21,9 @@ import torch
 from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.engine import close_backward, consume, retain, running_task
+from fsdp_compose.records import Route
 from fsdp_compose.reduction import drain, pack, reduce_apart, start_reduce
-from fsdp_compose.state import Route, Task, Unit, routes_of, unit_of
+from fsdp_compose.state import Task, Unit, routes_of, unit_of
 from fsdp_compose.torch_private import graph_task_id, node_will_run, untraced, wanted_leaves
 from fsdp_compose.used import unite
 

@@ -15,9 +15,10 @@ import torch
 from fsdp_compose import comm, waiting
 from fsdp_compose.bucket import Bucket, Entry, make_grad_buffer
 from fsdp_compose.policy import Offload
+from fsdp_compose.records import GradBucket
 from fsdp_compose.residency import noted
 from fsdp_compose.sharded import run_gradient_hooks, tag_all
-from fsdp_compose.state import GradBucket, Lane, Reduction, unit_of
+from fsdp_compose.state import Lane, Reduction, unit_of
 from fsdp_compose.torch_private import raw
 from fsdp_compose.used import unite_early
 from fsdp_compose.verify import code_of

@@ -19,8 +19,9 @@ from fsdp_compose.adopt import adopt, moved_before_backward, require_written
 from fsdp_compose.bucket import Bucket, Entry, Inner, Phase
 from fsdp_compose.mesh import refuse_late_group
 from fsdp_compose.messages import is_point_to_point
+from fsdp_compose.records import Hold
 from fsdp_compose.sharded import ShardSpec, part_of
-from fsdp_compose.state import Hold, Lane, Unit, lane_of
+from fsdp_compose.state import Lane, Unit, lane_of
 from fsdp_compose.torch_private import (
     flat_weights,
     graph_task_id,

@@ -21,10 +21,11 @@ from fsdp_compose import comm
 from fsdp_compose.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.connect import connect, is_running
 from fsdp_compose.receive import gather_flat
+from fsdp_compose.records import Hold, Opened
 from fsdp_compose.reduction import requires_grad
 from fsdp_compose.residency import install, install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.sharded import part_of, part_slice, to_local
-from fsdp_compose.state import Hold, Opened, Unit, _lanes, find_state, owner_of
+from fsdp_compose.state import Unit, _lanes, find_state, owner_of
 from fsdp_compose.surgery import check_surgery, remember_modules
 from fsdp_compose.torch_private import parameter_slots, raw
 from fsdp_compose.unshard import check_reduced, reconnect

@@ -18,9 +18,10 @@ from torch import nn
 from fsdp_compose.bucket import Bucket, Entry, dress, full_tensor
 from fsdp_compose.connect import connect, owners
 from fsdp_compose.receive import Spread, gather_flat
+from fsdp_compose.records import Opened
 from fsdp_compose.residency import replaced, replaced_message, resting
 from fsdp_compose.sharded import ShardedTensor, is_sharded, spec_of
-from fsdp_compose.state import Opened, Unit, owner_of
+from fsdp_compose.state import Unit, owner_of
 from fsdp_compose.torch_private import (
     beneath_transforms,
     in_functional_call,

@@ -13,8 +13,9 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
+from fsdp_compose.records import Switches
 from fsdp_compose.reduction import discard_packed
-from fsdp_compose.state import Switches, Unit, find_state, iter_units
+from fsdp_compose.state import Unit, find_state, iter_units
 from fsdp_compose.unshard import reduce_grads
 
 Keep: TypeAlias = Literal["sharded", "unsharded", "no_all_reduce"]

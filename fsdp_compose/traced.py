@@ -33,8 +33,9 @@ from fsdp_compose.engine import running_task
 from fsdp_compose.gather import trained_entries
 from fsdp_compose.hooks import after_forward, attachments, before_forward
 from fsdp_compose.receive import Tensors, gather_flat, reduce_at_once, take
+from fsdp_compose.records import Traced
 from fsdp_compose.residency import admit, check_slots
-from fsdp_compose.state import STATE_KEY, Traced, Unit, iter_units, owner_of
+from fsdp_compose.state import STATE_KEY, Unit, iter_units, owner_of
 from fsdp_compose.torch_private import (
     remove_forward_hooks,
     replace_forward_hooks,

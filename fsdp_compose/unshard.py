@@ -13,19 +13,10 @@ from torch import nn
 from fsdp_compose.bucket import Bucket, Entry
 from fsdp_compose.connect import Reach, connect, is_running, owners
 from fsdp_compose.engine import prefetch
+from fsdp_compose.records import Hold, Opened
 from fsdp_compose.reduction import drain, land, pack, start_all_reduce, start_reduce
 from fsdp_compose.residency import drop, install_leaves, keep, refresh_stale, wait_gathered
-from fsdp_compose.state import (
-    Hold,
-    Lane,
-    Opened,
-    Unit,
-    as_read,
-    find_state,
-    iter_units,
-    owner_of,
-    units_with,
-)
+from fsdp_compose.state import Lane, Unit, as_read, find_state, iter_units, owner_of, units_with
 from fsdp_compose.whole import as_parameter, hide, new_layer, show
 
 

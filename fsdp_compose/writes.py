@@ -17,10 +17,11 @@ import torch
 
 from fsdp_compose.bucket import Entry, alias
 from fsdp_compose.leftovers import guard_attributes
+from fsdp_compose.records import Hold, Opened
 from fsdp_compose.replicas import checksum
 from fsdp_compose.residency import drop, find_difference, is_shown_by_another
 from fsdp_compose.sharded import part_of
-from fsdp_compose.state import Hold, Opened, Unit, log_of, owner_of
+from fsdp_compose.state import Unit, log_of, owner_of
 from fsdp_compose.torch_private import read_version
 from fsdp_compose.verify import WRITE, code_of, is_debugging
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, comm
-from fsdp_compose.state import GradBucket
+from fsdp_compose.records import GradBucket
 
 from harness import rank_errors, run_ranks
 from models import Tower

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import Prefetch, ShardingStrategy, comm, fully_shard, gathered, wrap
-from fsdp_compose.state import Hold
+from fsdp_compose.records import Hold
 
 from harness import run_ranks
 from models import (

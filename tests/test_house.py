@@ -32,6 +32,7 @@ LAYERS = [
     "whole.py",
     "order.py",
     "verify.py",
+    "records.py",
     "state.py",
     "names.py",
     "leftovers.py",

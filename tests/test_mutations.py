@@ -159,7 +159,7 @@ def drop_a_rank() -> None:
 
 
 def no_sync_flag() -> None:
-    from fsdp_compose.state import Switches
+    from fsdp_compose.records import Switches
 
     Switches.sync = property(lambda self: True, lambda self, value: None)
 

@@ -34,7 +34,8 @@ from fsdp_compose import (
 )
 from fsdp_compose import gather as gather_file
 from fsdp_compose.order import MAX_PASSES, Change, Order
-from fsdp_compose.state import Hold, Lane
+from fsdp_compose.records import Hold
+from fsdp_compose.state import Lane
 from fsdp_compose.verify import TRIAL_PASSES, explain
 
 from harness import fake_world, rank_errors, run_ranks, single_process

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, ShardingStrategy, comm, fully_shard
+from fsdp_compose.records import Hold
 from fsdp_compose.scopes import gathered, iter_full, summon_full_params
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
-from fsdp_compose.state import Hold
 from fsdp_compose.unshard import prefetch_units, reduce_grads, reshard, unshard
 
 from harness import rank_errors, run_ranks

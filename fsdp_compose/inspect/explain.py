@@ -13,10 +13,11 @@ from fsdp_compose.bucket import Bucket, Phase
 from fsdp_compose.inspect.notes import notes_on
 from fsdp_compose.inspect.survey import Survey, survey_units
 from fsdp_compose.inspect.text import plain, plural, size, table
+from fsdp_compose.records import Hold
 from fsdp_compose.reduction import get_grad
 from fsdp_compose.residency import stamp_of
 from fsdp_compose.sharded import part_of
-from fsdp_compose.state import Hold, Lane, Unit, iter_units
+from fsdp_compose.state import Lane, Unit, iter_units
 from fsdp_compose.torch_private import raw
 
 _REASONS = {
