@@ -8,6 +8,7 @@ What a part prints is shown when it ends; the last line counts the tests of all 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,8 @@ PATIENCE = 60.0  # seconds between two lines that say that tests still run
 
 def start(part: int, parts: int, arguments: list[str], output: IO[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pytest", f"--part={part}/{parts}", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, text=True)
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what a killed part printed is there
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, text=True)
 
 
 def tally(output: str) -> Counter[str]:
