@@ -1,8 +1,13 @@
-"""Gradients of chosen parameters, asked for by name, also through units inside compiled graphs.
+"""Gradients of chosen parameters, asked for by name: in scopes, and through compiled graphs too.
+
+A parameter that a scope shows in full is a function of its shard, and what autograd finds there is
+this rank's alone. So where ``autograd.grad`` or ``backward(inputs=)`` asks for one, autograd is
+asked for the shard. ``grad`` then gives the gradient of the whole, averaged over ranks as
+everywhere; of a tensor computed from it (``p.clone()``), it gives this rank's own.
 
 A sharded leaf is no input of a compiled graph; its unit's anchor stands for it there. So where
-``autograd.grad`` or ``backward(inputs=)`` asks for parameters of a traceable unit, autograd is
-asked for the anchors too, and what arrives for them is handed to the parameters here.
+parameters of a traceable unit are asked for, autograd is asked for the anchors too, and what
+arrives for them is handed to the parameters here.
 """
 
 from __future__ import annotations
@@ -12,28 +17,62 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.bucket import Entry, find_entry
+from fsdp_compose.bucket import Bucket, Entry, find_entry
+from fsdp_compose.receive import Spread
 from fsdp_compose.sharded import HANDLERS, is_sharded_parameter, run_gradient_hooks, tag
 from fsdp_compose.state import Asked, Unit, owner_of, unit_of
 from fsdp_compose.torch_private import raw
 from fsdp_compose.traced import set_traceable as set_traceable
+from fsdp_compose.whole import is_connected, leaf_of
 
 _grad, _backward = HANDLERS[torch.autograd.grad], HANDLERS[torch.autograd.backward]
 
 
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.backward(tensors, ..., inputs=)``."""
-    units, entries = _traceable(kwargs.get("inputs") or ())
-    if not units:
+    if kwargs.get("inputs") is None:
         return _backward(func, args, kwargs)
-    inputs = (*kwargs["inputs"], *(u.traced.anchor for u in units if u.traced is not None))
+    given = tuple([leaf_of(t) if is_connected(t) else t for t in kwargs["inputs"]])
+    units, entries = _traceable(given)
+    if not units:
+        return _backward(func, args, {**kwargs, "inputs": given})
+    inputs = (*given, *(u.traced.anchor for u in units if u.traced is not None))
     with Asked(units, frozenset(entries.values()), None):
         return _backward(func, args, {**kwargs, "inputs": inputs})
 
 
 def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad(outputs, inputs, ...)``."""
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    outputs, inputs = args
+    shown = {i: find_entry(p) for i, p in enumerate(inputs) if is_connected(p)}
+    if not shown:
+        return _grad_of_leaves(func, (outputs, inputs), kwargs)
+    leaves = tuple([shown[i].param if i in shown else p for i, p in enumerate(inputs)])
+    grads = list(_grad_of_leaves(func, (outputs, leaves), kwargs))
+    found = {entry: grads[i] for i, entry in shown.items() if grads[i] is not None}
+    with torch.set_grad_enabled(bool(kwargs.get("create_graph"))):
+        whole = _in_full(found, {entry: inputs[i].dtype for i, entry in shown.items()})
+    return tuple([whole.get(shown[i], g) if i in shown else g for i, g in enumerate(grads)])
+
+
+def _in_full(grads: dict[Entry, Any], dtypes: dict[Entry, torch.dtype]) -> dict[Entry, Any]:
+    """Sharded gradients as those of the whole parameters: one gather per bucket."""
+    by_bucket: dict[Bucket, list[Entry]] = {}
+    for entry in sorted(grads, key=lambda e: (e.spec.unit, e.spec.fqn)):  # as on other ranks
+        by_bucket.setdefault(owner_of(entry), []).append(entry)
+    results: dict[Entry, Any] = {}
+    for bucket, entries in by_bucket.items():
+        with raw():
+            slices = [grads[entry] for entry in entries]
+            fulls = Spread.apply(bucket, entries, dtypes[entries[0]], *slices)
+        for entry, full in zip(entries, fulls, strict=True):
+            parallel = entry.spec.parallel
+            results[entry] = full if parallel is None else parallel.wrap(full)
+    return results
+
+
+def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inputs = args[1]
     units, entries = _traceable(inputs)
     if not units:
         return _grad(func, args, kwargs)

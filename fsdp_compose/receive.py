@@ -172,7 +172,7 @@ class Spread(torch.autograd.Function):
         ctx: Any, bucket: Bucket, given: list[Entry], dtype: torch.dtype, *slices: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.bucket, ctx.given = weakref.ref(bucket), given
-        shard = torch.zeros_like(bucket.stored)
+        shard = torch.zeros_like(bucket.stored, dtype=dtype, device=bucket.mesh.device)
         pieces = shard.split(bucket.splits)
         for entry, piece in zip(given, slices, strict=True):
             pieces[bucket.pieces[entry.index]].copy_(piece)

@@ -72,10 +72,12 @@ def gathered(
     entry; all ranks must enter.
 
     With grad mode on, gradients of whatever is computed from the tensors reach the sharded
-    parameters, reduced once per scope and bucket, in a backward inside the scope or after it. Every
-    trained parameter of such a bucket then has a gradient, zero where it was not used. In a scope
-    entered under ``no_grad``, or with ``with_grads``, ``rank0_only`` or ``offload_to_cpu``, the
-    tensors are leaves; a gradient that would get lost there raises.
+    parameters, reduced once per scope and bucket, in a backward inside the scope or after it.
+    ``torch.autograd.grad`` of a parameter gives the gradient of the whole, averaged over ranks; of
+    a tensor made from one (``p.clone()``, or by ``torch.func``), it gives this rank's own.
+
+    In a scope entered under ``no_grad``, or with ``with_grads``, ``rank0_only`` or
+    ``offload_to_cpu``, the tensors are leaves; a gradient that would get lost there raises.
 
     Args:
         module: any module; it need not be a unit.

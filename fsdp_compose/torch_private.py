@@ -370,6 +370,22 @@ def is_called_by_parameter() -> bool:
     return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
 
 
+_asking = {
+    inspect.unwrap(function).__code__
+    for function in (
+        torch.autograd.grad,
+        torch.autograd.backward,
+        torch.overrides.handle_torch_function,
+    )
+}
+
+
+def is_asked_for_gradient() -> bool:
+    """Whether ``autograd.grad`` or ``backward(inputs=)`` looks for a handler, where the caller's
+    caller asks a tensor for its ``__torch_function__``."""
+    return sys._getframe(2).f_code in _asking
+
+
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 """``(cls, tensor, requires_grad)``: another object of class ``cls`` over the tensor's storage."""
 

@@ -23,8 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.bucket import Entry, find_entry
+from fsdp_compose.sharded import HANDLERS
 from fsdp_compose.torch_private import (
     call_raw,
+    is_asked_for_gradient,
     is_called_by_parameter,
     make_subclass,
     raw,
@@ -58,6 +60,11 @@ class _Whole(_Base):
     """What a parameter answers while its object holds a full tensor."""
 
     __slots__ = ()
+
+    @property
+    def __torch_function__(self) -> Any:
+        """Torch's own, but where the gradient is asked for by name: that is the parameter's."""
+        return _ask if is_asked_for_gradient() else super().__torch_function__
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -141,6 +148,13 @@ class _Whole(_Base):
         return self.__copy__().__reduce_ex__(protocol)
 
 
+def _ask(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """What ``__torch_function__`` is where ``autograd.grad`` and ``backward`` were given one."""
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        return HANDLERS[func](func, args, kwargs or {})
+    return NotImplemented
+
+
 class WholeParameter(_Whole, nn.Parameter):  # type: ignore[override]
     """A parameter that holds its full tensor, in a scope."""
 
@@ -187,6 +201,11 @@ def is_whole(tensor: object) -> bool:
 def leaf_of(tensor: Any) -> Any:
     """The shard of a parameter that a scope shows in full; anything else as it is."""
     return find_entry(tensor).param if isinstance(tensor, _Whole) else tensor
+
+
+def is_connected(tensor: Any) -> bool:
+    """Whether it is a parameter shown in full, through which gradients reach its shard."""
+    return isinstance(tensor, _Whole) and tensor.grad_fn is not None
 
 
 def show(entry: Entry, full: Any, layer: Layer) -> None:

@@ -54,6 +54,7 @@ def nested(model: nn.Module) -> AbstractContextManager[nn.Module]:
     return enter()
 
 
+OFFLOADED = {"offload_policy": fc.Offload(params=True)}
 SCOPES = [unsharded, gathered, gathered_without_grad, nested]
 
 
@@ -231,3 +232,59 @@ def test_flags_set_in_a_scope_hold_after_it() -> None:
                 ranks(rank, grad, given)
 
     run_ranks(every_option, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": fc.ShardingStrategy.NO_SHARD}, OFFLOADED])
+def test_gradients_asked_for_in_a_scope_are_averaged(options: dict[str, Any]) -> None:
+    """``autograd.grad``, also with ``create_graph``, gives the whole; ``backward(inputs=)`` adds to
+    ``.grad``. Of a tensor made from a parameter, the gradient is this rank's own."""
+
+    def train(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
+        params = list(model.parameters())
+        named = dict(model.named_parameters())
+        found = torch.autograd.grad(loss(), named, create_graph=True)
+        sum(grad.square().sum() for grad in found.values()).backward()
+        loss().backward(inputs=params[:2])
+        for param, grad in zip(params[2:4], torch.autograd.grad(loss(), params[2:4]), strict=True):
+            param.grad = grad
+        return list(found.values())
+
+    def check(rank: int) -> None:
+        for scope in (gathered, unsharded):
+            plain = seeded(Tower)
+            model = by_block(copy.deepcopy(plain), **options)
+            extra = lambda m: m.head.bias.square().sum()  # noqa: E731  directly used
+
+            def ours(model: nn.Module = model) -> Tensor:
+                return square(model, data(0, rank)) + extra(model)
+
+            def theirs(plain: nn.Module = plain) -> Tensor:
+                return sum(square(plain, data(0, r)) / 2 for r in range(2)) + extra(plain)
+
+            with scope(model):
+                found = train(model, ours)
+                copied = model.first.bias.clone()
+                part = copied.sum() * rank
+                assert torch.autograd.grad(part, copied)[0].eq(rank).all()
+            for mine, wanted in zip(found, train(plain, theirs), strict=True):
+                assert type(mine) is Tensor
+                assert_close(mine, wanted)
+            check_gradients(model, plain)
+
+    run_ranks(check, 2)
+
+
+def test_gradients_asked_for_that_one_rank_uses() -> None:
+    """Zeros are averaged in; what no rank used is None, or torch's error on every rank."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        with gathered(model):
+            weight, bias = model.head.weight, model.head.bias
+            loss = bias.sum() + (rank * weight.sum() if rank else 0)
+            found = torch.autograd.grad(loss, [weight, model.first.bias], allow_unused=True)
+            assert found[0].eq(0.5).all() and found[1] is None
+            with pytest.raises(RuntimeError, match="not have been used"):
+                torch.autograd.grad(bias.sum(), [bias, weight])
+
+    run_ranks(check, 2)
