@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.bucket import Bucket, Entry, find_entry
+from fsdp_compose.bucket import Bucket, Entry, entry_of, find_entry
 from fsdp_compose.receive import Spread
 from fsdp_compose.sharded import HANDLERS, is_sharded_parameter, run_gradient_hooks, tag
 from fsdp_compose.state import Asked, Unit, owner_of, unit_of
@@ -108,8 +108,9 @@ def _traceable(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
     units: list[Unit] = []
     entries: dict[int, Entry] = {}
     for index, source in enumerate(inputs):
-        if isinstance(source, torch.nn.Parameter) and is_sharded_parameter(source):
-            entry = find_entry(source)
+        if not (isinstance(source, torch.nn.Parameter) and is_sharded_parameter(source)):
+            continue
+        if (entry := entry_of(source)) is not None:
             bucket = owner_of(entry)
             readers = [u for u in (unit_of(bucket), *bucket.borrowers) if u.traced is not None]
             if readers:

@@ -319,10 +319,15 @@ def mark_entry(param: nn.Parameter, entry: Entry) -> None:
 
 def find_entry(param: nn.Parameter) -> Entry:
     """The entry of a sharded parameter."""
-    ref = param.__dict__.get(_ENTRY_KEY)
-    entry: Entry | None = None if ref is None else ref()
+    entry = entry_of(param)
     assert entry is not None, "a sharded parameter outside any bucket"
     return entry
+
+
+def entry_of(param: nn.Parameter) -> Entry | None:
+    """The entry of a parameter; None if it lies in no bucket."""
+    ref = param.__dict__.get(_ENTRY_KEY)
+    return None if ref is None else ref()
 
 
 def forget_entry(param: nn.Parameter) -> None:

@@ -501,6 +501,12 @@ def is_asked_by_state_walk() -> bool:
     )
 
 
+def is_called_by_state_walk() -> bool:
+    """Whether the caller's caller is part of what torch gathers a state dict with."""
+    name = sys._getframe(2).f_globals.get("__name__")
+    return name == "torch.distributed._state_dict_utils"
+
+
 def is_called_by_broadcast() -> bool:
     """Whether the caller's caller is torch's setter, writing what rank 0 sent into a DTensor."""
     frame = sys._getframe(2)

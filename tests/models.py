@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compose import fully_shard, wrap
 from fsdp_compose.sharded import is_sharded, spec_of
 from fsdp_compose.state import Unit, iter_units
-from fsdp_compose.torch_private import KEEPS_RANK_ORDER
+from fsdp_compose.torch_private import KEEPS_RANK_ORDER, raw
 
 WIDTH = 6
 BATCH = 3
@@ -276,7 +276,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.storages: dict[int, StorageWeakRef] = {}
         self.peak = 0
-        self.excluded = {t.untyped_storage()._cdata for t in known}
+        with raw():
+            self.excluded = {t.untyped_storage()._cdata for t in known}
 
     def live(self) -> int:
         total = 0

@@ -1070,7 +1070,7 @@ def test_a_sharded_weight_that_is_read_says_what_to_call(use: Any, text: str) ->
         assert error is not None and error.startswith(f"ShardedWeightError: {text}")
         assert re.search(rf"of which rank {rank} holds (no )?elements", error)
         assert "`with fsdp_compose.gathered(module):`" in error
-        assert "`fully_shard(module, methods=('forward', ...))`" in error
+        assert re.search(r"fully_shard\(module, methods=\('forward', ", error)
 
 
 # Modules that are odd as Python

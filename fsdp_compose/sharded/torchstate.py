@@ -23,6 +23,7 @@ from fsdp_compose.comm import all_reduce, gather_objects
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.torch_private import (
     is_asked_by_state_walk,
+    is_called_by_state_walk,
     set_class,
     value_under_load,
 )
@@ -95,7 +96,8 @@ class TorchState(_Base):
 
     def redistribute(self, device_mesh: Any = None, placements: Sequence[Any] = ()) -> Any:
         """The whole, for torch's walk; a collective in which all ranks must gather the same."""
-        if not all(isinstance(placement, Replicate) for placement in placements):
+        is_whole = all(isinstance(placement, Replicate) for placement in placements)
+        if not (is_whole and is_called_by_state_walk()):
             refuse(DTensor.redistribute, self._shard_spec)
         _agree_on_name(self._shard_spec, self.device)
         return _Whole(self.full_tensor())
