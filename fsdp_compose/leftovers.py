@@ -59,7 +59,8 @@ def guard_attributes(unit: Unit) -> None:
         module = ref()
         for submodule in () if module is None else module.modules():
             own = vars(submodule)
-            holders: list[Any] = [own, buffer_slots(submodule)]
+            buffers: Any = buffer_slots(submodule)  # a scripted module's are in C++
+            holders: list[Any] = [own, buffers] if isinstance(buffers, dict) else [own]
             holders += [v for k, v in own.items() if type(v) in (list, dict) and k[:1] != "_"]
             for holder in holders:
                 items = holder.items() if isinstance(holder, dict) else enumerate(holder)

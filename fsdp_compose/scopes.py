@@ -27,7 +27,7 @@ from fsdp_compose.residency import install, install_leaves, refresh_stale, wait_
 from fsdp_compose.sharded import part_of, part_slice, to_local
 from fsdp_compose.state import Unit, _lanes, find_state, owner_of
 from fsdp_compose.surgery import check_surgery, remember_modules
-from fsdp_compose.torch_private import parameter_slots, raw
+from fsdp_compose.torch_private import parameter_slots, raw, untraced
 from fsdp_compose.unshard import check_reduced, reconnect
 from fsdp_compose.whole import as_parameter, hide, is_whole, new_layer, show
 
@@ -188,6 +188,7 @@ def _check_entry(units: list[Unit], options: _Options) -> None:
             )
 
 
+@untraced
 def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
     fulls: dict[Entry, torch.Tensor] = {}
     grads: dict[Entry, torch.Tensor | None] = {}

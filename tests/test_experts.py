@@ -233,6 +233,9 @@ def train(rank: int, ep: int, optimizer: MakeOptimizer, idle: bool = False, **op
         assert_at_rest(model)
         for name, param in ours.items():
             grad = theirs[name].grad
+            if param.grad is None:  # no rank that holds these experts had tokens for them
+                assert idle and not grad.any()
+                continue
             compare(f"gradient of {name}", whole(param.grad), grad, Tolerance())
         for order in (1.0, 2.0, float("inf"), float("-inf")):
             norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
@@ -376,7 +379,8 @@ def test_other_experts_under_one_name_are_not_saved_over_each_other(
         save(tmp_path / "saved", model)
 
     for error in rank_errors(ranks, WORLD):
-        assert error is not None and error.startswith(f"RuntimeError: {save.__name__}: ")
+        assert error is not None and error.startswith("RuntimeError: ")
+        assert f"{save.__name__}: " in error  # found here, or told by the rank that left for it
         assert "'layers.0.experts.up' is held by ranks" in error
         assert "declare_tensor_parallel" in error
     assert not (tmp_path / "saved").exists()
