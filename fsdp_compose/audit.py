@@ -6,7 +6,7 @@ Every other forward compares what the dictionaries of those modules hold with wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -64,12 +64,33 @@ def listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_MOST])) + more
 
 
+def check_copy(unit: Unit, module: nn.Module) -> None:
+    """Raise for a shallow copy of one of the unit's modules that no longer reads what that reads.
+
+    Raises:
+        RuntimeError: naming a parameter of the copy that the unit does not gather.
+    """
+    known = {(id(values), name) for values, name, _ in unit.places}
+    for name, value in _unknown(unit, managed_from(unit, module), known):
+        raise RuntimeError(
+            f"unit {unit.name!r}: forward of a copy of its {type(module).__name__} that was made "
+            "by copy.copy or from its __dict__, so it runs the unit of the original, which does "
+            f"not gather the copy's {name!r} ({type(value).__name__}). Copy with "
+            "copy.deepcopy(module), which gives the copy a unit of its own, or make a plain one: "
+            "fsdp_compose.undo(copy.deepcopy(module)), which every rank calls."
+        )
+
+
 def managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose parameters belong to the unit, with their names in it."""
+    return managed_from(unit, *[ref() for ref in unit.modules])
+
+
+def managed_from(unit: Unit, *roots: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+    """``roots`` and what is inside them, as far as it is not another unit's."""
     seen: set[int] = set()
-    for position, ref in enumerate(unit.modules):
-        root = ref()
-        pending = [] if root is None else [(str(position) if len(unit.modules) > 1 else "", root)]
+    for position, root in enumerate(roots):
+        pending = [] if root is None else [(str(position) if len(roots) > 1 else "", root)]
         while pending:
             name, module = pending.pop()
             if id(module) in seen:
@@ -103,9 +124,15 @@ def missing_from(unit: Unit) -> list[tuple[str, nn.Parameter]]:
     """Parameters of the unit's modules that forward would leave out, though they are trainable,
     or that it would read sharded."""
     known = {(id(values), name) for values, name, _ in unit.places}
+    return _unknown(unit, managed(unit), known)
+
+
+def _unknown(
+    unit: Unit, modules: Iterable[tuple[str, nn.Module]], known: set[tuple[int, str]]
+) -> list[tuple[str, nn.Parameter]]:
     return [
         (f"{prefix}.{name}" if prefix else name, value)
-        for prefix, module in managed(unit)
+        for prefix, module in modules
         for values in (parameter_slots(module),)
         for name, value in values.items()
         if isinstance(value, nn.Parameter)

@@ -24,7 +24,7 @@ from fsdp_compose.comm import Caller, Exchange
 from fsdp_compose.layout import Layout
 from fsdp_compose.mesh import Group, Mesh
 from fsdp_compose.policy import MixedPrecision, Offload
-from fsdp_compose.sharded import Residence, ShardSpec, set_local, tag
+from fsdp_compose.sharded import Residence, ShardSpec, set_local, spec_of, tag
 from fsdp_compose.torch_private import parameter_slots, raw, read_version
 
 
@@ -318,9 +318,20 @@ def mark_entry(param: nn.Parameter, entry: Entry) -> None:
 
 
 def find_entry(param: nn.Parameter) -> Entry:
-    """The entry of a sharded parameter."""
+    """The entry of a sharded parameter.
+
+    Raises:
+        ValueError: it is a copy of one, or was computed from one, and is in no bucket.
+    """
     entry = entry_of(param)
-    assert entry is not None, "a sharded parameter outside any bucket"
+    if entry is None:
+        spec = spec_of(param)
+        raise ValueError(
+            f"a slice of {spec.fqn!r} (unit {spec.unit!r}) that belongs to no unit, since it was "
+            "copied by copy.deepcopy of a part of one, or computed from slices. Copy the whole "
+            "unit, which is sharded alike then; or put a plain parameter in its place, "
+            "nn.Parameter(p.full_tensor()), which every rank calls."
+        )
     return entry
 
 

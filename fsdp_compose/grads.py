@@ -8,7 +8,7 @@ was asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -376,7 +376,9 @@ def _first_nonfinite(grads: list[_Grad], experts: _Experts | None) -> str:
     return f"the gradient of {name} is not finite"
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
     """Let parameters that a scope shows in full hold their shards for the step, and check it."""
     rested = _rest_parameters(optimizer)
     try:
@@ -384,6 +386,26 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     except BaseException:
         end_rests(rested)
         raise
+    if not rested:
+        return None
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], _in_full(args[1], rested), *args[2:]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _in_full(kwargs["closure"], rested)}
+    return None
+
+
+def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], Any]:
+    """``closure`` for a step inside a scope: its forward sees the parameters in full."""
+
+    def call() -> Any:
+        end_rests(rested)
+        result = closure()
+        for entry in rested:
+            rest(entry)
+        return result
+
+    return call
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

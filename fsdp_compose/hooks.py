@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from fsdp_compose.audit import check_additions
+from fsdp_compose.audit import check_additions, check_copy
 from fsdp_compose.bucket import dress
 from fsdp_compose.callers import check_caller, is_foreign
 from fsdp_compose.engine import (
@@ -67,6 +67,7 @@ from fsdp_compose.torch_private import (
 )
 from fsdp_compose.tree import find_tensors, map_tensors
 from fsdp_compose.writes import (
+    check_scope_is_current,
     find_lost_copies,
     find_writes,
     forget_written,
@@ -102,6 +103,8 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Gather the unit and let its modules read full parameters."""
     unit = get_state(module).unit
     check_caller(unit)
+    if id(module) not in unit.heads:
+        check_copy(unit, module)
     opened = unit.opened
     if opened is not None and opened.in_forward:
         if opened.for_call and unit.lane.active[:1] == [unit] and not _is_running(module):
@@ -217,6 +220,8 @@ def call_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, 
 
 def _enter_opened(unit: Unit, opened: Opened, args: Any, kwargs: Any) -> Any:
     """A forward inside ``gathered``: on the scope's tensors, in the compute dtype."""
+    if opened.leaf_versions and not opened.calls:
+        check_scope_is_current(unit, opened)
     opened.calls += 1
     if opened.calls == 1:
         pairs = zip(opened.tensors, unit.aliases, strict=True)

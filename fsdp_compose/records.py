@@ -107,6 +107,7 @@ class Opened:
     stored: bool = False  # that forward computes in the shards' own dtype
     given: dict[int, torch.Tensor] = field(default_factory=dict)  # read in place of the gathered
     copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)  # see writes.py
+    leaf_versions: list[int] = field(default_factory=list)  # when ``tensors`` were gathered
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -30,6 +30,7 @@ from fsdp_compose.surgery import check_surgery, remember_modules
 from fsdp_compose.torch_private import parameter_slots, raw, untraced
 from fsdp_compose.unshard import check_reduced, reconnect
 from fsdp_compose.whole import as_parameter, hide, is_whole, new_layer, show
+from fsdp_compose.writes import leaf_versions_of
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
@@ -52,7 +53,6 @@ class _Scope(Opened):
     key: object = field(kw_only=True)  # of the call of ``gathered`` that opened it
     before: list[Any] = field(default_factory=list)  # what the modules held, by entry
     versions: list[tuple[int, int]] = field(default_factory=list)
-    leaf_versions: list[int] = field(default_factory=list)
     grads: list[tuple[torch.Tensor, int] | None] = field(default_factory=list)
 
 
@@ -95,8 +95,8 @@ def gathered(
 
     Raises:
         RuntimeError: a parameter was edited without ``writeback``, replaced by something of another
-            shape, or stepped by an optimizer inside a scope with ``writeback``; or the scope has
-            ``writeback`` inside the unit's own forward or backward.
+            shape, or stepped by an optimizer inside a scope with ``writeback``, or before a forward
+            in the scope; or ``writeback`` inside the unit's own forward or backward.
     """
     if writeback and with_grads and rank0_only:
         raise ValueError(
@@ -222,6 +222,8 @@ def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
             before=before,
         )
         _mark(unit, scope)
+        if isinstance(scope.outer, _Scope):
+            scope.leaf_versions = scope.outer.leaf_versions  # it shows what that gathered
         if options.with_grads and scope.is_here:
             found = [tensor.grad for tensor in tensors]
             scope.grads = [None if g is None else (g, g._version) for g in found]
@@ -233,8 +235,7 @@ def _mark(unit: Unit, scope: _Scope) -> None:
     """Remember the versions of everything, to find edits by."""
     if scope.is_here:
         scope.versions = [_version(tensor) for tensor in scope.tensors]
-    with raw():
-        scope.leaf_versions = [entry.param._version for entry in unit.entries]
+    scope.leaf_versions = leaf_versions_of(unit)
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:

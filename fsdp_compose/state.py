@@ -133,6 +133,7 @@ class Unit:
             (i, e.spec.parallel) for i, e in enumerate(self.entries) if e.spec.is_dtensor
         ]
         self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
+        self.heads = frozenset(id(ref()) for ref in self.modules)
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
         self.__dict__.pop("recurrent", None)

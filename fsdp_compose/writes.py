@@ -96,6 +96,30 @@ def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:
     ]
 
 
+def leaf_versions_of(unit: Unit) -> list[int]:
+    """How often each parameter's shard was written, by entry."""
+    return [read_version(entry.param) for entry in unit.entries]
+
+
+def check_scope_is_current(unit: Unit, opened: Opened) -> None:
+    """Raise when shards were written since a scope gathered what its forwards read.
+
+    Raises:
+        RuntimeError: naming the first such parameter.
+    """
+    now = leaf_versions_of(unit)
+    if now == opened.leaf_versions:
+        return
+    pairs = zip(unit.entries, now, opened.leaf_versions, strict=True)
+    written = next(entry for entry, a, b in pairs if a != b)
+    raise RuntimeError(
+        f"unit {unit.name!r}: forward inside gathered() after the shard of {written.spec.fqn!r} "
+        "was written, by an optimizer's step for one. The scope shows what it gathered when it was "
+        "entered; leave it before the next forward, or use fsdp_compose.unshard(module), after "
+        "which forward reads what a step wrote."
+    )
+
+
 def find_lost_copies(unit: Unit, opened: Opened) -> Problem | None:
     """That forward is over: whether it wrote tensors that were made for it alone."""
     copies, opened.copies = opened.copies, []

@@ -91,6 +91,34 @@ def test_in_an_optimizer_owner_step_is_named() -> None:
     run_ranks(ranks, 2)
 
 
+def test_sums_over_everything_are_not_sent_away() -> None:
+    """``owner_step`` refuses such optimizers, so it is not what they are told to use."""
+
+    def ranks(rank: int) -> None:
+        class ProdigyLike(Whitening):
+            def direction(self, grad: Tensor) -> Tensor:
+                return torch.dot(grad.flatten(), grad.flatten())
+
+        class DAdaptAdam(ProdigyLike):
+            pass
+
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        for kind in (ProdigyLike, DAdaptAdam):
+            text = refusal(kind(model.parameters()).step)
+            says(text, "`module.parameters()`", "(a * b).sum()", "owner_step refuses it")
+            assert "lambda groups" not in text
+
+        def closure() -> None:
+            model.head(data(0, rank))  # its own mistake, not the optimizer's
+
+        text = refusal(lambda: torch.optim.SGD(model.parameters()).step(closure))
+        says(text, "fsdp_compose.gathered(module)")
+        assert "owner_step" not in text
+
+    run_ranks(ranks, 2)
+
+
 def test_in_a_method_that_method_is_named() -> None:
     """For ``methods=`` of its unit; one of a submodule asks for a unit of its own."""
 

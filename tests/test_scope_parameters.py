@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import fsdp_compose as fc
 from fsdp_compose import gathered, is_fully_sharded, reshard, unshard
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 from harness import run_ranks
 from models import Tower, by_block, data, seeded, sgd, square, whole
@@ -286,5 +286,38 @@ def test_gradients_asked_for_that_one_rank_uses() -> None:
             assert found[0].eq(0.5).all() and found[1] is None
             with pytest.raises(RuntimeError, match="not have been used"):
                 torch.autograd.grad(bias.sum(), [bias, weight])
+
+
+def test_closures_in_a_scope_see_whole_parameters() -> None:
+    """A step calls them; a forward in the scope after it would read old weights: an error."""
+
+    def check(rank: int) -> None:
+        plain = seeded(Tower)
+        model = by_block(copy.deepcopy(plain))
+        optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
+
+        def closure() -> Tensor:
+            assert not is_sharded(model.head.weight)
+            loss = square(model, data(0, rank))
+            loss.backward()
+            return loss
+
+        for arguments in ({}, {"closure": closure}):
+            optimizer.zero_grad(), reference.zero_grad()
+            sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+            reference.step()
+            with gathered(model):
+                optimizer.step(**arguments) if arguments else optimizer.step(closure)
+                with pytest.raises(RuntimeError, match=r"'Tower'.*gathered.*'first.weight'.*leave"):
+                    model(data(0, rank))
+                with gathered(model), pytest.raises(RuntimeError, match="leave it before"):
+                    model(data(0, rank))
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(p), q.detach())
+        search = torch.optim.LBFGS(model.parameters())
+        with gathered(model), pytest.raises(ShardedWeightError, match=r"LBFGS takes all.*undo"):
+            search.step(closure)
+        with pytest.raises(ShardedWeightError, match="LBFGS takes all parameters as one vector"):
+            search.step(lambda: (loss := square(model, data(0, rank))).backward() or loss)
 
     run_ranks(check, 2)

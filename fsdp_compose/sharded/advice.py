@@ -6,12 +6,14 @@ frame that says something decides.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from fsdp_compose.sharded.ops import MEMORY
@@ -82,9 +84,51 @@ PRIVACY = (
     "gradients inside backward, so the two cannot train one model: wrap the plain model in opacus "
     "(with its own DPDDP, or its FSDP2 support), or train without it."
 )
+FUSION = (
+    "Layers are fused in a plain model: fsdp_compose.undo(model) first, or "
+    "fsdp_compose.undo(copy.deepcopy(model)) if this one is to stay sharded (every rank calls it)."
+)
+QUANTIZED = (
+    "torchao's quantized tensors have no memory that could be sharded, so a sharded module cannot "
+    "be quantized in place: quantize a plain copy, fsdp_compose.undo(copy.deepcopy(model)). To "
+    "train what torchao keeps frozen, quantize before fully_shard and pass the quantized "
+    "parameters in ignored=."
+)
+EXPORT = (
+    "torch.export needs whole parameters and no hooks: export "
+    "fsdp_compose.undo(copy.deepcopy(model)), which every rank calls, or a plain model that loaded "
+    "fsdp_compose.state_dict(model, kind='full')."
+)
+GRAPH = (
+    "This torch.fx.GraphModule was made from sharded modules, by symbolic_trace or as a copy of a "
+    "sharded GraphModule, and has none of the hooks that gather them: trace or copy the plain "
+    "model, then call fully_shard on the result."
+)
+COPIED = (
+    "It was copied without its unit, by copy.deepcopy of a part of one, so nothing gathers it: "
+    "copy the whole unit, which is sharded alike then; or copy inside `with "
+    "fsdp_compose.gathered(module):`, where copies of parts are plain. "
+    f"{_COPIES}"
+)
+_IS_SUM = re.compile(r"prodigy|d_?adapt|dog\b", re.IGNORECASE)
+_IS_VECTOR = re.compile(r"lbfgs", re.IGNORECASE)
 
 
 def _in_optimizer(name: str) -> str:
+    if _IS_VECTOR.search(name):
+        return (
+            f"{name} takes all parameters as one vector, so it cannot step a sharded model "
+            "(owner_step refuses it, and on local_parameters(model) each rank would search by "
+            "itself); step a model that is not sharded: fsdp_compose.undo(model)."
+        )
+    if _IS_SUM.search(name):
+        return (
+            f"{name} sums over all parameters. Such sums are right on the sharded parameters "
+            "themselves, `module.parameters()`, if they are written for them: `(a * b).sum()` in "
+            "place of `torch.dot(a.flatten(), b.flatten())` is a sum over all ranks. "
+            "fsdp_compose.owner_step refuses it, and on local_parameters(model) each rank would "
+            "have a sum of its own. As it is written, it needs a model that is not sharded."
+        )
     make = f"lambda groups: {name}(groups, ...)"
     return (
         f"{name} asks for whole parameters, so step it as "
@@ -93,9 +137,8 @@ def _in_optimizer(name: str) -> str:
         "granularity='tensor'). fsdp_compose.local_parameters(model) costs nothing and gives "
         "plain 1-D slices: right where each element is updated by itself, and wrong without an "
         "error where an optimizer takes norms, means or sums of a parameter (LAMB, LARS, "
-        "Adafactor, Muon, Shampoo) or of all of them (Prodigy, D-Adaptation: owner_step does not "
-        "join their sums either; give them the sharded parameters, and write their "
-        f"torch.dot(a.flatten(), b.flatten()) as (a * b).sum(), which is global). {_COPIES}"
+        "Adafactor, Muon, Shampoo) or of all of them (Prodigy, D-Adaptation, which owner_step "
+        f"refuses too). {_COPIES}"
     )
 
 
@@ -112,11 +155,19 @@ def _in_method(module: nn.Module, method: str, unit: str) -> str:
     )
 
 
-_BY_PACKAGE = {"numpy": RAW, "opacus": PRIVACY, "safetensors": RAW}
+_BY_PACKAGE = {
+    "numpy": RAW,
+    "opacus": PRIVACY,
+    "safetensors": RAW,
+    "torch._export": EXPORT,
+    "torch.export": EXPORT,
+    "torchao.quantization": QUANTIZED,
+}
 _BY_MODULE = {
     "torch.distributed.checkpoint._state_dict_stager": STAGING,
     "torch.distributed.pipelining._backward": STAGE,
     "torch.nn.init": INIT,
+    "torch.nn.utils.fusion": FUSION,
     "torch.serialization": RAW,
 }
 _BY_CALLER = {
@@ -128,26 +179,37 @@ _BY_CALLER = {
 _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
 
 
-def advise(func: Callable[..., Any], spec: object, unit: str) -> str:
+def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> str:
     """What to call instead of ``func`` on the slice of ``spec``, whose unit is called ``unit``."""
+    in_forward = False
     for frame in _callers():
         module = str(frame.f_globals.get("__name__", ""))
         found = (
             _BY_CALLER.get((module, frame.f_code.co_name))
             or _BY_MODULE.get(module)
-            or _BY_PACKAGE.get(module.partition(".")[0])
+            or next(
+                (t for name, t in _BY_PACKAGE.items() if f"{module}.".startswith(f"{name}.")), None
+            )
         )
         if found is not None:
             return found
         if func in MEMORY:
             continue
         owner, name = _self_of(frame), frame.f_code.co_name
-        if isinstance(owner, Optimizer):
+        if isinstance(owner, Optimizer) and not in_forward:
             return _in_optimizer(type(owner).__name__)
+        if isinstance(owner, GraphModule):
+            return GRAPH
+        if isinstance(owner, nn.Module):
+            in_forward = True  # which an optimizer's closure called
+        if is_copy:
+            continue
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
             return _in_method(owner, name, unit)
     if func in MEMORY:
         return RAW
+    if is_copy:
+        return COPIED
     return f"{EDGE} {ANY}" if func in _EDGES else ANY
 
 

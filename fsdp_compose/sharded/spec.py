@@ -98,6 +98,8 @@ class ShardSpec:
     parallel: Parallel | None = None
     is_own_file: bool = False
     """Whether it was asked for as this rank's own slice (``kind="local"``): pickle may store it."""
+    is_copy: bool = False
+    """Whether the tensor was copied without the bucket that would gather it."""
     numel: int = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
@@ -172,7 +174,7 @@ class ShardSpec:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
         """A copied model's buckets are its own; as on plain parameters, hooks are not copied."""
         residence = copy.deepcopy(self.residence, memo)
-        memo[id(self)] = twin = replace(self, residence=residence, hooks=Hooks())
+        memo[id(self)] = twin = replace(self, residence=residence, hooks=Hooks(), is_copy=True)
         return twin
 
 
@@ -198,7 +200,7 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: st
     raise ShardedWeightError(
         f"{name} needs the whole of {spec.fqn!r} (unit {spec.unit!r}), of which rank "
         f"{spec.group.rank} holds {spec.held}{why and f'; {why}'}. "
-        f"{instead or advise(func, spec, spec.unit)}"
+        f"{instead or advise(func, spec, spec.unit, spec.is_copy)}"
     )
 
 
