@@ -225,8 +225,7 @@ def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
         if isinstance(scope.outer, _Scope):
             scope.leaf_versions = scope.outer.leaf_versions  # it shows what that gathered
         if options.with_grads and scope.is_here:
-            found = [tensor.grad for tensor in tensors]
-            scope.grads = [None if g is None else (g, g._version) for g in found]
+            scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]
         install(unit, tensors)
     return scopes
 
