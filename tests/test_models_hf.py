@@ -284,7 +284,7 @@ def test_generate_that_is_not_a_method_of_the_unit_says_so(name: str) -> None:
         model.generate(**hf.FAMILIES[name].prompt(), **GREEDY)
 
     for error in rank_errors(write, 2):
-        assert error.startswith("ShardedWeightError") and "methods=('forward', ...)" in error
+        assert error.startswith("ShardedWeightError") and "methods=('forward', " in error
 
 
 def logits(model: nn.Module, name: str) -> Tensor:
@@ -365,7 +365,7 @@ def test_save_pretrained_of_a_sharded_model(name: str, tmp_path: Path) -> None:
             model.save_pretrained(tmp_path / "gathered", is_main_process=rank == 0)
         with fc.state_dict_type(model, "full"):
             model.save_pretrained(tmp_path / "typed", is_main_process=rank == 0)
-        with pytest.raises(ShardedWeightError, match=r"with fsdp_compose.gathered\(module\)"):
+        with pytest.raises(ShardedWeightError, match="save_full"):
             model.save_pretrained(tmp_path / "slices")
         dist.barrier()
         for folder in ("state", "gathered", "typed"):
