@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fuzz import operations, run_one, run_seeds, shrink
+from fuzz import run_one, run_seeds, shrink
+from fuzz_operations import operations
 from fuzz_programs import OPS, Case, Leaf, Node, draw, leaves, smaller
 from harness import run_ranks
 

@@ -1,0 +1,491 @@
+"""What a fuzzed program does: each operation, on a sharded model and its plain twin."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose import Prefetch, ShardedWeightError, ShardingStrategy, fully_shard, wrap
+from fsdp_compose.switches import Keep
+
+from fuzz_programs import HYBRID, Case, LeafModule, NodeModule, OnPurpose, nodes, spec_of
+from models import Twin, assert_at_rest, compare, data, mesh_of_replicas, square, whole
+
+
+def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    if name == "decayed sgd":
+        return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
+    # A large epsilon: AdamW's step is the sign of a gradient that is all rounding.
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.2, eps=1e-2, foreach=name == "adamw")
+
+
+def shard(case: Case, model: nn.Module) -> nn.Module:
+    """Shard ``model`` as ``case`` says."""
+    chosen = [m for m in model.modules() if (spec := spec_of(m)) is not None and spec.unit]
+    inside = {id(m) for m in chosen if m is not model}
+    mesh = mesh_of_replicas(2, case.world // 2) if case.strategy in HYBRID else None
+    return fully_shard(
+        model,
+        mesh=mesh,
+        units=wrap.by_fn(lambda _, m: id(m) in inside) if inside else None,
+        strategy=ShardingStrategy[case.strategy],
+        reshard_after_forward=case.release,
+        prefetch=Prefetch(*case.prefetch),
+        granularity=case.granularity,
+    )
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x.requires_grad_())
+
+
+@dataclass(eq=False)
+class Run:
+    """A case under way on one rank."""
+
+    case: Case
+    rank: int
+    twin: Twin
+    waiting: bool = False  # a forward whose backward never comes may have left units gathered
+
+    @property
+    def both(self) -> tuple[nn.Module, nn.Module]:
+        return self.twin.model, self.twin.reference
+
+    @property
+    def all_models(self) -> list[nn.Module]:
+        return [self.twin.model, *self.twin.plain]
+
+    def name_of(self, n: int) -> str:
+        names = [name for name, _ in self.twin.model.named_parameters()]
+        return names[n % len(names)]
+
+    def trained(self, model: nn.Module) -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.requires_grad]
+
+    def compare(self, what: str, found: Tensor, wanted: Tensor) -> None:
+        compare(what, found, wanted.to(found.dtype), self.twin.tolerance)
+
+
+Operation = Callable[[Run, int, int], None]
+operations: dict[str, Operation] = {}
+
+
+def operation(name: str) -> Callable[[Operation], Operation]:
+    def add(function: Operation) -> Operation:
+        operations[name] = function
+        return function
+
+    return add
+
+
+@operation("step")
+def _step(run: Run, n: int, seed: int) -> None:
+    run.twin.backward(loss_of, seed)
+    if not run.waiting:
+        assert_at_rest(run.twin.model)
+    if run.twin.optim is not None:
+        run.twin.step()
+
+
+@operation("accumulate")
+def _accumulate(run: Run, n: int, seed: int) -> None:
+    run.twin.backward(loss_of, seed)
+    run.twin.check_grads()
+
+
+def _accumulate_in(keep: Keep) -> Operation:
+    def operate(run: Run, n: int, seed: int) -> None:
+        with fc.accumulate(run.twin.model, keep=keep):
+            for part in range(1 + n % 3):
+                run.twin.backward(loss_of, seed + 20 * part)
+        run.twin.check_grads()
+
+    return operate
+
+
+operation("accumulate sharded")(_accumulate_in("sharded"))
+operation("accumulate unsharded")(_accumulate_in("unsharded"))
+operation("accumulate local")(_accumulate_in("no_all_reduce"))
+
+
+@operation("no_sync")
+def _no_sync(run: Run, n: int, seed: int) -> None:
+    with fc.no_sync(run.twin.model):
+        run.twin.backward(loss_of, seed + 20)
+    if n % 2:
+        run.twin.backward(loss_of, seed)
+    fc.reduce_grads(run.twin.model)
+    run.twin.check_grads()
+
+
+@operation("two forwards")
+def _two_forwards(run: Run, n: int, seed: int) -> None:
+    first, second = (run.twin.losses(loss_of, s) for s in (seed, seed + 100))
+    for a, b in zip(first, second):
+        (a + 2 * b).backward()
+
+
+@operation("crossed")
+def _crossed(run: Run, n: int, seed: int) -> None:
+    first, second = (run.twin.losses(loss_of, s) for s in (seed, seed + 100))
+    for loss in (*first, *second) if n % 2 else (*second, *first):
+        loss.backward()
+
+
+@operation("retain")
+def _retain(run: Run, n: int, seed: int) -> None:
+    for loss in run.twin.losses(loss_of, seed):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def _infer(run: Run, seed: int) -> None:
+    ours, theirs = (m(data(seed, run.rank)) for m in (run.twin.model, run.twin.mine))
+    run.compare("output", ours, theirs)
+
+
+@operation("no_grad")
+def _no_grad(run: Run, n: int, seed: int) -> None:
+    with torch.no_grad():
+        _infer(run, seed)
+
+
+@operation("inference")
+def _inference(run: Run, n: int, seed: int) -> None:
+    with torch.inference_mode():
+        _infer(run, seed)
+
+
+@operation("eval")
+def _eval(run: Run, n: int, seed: int) -> None:
+    for model in run.all_models:
+        model.eval()
+    with torch.no_grad():
+        _infer(run, seed)
+    for model in run.all_models:
+        model.train()
+
+
+@operation("dropped")
+def _dropped(run: Run, n: int, seed: int) -> None:
+    run.twin.losses(loss_of, seed)
+    run.waiting = True
+
+
+@operation("toggle")
+def _toggle(run: Run, n: int, seed: int) -> None:
+    name = run.name_of(n)
+    for model in run.both:
+        param = model.get_parameter(name)
+        param.requires_grad_(not param.requires_grad)
+        param.grad = None
+
+
+def _skip(model: nn.Module, n: int) -> None:
+    node = nodes(model)[n % len(nodes(model))]
+    node.skip = None if node.skip is not None else n % len(node.children_)
+
+
+@operation("skip")
+def _skip_everywhere(run: Run, n: int, seed: int) -> None:
+    for model in run.all_models:
+        _skip(model, n)
+
+
+@operation("skip here")
+def _skip_a_leaf_of_one_rank(run: Run, n: int, seed: int) -> None:
+    """Rank 0 leaves out a leaf beside another of its unit: it counts as zero, and ranks agree."""
+    every = nodes(run.twin.model)
+    found = [(i, j) for i, node in enumerate(every) for j in _spare_leaves(node)]
+    if not found or any(node.skip is not None for node in every):
+        return
+    i, j = found[n % len(found)]
+    here = [run.twin.plain[0], *([run.twin.model] if run.rank == 0 else [])]
+    for model in here:
+        nodes(model)[i].skip = j
+    run.twin.backward(loss_of, seed)
+    for model in here:
+        nodes(model)[i].skip = None
+    run.twin.check_grads()
+
+
+def _spare_leaves(node: NodeModule) -> list[int]:
+    """Positions of trained leaves of a node whose unit trains another one there too."""
+    spare = [
+        i
+        for i, child in enumerate(node.children_)
+        if isinstance(child, LeafModule)
+        and not child.leaf.unit
+        and child.leaf.dtype == "float64"
+        and child.leaf.tie is None
+        and child.weight.requires_grad
+    ]
+    return spare if len(spare) > 1 else []
+
+
+@operation("fail")
+def _fail(run: Run, n: int, seed: int) -> None:
+    target = nodes(run.twin.model)[n % len(nodes(run.twin.model))]
+    target.fail = run.waiting = True
+    with contextlib.suppress(OnPurpose):
+        loss_of(run.twin.model, data(seed, run.rank))
+    target.fail = False
+
+
+@operation("fail backward")
+def _fail_in_backward(run: Run, n: int, seed: int) -> None:
+    for loss in run.twin.losses(loss_of, seed):  # what was complete before the failure stays
+        loss.backward()
+    run.twin.check_grads()
+    run.twin.zero_grad()
+    target = nodes(run.twin.model)[n % len(nodes(run.twin.model))]
+    target.fail_backward = run.waiting = True
+    with contextlib.suppress(OnPurpose):
+        loss_of(run.twin.model, data(seed, run.rank)).backward()
+    target.fail_backward = False
+    for model in run.both:
+        model.zero_grad()
+
+
+@operation("write")
+def _write(run: Run, n: int, seed: int) -> None:
+    with torch.no_grad():
+        for model in run.both:
+            for param in model.parameters():
+                param.mul_(0.99)
+
+
+@operation("write data")
+def _write_data(run: Run, n: int, seed: int) -> None:
+    name = run.name_of(n)
+    for model in run.both:
+        param = model.get_parameter(name)
+        param.data = param.data * 0.97
+
+
+@operation("update")
+def _update(run: Run, n: int, seed: int) -> None:
+    if run.twin.optim is None:
+        return
+    params = [p for group in run.twin.optim.param_groups for p in group["params"]]
+    if all(p.grad is None for p in params) and any(p.requires_grad for p in params):
+        with contextlib.suppress(RuntimeError):
+            run.twin.optim.step()
+            raise AssertionError("a step without any gradient was not refused")
+        return
+    run.twin.step()
+
+
+@operation("zero")
+def _zero(run: Run, n: int, seed: int) -> None:
+    for model in run.both:
+        model.zero_grad(set_to_none=bool(n % 2))
+
+
+def _clip_with(clip: Callable[[Any], Tensor], run: Run, seed: int) -> None:
+    run.twin.backward(loss_of, seed)
+    trained = run.trained(run.twin.reference)
+    wanted = torch.nn.utils.clip_grad_norm_(trained, 0.05)
+    if any(p.grad is not None for p in trained):
+        run.compare("norm", clip(run.twin.model), wanted)
+    run.twin.check_grads()
+
+
+@operation("clip")
+def _clip(run: Run, n: int, seed: int) -> None:
+    _clip_with(lambda model: fc.clip_grad_norm_(model, 0.05), run, seed)
+
+
+@operation("torch clip")
+def _torch_clip(run: Run, n: int, seed: int) -> None:
+    clip = torch.nn.utils.clip_grad_norm_
+    _clip_with(lambda model: clip(run.trained(model), 0.05, foreach=bool(n % 2)), run, seed)
+
+
+@operation("norm")
+def _norm(run: Run, n: int, seed: int) -> None:
+    name = run.name_of(n)
+    ours, plain = (model.get_parameter(name).detach() for model in run.both)
+    if plain.numel():
+        run.compare("norm of a parameter", whole(ours.norm()), plain.norm())
+
+
+def recomputes_reentrantly(run: Run) -> bool:
+    """Whether torch refuses ``autograd.grad`` over this model."""
+    return any(node.node.recompute == "reentrant" for node in nodes(run.twin.model))
+
+
+@operation("grad")
+def _autograd_grad(run: Run, n: int, seed: int) -> None:
+    if recomputes_reentrantly(run):
+        return
+    ours, plain = run.twin.losses(loss_of, seed)
+    grads = [
+        torch.autograd.grad(loss, run.trained(model), allow_unused=True)
+        for loss, model in zip((ours, plain), run.both)
+        if run.trained(model)
+    ]
+    for found, wanted in zip(*grads) if grads else ():
+        wanted = None if wanted is None or not wanted.any() else wanted
+        if found is None or wanted is None:
+            assert wanted is None and (found is None or not whole(found).any())
+        else:
+            run.compare("autograd.grad", whole(found), wanted)
+
+
+@operation("penalty")
+def _gradient_penalty(run: Run, n: int, seed: int) -> None:
+    if recomputes_reentrantly(run):
+        return
+
+    def penalised(model: nn.Module, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        loss = square(model, x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    run.twin.backward(penalised, seed)
+    run.twin.check_grads()
+
+
+@operation("gathered")
+def _gathered(run: Run, n: int, seed: int) -> None:
+    with torch.no_grad(), fc.gathered(run.twin.model):
+        ours = dict(run.twin.model.named_parameters())
+        for name, plain in run.twin.reference.named_parameters():
+            run.compare(name, ours[name].detach(), plain.detach())
+        _infer(run, seed)
+
+
+@operation("gathered loss")
+def _loss_in_a_scope(run: Run, n: int, seed: int) -> None:
+    """A loss of the scope's tensors; its backward comes inside the scope or after it."""
+    with fc.gathered(run.twin.model):
+        ours, plain = run.twin.losses(loss_of, seed)
+        if n % 2:
+            ours.backward()
+    run.waiting = True
+    plain.backward()
+    try:
+        if not n % 2:
+            ours.backward()
+    except ShardedWeightError:  # recomputed after the scope, by a function that gathers nothing
+        assert any(node.node.recompute != "no" for node in nodes(run.twin.model))
+        for model in run.both:
+            model.zero_grad()
+
+
+@operation("edit")
+def _edit_in_a_scope(run: Run, n: int, seed: int) -> None:
+    name = run.name_of(n)
+    with torch.no_grad(), fc.gathered(run.twin.model, writeback=True):
+        for model in run.both:
+            param = model.get_parameter(name)
+            param.add_(torch.ones_like(param).tril() if param.ndim == 2 else 0.25)
+
+
+@operation("unshard")
+def _unshard(run: Run, n: int, seed: int) -> None:
+    fc.unshard(run.twin.model)
+    if n % 2:
+        run.twin.backward(loss_of, seed)
+    fc.reshard(run.twin.model)
+    run.waiting = True
+
+
+@operation("state")
+def _state_dict(run: Run, n: int, seed: int) -> None:
+    model = run.twin.model
+    kind = ("full", "sharded", "local")[n % 3]
+    saved = copy.deepcopy(fc.state_dict(model, kind=kind))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+    fc.load_state_dict(model, saved)
+    full = fc.state_dict(model)
+    for name, wanted in run.twin.reference.state_dict().items():
+        run.compare(name, full[name], wanted)
+
+
+@operation("optimizer state")
+def _optimizer_state(run: Run, n: int, seed: int) -> None:
+    if run.twin.optim is None:
+        return
+    kind = ("full", "sharded", "local")[n % 3]
+    saved = fc.optim_state_dict(run.twin.model, run.twin.optim, kind=kind)  # type: ignore[arg-type]
+    saved = copy.deepcopy(saved)
+    params = [p for group in run.twin.optim.param_groups for p in group["params"]]
+    fresh = make_optimizer(run.case.optimizer, params)
+    fc.load_optim_state_dict(run.twin.model, fresh, saved)
+    run.twin.optim = fresh
+
+
+@operation("copy")
+def _copy(run: Run, n: int, seed: int) -> None:
+    """Train a deep copy: the original is as before."""
+    twin = copy.deepcopy(run.twin.model)
+    loss_of(twin, data(seed, run.rank)).backward()
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.add_(1)
+
+
+@operation("undo")
+def _undo(run: Run, n: int, seed: int) -> None:
+    fc.undo(run.twin.model)
+    for (name, found), wanted in zip(
+        run.twin.model.named_parameters(), run.twin.reference.parameters()
+    ):
+        run.compare(name, found.detach(), wanted.detach())
+    if run.twin.optim is not None:
+        params = [p for group in run.twin.optim.param_groups for p in group["params"]]
+        for optim in (run.twin.optim, run.twin.plain_optim):
+            assert optim is not None
+            optim.state.clear()  # its state was sharded
+        assert all(any(p is q for q in run.twin.model.parameters()) for p in params)
+    run.waiting = False
+    shard(run.case, run.twin.model)
+
+
+@operation("hook")
+def _gradient_hook(run: Run, n: int, seed: int) -> None:
+    """A hook on a parameter sees its whole gradient once, and what it returns counts."""
+    name = run.name_of(n)
+    calls = [0, 0]
+    handles = []
+    for i, model in enumerate(run.both):
+        param = model.get_parameter(name)
+        if not param.requires_grad:
+            return
+
+        def halve(grad: Tensor, i: int = i) -> Tensor:
+            calls[i] += 1
+            return grad * 0.5
+
+        handles.append(param.register_hook(halve))
+    run.twin.backward(loss_of, seed)
+    for handle in handles:
+        handle.remove()
+    once = calls[0] <= 1 or recomputes_reentrantly(run)  # each recomputation is a backward then
+    assert once, f"the hook of {name} ran {calls[0]} times"
+
+
+@operation("functional")
+def _functional_call(run: Run, n: int, seed: int) -> None:
+    x = data(seed, run.rank)
+    with torch.no_grad():
+        weights = {k: whole(v) * 1.5 for k, v in run.twin.model.named_parameters()}
+        ours = torch.func.functional_call(run.twin.model, weights, (x,))
+        plain = {k: v.detach() * 1.5 for k, v in run.twin.mine.named_parameters()}
+        theirs = torch.func.functional_call(run.twin.mine, plain, (x,))
+    run.compare("functional output", ours, theirs)
