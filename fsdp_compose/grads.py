@@ -29,6 +29,7 @@ from fsdp_compose.mesh import Group, group_of
 from fsdp_compose.parallel import find_parallel
 from fsdp_compose.reduction import get_grad, requires_grad
 from fsdp_compose.sharded import (
+    QUANTIZING,
     Parallel,
     is_sharded,
     is_sharded_parameter,
@@ -434,6 +435,8 @@ def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would train nothing or without gradients that wait to be reduced, and drop
     weights gathered ahead."""
+    if type(optimizer).__module__.startswith("torchao."):
+        _refuse_torchao(optimizer)
     for lane in _lanes.values():
         waits = any(is_open(bucket) for unit in lane.units for bucket in unit.buckets)
         if not waits and not lane.prefetched:
@@ -448,6 +451,20 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                     drop_prefetched(lane)
     if len(args) < 2 and kwargs.get("closure") is None:
         _check_any_gradient(optimizer)
+
+
+def _refuse_torchao(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where its compiled step would be given sharded parameters.
+
+    Raises:
+        RuntimeError: naming one.
+    """
+    for group in optimizer.param_groups:
+        for param in filter(is_sharded_parameter, group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): it was given {spec_of(param).fqn!r} (unit "
+                f"{spec_of(param).unit!r}), which is sharded. {QUANTIZING}"
+            )
 
 
 def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_compose.audit import check_additions, check_copy
 from fsdp_compose.bucket import dress
-from fsdp_compose.callers import check_caller, is_foreign
+from fsdp_compose.callers import allow_script, check_caller, is_foreign, refuse_script
 from fsdp_compose.engine import (
     begin_forward_pass,
     carry_prefetched,
@@ -86,6 +86,7 @@ def attach(module: nn.Module) -> None:
     """Gather around ``module``'s forward; ``get_state(module)`` must exist."""
     module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
     module.register_forward_hook(after_forward, always_call=True)
+    refuse_script(module)
     for also_attach, _ in attachments:
         also_attach(module)
 
@@ -94,6 +95,7 @@ def detach(module: nn.Module) -> None:
     """Remove what ``attach`` registered, from a copy of the module too."""
     remove_forward_hooks(module, before_forward, after_forward)
     unwatch(module)
+    allow_script(module)
     for _, also_detach in attachments:
         also_detach(module)
 

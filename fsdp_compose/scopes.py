@@ -27,7 +27,7 @@ from fsdp_compose.residency import install, install_leaves, refresh_stale, wait_
 from fsdp_compose.sharded import part_of, part_slice, to_local
 from fsdp_compose.state import Unit, _lanes, find_state, owner_of
 from fsdp_compose.surgery import check_surgery, remember_modules
-from fsdp_compose.torch_private import parameter_slots, raw, untraced
+from fsdp_compose.torch_private import is_opaque, parameter_slots, raw, untraced
 from fsdp_compose.unshard import check_reduced, reconnect
 from fsdp_compose.whole import as_parameter, hide, is_whole, new_layer, show
 from fsdp_compose.writes import leaf_versions_of
@@ -211,12 +211,11 @@ def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
         for values, name, index in unit.places:
             before[index] = values.get(name)
         tensors: list[torch.Tensor] = [entry.held for entry in unit.entries]
-        is_here = _is_here(unit, options)
         unit.opened = scopes[unit] = scope = _Scope(
             tensors=tensors,
             in_forward=True,
             options=options,
-            is_here=is_here,
+            is_here=_is_here(unit, options),
             key=key,
             outer=unit.opened,
             before=before,
@@ -433,8 +432,9 @@ def _problem(unit: Unit, scope: _Scope, changes: dict[Entry, Any], options: _Opt
         tensor = scope.tensors[index]
         if options.writeback:
             value = changes.get(entry, tensor)
-            if not isinstance(value, torch.Tensor) or value.shape != entry.spec.seen:
-                found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            plain = isinstance(value, torch.Tensor) and not is_opaque(value)
+            if not plain or value.shape != entry.spec.seen:
+                found = tuple(value.shape) if plain else f"a {type(value).__name__}"
                 return (
                     f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
                     f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, "

@@ -30,6 +30,10 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_OUTSIDE = (
+    "fsdp_compose gathers, releases and reduces outside graphs; for torch.export call "
+    "fsdp_compose.undo(model) first"
+)
 _frames: Any = torch._C._dynamo.eval_frame
 _action, _strategy = _frames._FrameAction, _frames._FrameExecStrategy
 _WITH_CALLEES = _strategy(_action.SKIP, _action.SKIP)
@@ -54,7 +58,7 @@ def untraced_itself(function: Function) -> Function:
 def _leave(function: Any, strategy: Any) -> Any:
     _frames.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "fsdp_compose gathers, releases and reduces outside graphs"
+    function._torchdynamo_disable_msg = _OUTSIDE
     return function
 
 
@@ -96,6 +100,9 @@ tree_map: Callable[..., Any] = _pytree.tree_map
 
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` is recording."""
+
+SCRIPT_HOOK = "__prepare_scriptable__"
+"""What ``torch.jit.script`` calls on every module first, if the module has it."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 

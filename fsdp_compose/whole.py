@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.bucket import Entry, find_entry
-from fsdp_compose.sharded import HANDLERS
+from fsdp_compose.sharded import HANDLERS, refuse_export
 from fsdp_compose.torch_private import (
     call_raw,
     is_asked_for_gradient,
@@ -104,6 +104,12 @@ class _Whole(_Base):
     @property
     def is_leaf(self) -> bool:
         return True
+
+    @property
+    def grad_dtype(self) -> Any:
+        """As of a leaf. Compilers ask for it, and export, which keeps what soon holds a shard."""
+        refuse_export(find_entry(self).spec)
+        return self.dtype
 
     @property
     def retains_grad(self) -> bool:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+import fsdp_compose as fc
 from fsdp_compose import fully_shard
+from fsdp_compose.sharded import ShardedWeightError
 
 from harness import run_ranks
-from models import Tower, assert_at_rest, by_block, data, seeded, square
+from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, square
 
 
 def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
@@ -41,6 +47,120 @@ def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
         thread = threading.Thread(target=other)
         thread.start(), thread.join()
         assert len(errors) == 1  # one after the other is fine
+
+    run_ranks(check, 2)
+
+
+class Samples(Dataset[Tensor]):
+    """A data set that uses a sharded model in the worker."""
+
+    def __init__(self, model: nn.Module, use: Callable[[nn.Module], Tensor]) -> None:
+        self.model, self.use = model, use
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.use(self.model).detach()
+
+
+USES: list[Callable[[nn.Module], Tensor]] = [
+    lambda model: model(torch.ones(1, WIDTH).double()),
+    lambda model: model.head.weight.norm(),
+    lambda model: model.head.weight.full_tensor(),
+    lambda model: fc.state_dict(model)["head.bias"],
+]
+
+
+def test_workers_of_a_data_loader_are_refused() -> None:
+    """Forked: no use that needs other ranks reaches them. Spawned: it does not pickle."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        for use in USES:
+            loader = DataLoader(Samples(model, use), num_workers=1, multiprocessing_context="fork")
+            with pytest.raises(RuntimeError, match=r"process that was forked off.*plain copy"):
+                list(loader)
+        loader = DataLoader(Samples(model, len), num_workers=1, multiprocessing_context="spawn")
+        with (
+            pytest.raises(ShardedWeightError, match=r"spawned worker.*state_dict"),
+            pytest.warns(UserWarning, match="pickle error"),
+        ):
+            list(loader)
+        square(model, data(0, rank)).backward()
+        assert model.head.weight.norm() > 0
+
+    run_ranks(check, 2)
+
+
+def test_script_and_export_take_a_plain_model() -> None:
+    """Also with a plain module around the units, and in ``gathered``, where compiling works."""
+
+    def check(rank: int) -> None:
+        x, plain = data(0, rank), seeded(Tower)
+        model = by_block(copy.deepcopy(plain))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for around in (model, nn.Sequential(model), copy.deepcopy(model)):
+                with pytest.raises(RuntimeError, match=r"torch\.jit\.script cannot.*undo"):
+                    torch.jit.script(around)
+            for part in (model, model.head):
+                with pytest.raises(ShardedWeightError, match=r"torch\.export needs.*undo"):
+                    torch.export.export(part, (x,))
+            with fc.gathered(model):
+                for part in (model, model.head):
+                    with pytest.raises(ShardedWeightError, match=r"torch\.export needs.*undo"):
+                        torch.export.export(part, (x,))
+                compiled = torch.compile(model.head, backend="eager")(x)
+            assert torch.equal(compiled, plain.head(x))
+            outside = nn.Module()
+            outside.forward = lambda x: model(x)
+            with pytest.raises(RuntimeError, match=r"'Tower': torch\.export cannot.*undo"):
+                torch.export.export(outside, (x,))
+            square(model, x).backward()
+            assert_at_rest(model)
+            alone = fc.undo(copy.deepcopy(model))
+            assert torch.equal(torch.jit.script(alone.head)(x), plain.head(x))
+            assert torch.equal(torch.export.export(alone, (x,)).module()(x), plain(x))
+
+    run_ranks(check, 2)
+
+
+def test_tensors_that_cannot_be_cut_are_refused() -> None:
+    """As torchao's: state of its optimizers, and weights that it quantized in a scope."""
+
+    def check(rank: int) -> None:
+        class Quantized(Tensor):
+            @staticmethod
+            def __new__(cls, shape: Any) -> Any:
+                return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float64)
+
+            @classmethod
+            def __torch_dispatch__(
+                cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                assert func is torch.ops.aten.detach.default, "its data was read"
+                return args[0]
+
+        class AdamW8bit(torch.optim.SGD):
+            __module__ = "torchao.optim.adam"
+
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        weight = model.head.weight
+        with torch.no_grad():
+            for call in (lambda state: weight.lerp(state, 0.5), weight.mul, weight.clone().add_):
+                with pytest.raises(ShardedWeightError, match="a Quantized, which cannot be cut"):
+                    call(Quantized(weight.shape))
+        with pytest.raises(RuntimeError, match=r"AdamW8bit.*'first\.weight'.*local_parameters"):
+            AdamW8bit(model.parameters(), lr=0.1).step()
+        AdamW8bit(fc.local_parameters(model), lr=0.1).step()
+        with (
+            pytest.raises(RuntimeError, match=r"'head\.weight'.*replaced by a Quantized"),
+            fc.gathered(model, writeback=True),
+        ):
+            model.head.weight = nn.Parameter(Quantized(weight.shape), False)
+        square(model, data(0, rank)).backward()
 
     run_ranks(check, 2)
 

@@ -16,10 +16,17 @@ them) and differentiable, and whatever else would see a slice raises :class:`Sha
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
-from fsdp_compose.sharded.advice import PRIVACY, unit_finders
+from fsdp_compose.sharded.advice import PRIVACY, QUANTIZING, unit_finders
 from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
-from fsdp_compose.sharded.spec import Hooks, Residence, ShardedWeightError, ShardSpec, refuse
+from fsdp_compose.sharded.spec import (
+    Hooks,
+    Residence,
+    ShardedWeightError,
+    ShardSpec,
+    refuse,
+    refuse_export,
+)
 from fsdp_compose.sharded.tensor import (
     HANDLERS,
     ShardedDTensor,
@@ -47,6 +54,7 @@ from fsdp_compose.sharded.torchstate import checked_state
 __all__ = [
     "HANDLERS",
     "PRIVACY",
+    "QUANTIZING",
     "Axis",
     "Hooks",
     "Parallel",
@@ -69,6 +77,7 @@ __all__ = [
     "part_of",
     "part_slice",
     "refuse",
+    "refuse_export",
     "run_gradient_hooks",
     "set_local",
     "spec_of",

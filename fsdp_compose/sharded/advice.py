@@ -18,7 +18,18 @@ from torch.optim import Optimizer
 
 from fsdp_compose.sharded.ops import MEMORY
 
-__all__ = ["PRIVACY", "RAW", "SAVING", "WHOLE_COPY", "advise", "is_called_by", "unit_finders"]
+__all__ = [
+    "EXPORT",
+    "PRIVACY",
+    "QUANTIZING",
+    "RAW",
+    "SAVING",
+    "WHOLE_COPY",
+    "advise",
+    "is_called_by",
+    "is_exporting",
+    "unit_finders",
+]
 
 unit_finders: list[Callable[[nn.Module], str | None]] = []
 """Functions that give the name of the unit that a module heads, or None; ``state.py`` adds one."""
@@ -93,6 +104,11 @@ QUANTIZED = (
     "be quantized in place: quantize a plain copy, fsdp_compose.undo(copy.deepcopy(model)). To "
     "train what torchao keeps frozen, quantize before fully_shard and pass the quantized "
     "parameters in ignored=."
+)
+QUANTIZING = (
+    "torchao's optimizers compile their step and keep state in blocks of their own, which slices "
+    "that read as the whole cannot go through: give it fsdp_compose.local_parameters(model), plain "
+    "1-D slices, which it may update as they are."
 )
 EXPORT = (
     "torch.export needs whole parameters and no hooks: export "
@@ -217,6 +233,12 @@ def is_called_by(function: Callable[..., Any]) -> bool:
     """Whether a Python function is on this thread's stack."""
     code = function.__code__
     return any(frame.f_code is code for frame in _callers())
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` is on this thread's stack."""
+    names = (str(frame.f_globals.get("__name__", "")) for frame in _callers())
+    return any(name.startswith("torch.export.") for name in names)
 
 
 def _callers() -> Iterator[FrameType]:

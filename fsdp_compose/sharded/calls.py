@@ -29,7 +29,7 @@ from fsdp_compose.sharded.tensor import (
     own_slice,
     tag,
 )
-from fsdp_compose.torch_private import call_raw, is_converted_by_module, raw
+from fsdp_compose.torch_private import call_raw, is_converted_by_module, is_opaque, raw
 from fsdp_compose.unwritten import mark_unwritten
 
 
@@ -79,6 +79,8 @@ def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
         refuse(func, spec, "the other operand requires grad")
     if value.ndim == 0:
         return value
+    if is_opaque(value):
+        refuse(func, spec, f"the other is a {type(value).__name__}, which cannot be cut")
     pairs = zip(reversed(value.shape), reversed(spec.seen), strict=False)
     if value.ndim > len(spec.seen) or any(n not in (1, m) for n, m in pairs):
         refuse(func, spec, f"the other has shape {tuple(value.shape)}")

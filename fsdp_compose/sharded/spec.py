@@ -23,7 +23,7 @@ import torch
 from torch.overrides import resolve_name
 
 from fsdp_compose.mesh import Group
-from fsdp_compose.sharded.advice import SAVING, advise
+from fsdp_compose.sharded.advice import EXPORT, SAVING, advise, is_exporting
 from fsdp_compose.sharded.parallel import Parallel
 from fsdp_compose.torch_private import is_called_by_dtensor
 
@@ -33,6 +33,7 @@ __all__ = [
     "ShardSpec",
     "ShardedWeightError",
     "refuse",
+    "refuse_export",
     "refuse_pickle",
     "require_group",
 ]
@@ -208,10 +209,17 @@ def refuse_pickle(spec: ShardSpec) -> NoReturn:
     """Raise for a slice that would be written to a file as if it were the whole."""
     raise SlicePickledError(
         f"{spec.fqn!r} (unit {spec.unit!r}) is sharded: pickle (torch.save, "
-        f"broadcast_object_list, a queue) would store what rank {spec.group.rank} of "
-        f"{spec.group.size} holds, {spec.held}. {SAVING} The same goes for an optimizer's state: "
-        "optim_state_dict(model, optim, kind='full') or kind='local'."
+        "broadcast_object_list, a queue, a spawned worker) would store what rank "
+        f"{spec.group.rank} of {spec.group.size} holds, {spec.held}. {SAVING} The same "
+        "goes for an optimizer's state: optim_state_dict(model, optim, kind='full') or "
+        "kind='local'."
     )
+
+
+def refuse_export(spec: ShardSpec) -> None:
+    """Raise where ``torch.export`` is about to make the parameter its own."""
+    if is_exporting():
+        raise ShardedWeightError(f"{spec.fqn!r} (unit {spec.unit!r}) is sharded. {EXPORT}")
 
 
 def require_group(spec: ShardSpec, what: str) -> None:
