@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 import tempfile
@@ -26,9 +27,12 @@ from fsdp_compose import (
     ShardingStrategy,
     comm,
     fully_shard,
+    gathered,
     no_sync,
     optim_state_dict,
+    verify_replicas,
     waiting,
+    whole,
 )
 from fsdp_compose.checkpoint import metadata, optim_agree
 from fsdp_compose.plans import UnitPlan
@@ -374,6 +378,56 @@ def check_unpickling(rank: int) -> None:
             metadata.read_metadata(Path(folder))
 
 
+def check_siblings(rank: int) -> None:
+    """Blocks that were sharded without their root: the first backward names what is plain."""
+    model = seeded(Tower)
+    for block in model.blocks:
+        fully_shard(block)
+    with pytest.raises(RuntimeError, match=r"'first\.weight'"):
+        square(model, data(0, rank)).backward()
+
+
+def check_copies(rank: int) -> None:
+    model = by_block(seeded(Tower), strategy=ShardingStrategy.NO_SHARD)
+    with torch.no_grad():
+        model.head.bias.add_(rank)
+    with pytest.raises(RuntimeError, match=r"'head\.bias'.* is copied"):
+        verify_replicas(model)
+
+
+def hide_gradients() -> None:
+    """In a scope parameters have no gradient, as the tensors that they show."""
+    whole.WholeParameter.grad = property(lambda self: None)
+
+
+def check_scope(rank: int) -> None:
+    """Clipping inside ``gathered`` sees every gradient."""
+    model = by_block(seeded(Tower))
+    square(model, data(0, rank)).backward()
+    wanted = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    with gathered(model):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(norm, wanted)
+
+
+def check_stale_scope(rank: int) -> None:
+    """A forward in a scope does not read what the scope gathered before a step."""
+    model = by_block(seeded(Tower))
+    square(model, data(0, rank)).backward()
+    with gathered(model):
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        with pytest.raises(RuntimeError, match="leave it before the next forward"):
+            model(data(0, rank))
+
+
+def check_shallow_copy(rank: int) -> None:
+    block = by_block(seeded(Tower)).blocks[0]
+    twin = copy.copy(block)
+    twin._modules = {**block._modules, "up": nn.Linear(6, 7).double()}
+    with pytest.raises(RuntimeError, match=r"forward of a copy.*'up\.weight'"):
+        twin(data(0, rank))
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -430,6 +484,23 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         check_data_before_backward, 2,
     ),
     "swapped weights overwritten": (adopt_in_place, check_swap, 2),
+    "plain siblings not looked for": (
+        lambda: replace("find_surroundings", lambda original: lambda unit: None, "hooks"),
+        check_siblings, 2,
+    ),
+    "copies not compared": (
+        lambda: replace("_difference", lambda original: lambda *_: None, "replicas"),
+        check_copies, 2,
+    ),
+    "gradients hidden in a scope": (hide_gradients, check_scope, 2),
+    "a scope read after a step": (
+        lambda: replace("check_scope_is_current", lambda original: lambda *_: None, "hooks"),
+        check_stale_scope, 2,
+    ),
+    "shallow copies not looked at": (
+        lambda: replace("check_copy", lambda original: lambda *_: None, "hooks"),
+        check_shallow_copy, 2,
+    ),
 }  # fmt: skip
 
 
