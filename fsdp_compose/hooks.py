@@ -36,7 +36,7 @@ from fsdp_compose.gather import (
     trained_entries,
     view_parameters,
 )
-from fsdp_compose.inner import opened_at, trigger_of, unwatch, watch_hooked
+from fsdp_compose.inner import opened_at, trigger_of, unwatch, watch_hooked, watch_kept
 from fsdp_compose.order import Change, Order
 from fsdp_compose.policy import FullPrecision
 from fsdp_compose.records import Hold, Live, Opened
@@ -441,6 +441,8 @@ def _watch_outputs(unit: Unit, output: Any) -> Expected:
                 continue  # passed through; its gradient is complete long after the unit's backward
             tensor.register_hook(trigger_of(unit))
             watched = True
+    if watched and (unit.entrance != "outputs" or unit.keepers) and graph_task_id() == -1:
+        watch_kept(unit, tensors)
     if any(_reads_weights(unit, tensor) for tensor in tensors):
         return "hidden"
     if watched or not opaque or not torch.is_grad_enabled():
@@ -465,9 +467,11 @@ def _bound(unit: Unit, inputs: Any) -> Any:
     """Pass the inputs that need gradients through one node, so that a frozen unit knows its end."""
     tensors, _ = find_tensors(inputs)
     needing = {id(t): t for t in tensors if t.requires_grad}
+    unit.bound_at = -1
     if not needing:
         return inputs
     outputs = Boundary.apply(weakref.ref(unit), *needing.values())
+    unit.bound_at = made_at(outputs[0].grad_fn)
     replaced = dict(zip(needing, outputs, strict=True))
     return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), inputs)
 

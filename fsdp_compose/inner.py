@@ -1,8 +1,10 @@
-"""A unit is gathered when backward reaches it: by its outputs, or by a tensor that a hook saw.
+"""A unit is gathered when backward reaches it: by its outputs, or by a tensor inside it.
 
 A backward may start in the middle of a unit, at a tensor that a forward hook on one of its
-submodules kept (feature extraction, attribution of single neurons). The outputs of the unit are
-then not reached, so what hooked submodules take and give is watched as the unit's outputs are.
+submodules kept (feature extraction, attribution of single neurons), or that its forward left in an
+attribute or a list. The outputs of the unit are then not reached. So what hooked submodules take
+and give is watched as the unit's outputs are, and what is found in attributes. For whatever else a
+forward may keep, every node of its graph is watched, until a backward came by the outputs.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from fsdp_compose.state import Unit, _lanes
 from fsdp_compose.surroundings import check_noted
 from fsdp_compose.torch_private import (
     forward_hook_tables,
+    graph_task_id,
     made_at,
     remove_forward_hooks,
     untraced,
@@ -43,7 +46,11 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
                 raise RuntimeError(moved_before_backward(reached.gathered[0]))
             if reached.surroundings is not None:
                 check_noted(reached)
-            open_backward(reached, running_task(reached))
+            task = running_task(reached)
+            task.reached.add(reached)
+            if reached.entrance == "unknown":
+                reached.entrance = "outputs"
+            open_backward(reached, task)
 
         unit.trigger = trigger
     return unit.trigger
@@ -89,10 +96,72 @@ def watch_outputs(module: nn.Module, args: Any, output: Any) -> None:
 def _watch(values: Any) -> None:
     if not torch.is_grad_enabled():
         return
-    for unit in [lane.active[-1] for lane in _lanes.values() if lane.active]:
+    for lane in _lanes.values():
+        _watch_tensors(lane.active, find_tensors(values)[0])
+
+
+def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
+    """Gather these units, each inside the one before, where backward reaches one of ``tensors``."""
+    for unit in units:
         start = opened_at(unit)
-        for tensor in find_tensors(values)[0]:
+        for tensor in tensors:
             node = tensor.grad_fn
             # What the unit was given is reached after its backward, when it is released again.
             if tensor.requires_grad and node is not None and made_at(node) >= start:
                 tensor.register_hook(trigger_of(unit))
+
+
+def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
+    """Watch what the forward that is ending left in its modules and, at first, its whole graph."""
+    if unit.entrance == "outputs":
+        if unit.keepers:
+            found = find_tensors([values.get(name) for values, name in unit.keepers])[0]
+            _watch_tensors([*unit.lane.active, unit], found)
+        return
+    start = opened_at(unit)
+    start = unit.bound_at if start < 0 else start
+    if start < 0:
+        return
+    unit.keepers = []
+    kept: list[torch.Tensor] = []
+    for _, module in managed(unit):
+        for name, value in vars(module).items():
+            if name not in _OWN and isinstance(value, torch.Tensor | list | tuple | dict):
+                mine = [t for t in find_tensors(value)[0] if _is_made_since(start, t)]
+                if mine:
+                    unit.keepers.append((vars(module), name))
+                    kept += mine
+    _watch_tensors([*unit.lane.active, unit], kept)
+    _watch_graph(unit, [*outputs, *kept], start)
+
+
+_OWN = frozenset(vars(nn.Module()))
+
+
+def _is_made_since(start: int, tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None and made_at(tensor.grad_fn) >= start
+
+
+def _watch_graph(unit: Unit, tensors: list[torch.Tensor], start: int) -> None:
+    """Gather the unit before any node of its forward runs, in a backward that came another way."""
+    ref = weakref.ref(unit)
+
+    @untraced
+    def before_node(grads: Any) -> None:
+        reached = ref()
+        if reached is None:
+            return
+        task = reached.lane.tasks.get(graph_task_id())
+        if task is None or reached not in task.reached:
+            reached.entrance = "inside"
+            trigger_of(reached)(grads)
+
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or not node.next_functions or made_at(node) <= start:
+            continue
+        seen.add(node)
+        node.register_prehook(before_node)
+        pending += [source for source, _ in node.next_functions]

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -109,6 +109,10 @@ class Unit:
     is_forked: bool = False  # this process is a child of the one that sharded it
     looked_around: bool = False  # for the module that its forward was called in
     surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
+    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # of backwards, see inner.py
+    keepers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Attributes of its modules in which a forward left tensors of its graph."""
+    bound_at: int = -1  # when the last node before a unit that trains nothing was made
     keeps_views: bool = False  # its modules hold views of gathered weights, see leftovers.py
     inspected: set[tuple[bool, bool]] = field(default_factory=set)  # forwards, see writes.py
 
@@ -349,6 +353,7 @@ class Task:
     id: int
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # opened by it
+    reached: set[Unit] = field(default_factory=set)
     packed: list[Bucket] = field(default_factory=list)  # to reduce at its end, unless before
     consumed: list[tuple[Unit, Any]] = field(default_factory=list)
     """Units whose weights it read last on behalf of a graph over an earlier backward."""

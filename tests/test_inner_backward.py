@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import gathered, undo
+from fsdp_compose import ShardingStrategy, fully_shard, gathered, undo
 
 from harness import run_ranks
 from models import Block, Tower, assert_at_rest, by_block, data, one_unit, seeded, square, whole
@@ -61,6 +62,77 @@ def test_backward_from_a_tensor_a_hook_kept(shard: Any) -> None:
                 assert_at_rest(sharded)
             undo(model)
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+    run_ranks(check, 2)
+
+
+class Keeping(nn.Module):
+    """Leaves a tensor of its forward in an attribute, or in a list of the caller's."""
+
+    def __init__(self, inner: nn.Module | None, bag: list[Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.inner = inner
+        self.to_list, self.bag = False, bag
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        if self.inner is not None:
+            x = self.inner(x)
+        h = torch.tanh(self.last(x))
+        if self.to_list:
+            self.bag.append(h)
+        else:
+            self.kept = {"h": h}
+        return self.last(h)
+
+
+class Bag(list[Tensor]):
+    """Nothing that is looked for in attributes."""
+
+    def __deepcopy__(self, memo: Any) -> Bag:
+        return Bag()
+
+
+def kept_by(model: Any, depth: int) -> Keeping:
+    for _ in range(depth):
+        model = model.inner
+    return model
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:2])
+def test_backward_from_what_a_forward_kept(strategy: ShardingStrategy) -> None:
+    """In an attribute at any time; in a list where the first backwards come that way."""
+
+    def check(rank: int) -> None:
+        for depth, frozen, listed in product(range(3), (False, True), (False, True)):
+            plain = seeded(lambda: Keeping(Keeping(Keeping(None, Bag()), Bag()), Bag()))
+            module = kept_by(plain, depth)
+            module.to_list = listed
+            kept_by(plain, 1).requires_grad_(not frozen)
+            model = copy.deepcopy(plain)
+            for inner in (kept_by(model, 2), kept_by(model, 1), model):
+                fully_shard(inner, strategy=strategy)
+
+            def loss(model: nn.Module, r: int, depth: int = depth, listed: bool = listed) -> Tensor:
+                model(data(0, r).requires_grad_())
+                module = kept_by(model, depth)
+                kept = module.bag.pop() if listed else module.kept["h"]
+                return kept.square().mean()
+
+            if not listed:
+                square(model, data(1, rank)).backward()  # it comes by the outputs
+                model.zero_grad()
+            for _ in range(2):
+                loss(model, rank).backward()
+                sum(loss(plain, r) / 2 for r in range(2)).backward()
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert (p.grad is None) == (q.grad is None)
+                    if q.grad is not None:
+                        assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-12)
+            square(model, data(1, rank)).backward()
+            assert_at_rest(model)
 
     run_ranks(check, 2)
 
