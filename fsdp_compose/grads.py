@@ -38,6 +38,7 @@ from fsdp_compose.sharded import (
     to_local,
 )
 from fsdp_compose.state import _lanes, held_by_fewer, owner_of
+from fsdp_compose.strays import check_strays
 from fsdp_compose.surroundings import check_once
 from fsdp_compose.unshard import is_open
 from fsdp_compose.whole import end_rests, leaf_of, rest
@@ -449,6 +450,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                     _check_reduced(param, f"{type(optimizer).__name__}.step()")
                 if lane.prefetched:
                     drop_prefetched(lane)
+    check_strays(optimizer)
     if len(args) < 2 and kwargs.get("closure") is None:
         _check_any_gradient(optimizer)
 

@@ -69,6 +69,7 @@ LAYERS = [
     "refresh.py",
     "schedule.py",
     "flat.py",
+    "strays.py",
     "owner.py",
     "unshard.py",
     "surgery.py",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 from fsdp_compose import fully_shard
@@ -54,3 +55,66 @@ def test_plain_siblings_of_units_are_an_error() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(check, 2, folder=folder)
+
+
+class Unsaid(nn.Module):
+    """A part of a model that only a script's own loop knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_a_step_over_units_and_plain_parts_is_an_error() -> None:
+    """No module is around the units. Not where the others are ignored, in DDP, frozen, unused, or
+    a model of their own with an optimizer of its own; nor on one rank, where nothing drifts."""
+    wanted = r"SGD.step\(\): .*unit '.*Linear\.weight of shape \(6, 6\).*ignored="
+
+    def step(parts: list[nn.Module], rank: int, uses: slice = slice(None)) -> None:
+        optimizer = sgd([p for part in parts for p in part.parameters()])
+        for _ in range(2):
+            x = data(0, rank)
+            for part in parts[uses]:
+                x = part(x)
+            x.square().mean().backward()
+            optimizer.step()
+
+    def make(**options: object) -> list[nn.Module]:
+        first, blocks = seeded(Unsaid), [seeded(Block) for _ in range(2)]
+        options = {key: value(first) for key, value in options.items()}
+        return [first, *(fully_shard(block, **options) for block in blocks)]
+
+    def check(rank: int) -> None:
+        parts = make()
+        with pytest.raises(RuntimeError, match=wanted):
+            step(parts, rank)
+        optimizer = sgd(fc.local_parameters(nn.Sequential(*parts)))
+        parts[1](parts[0](data(0, rank))).sum().backward()
+        with pytest.raises(RuntimeError, match=wanted):
+            optimizer.step()
+        late = make()
+        optimizer = sgd([*late[1].parameters(), *late[0].parameters()])
+        late[1](data(0, rank)).sum().backward()
+        optimizer.step()  # nothing was computed with the plain part yet
+        late[1](late[0](data(0, rank))).sum().backward()
+        with pytest.raises(RuntimeError, match=wanted):
+            optimizer.step()
+        step(make(ignored=lambda first: [first]), rank)
+        step(make(ignored=lambda first: list(first.parameters())), rank)
+        step(make(), rank, uses=slice(1, None))
+        first, *blocks = make()
+        step([first.requires_grad_(False), *blocks], rank)
+        first, *blocks = make()
+        step([nn.parallel.DistributedDataParallel(first), *blocks], rank)
+        first, *blocks = make()
+        own = sgd(first.parameters())
+        step(blocks, rank)
+        first(data(0, rank)).sum().backward()
+        own.step()
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "alone"))["alone"]
+        step([seeded(Unsaid), fully_shard(seeded(Block), mesh=alone)], rank)
+
+    run_ranks(check, 2)
