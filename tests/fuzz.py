@@ -10,11 +10,14 @@ one process on the batches of all ranks. What has no gradient there must have no
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -60,11 +63,16 @@ def run_case(rank: int, case: Case) -> None:
     twin.check()
 
 
-def run_seeds(rank: int, world: int, seeds: Sequence[int]) -> None:
-    """Run the cases of ``seeds``, one after the other, on the same ranks."""
+def run_seeds(rank: int, world: int, seeds: Sequence[int], progress: IO[bytes]) -> None:
+    """Run the cases of ``seeds``, one after the other, on the same ranks.
+
+    Args:
+        progress: a file that says how many are done, for a run that hangs.
+    """
     warnings.filterwarnings("ignore", message="the forward of unit")  # a skipped node
-    for seed in seeds:
-        print(f"seed {seed}", flush=True)
+    for done, seed in enumerate(seeds):
+        if rank == 0:
+            os.pwrite(progress.fileno(), done.to_bytes(4, "little"), 0)
         try:
             run_case(rank, draw(seed, world))
         except Exception as e:
@@ -103,13 +111,17 @@ def shrink(case: Case, budget: float = 120.0) -> tuple[Case, str | None]:
     return case, found
 
 
-def failing_seed(error: BaseException, seeds: Sequence[int]) -> int:
-    """Which of ``seeds`` a failed run was at."""
-    text = str(error)
-    for seed in seeds:
-        if f"seed {seed} of world" in text:
-            return seed
-    return seeds[0]
+def run_batch(world: int, seeds: Sequence[int]) -> int | None:
+    """The first of ``seeds`` that fails or hangs; None if none does."""
+    with tempfile.TemporaryFile() as progress:
+        try:
+            run_ranks(run_seeds, world, world, seeds, progress, timeout=30.0 + 6.0 * len(seeds))
+        except RankTimeout:
+            return seeds[int.from_bytes(os.pread(progress.fileno(), 4, 0), "little")]
+        except RankFailure as e:
+            text = str(e)
+            return next(seed for seed in seeds if f"seed {seed} of world" in text)
+    return None
 
 
 def search(world: int, seeds: Sequence[int], report: Callable[[str], None] = print) -> list[int]:
@@ -117,16 +129,11 @@ def search(world: int, seeds: Sequence[int], report: Callable[[str], None] = pri
     failed: list[int] = []
     for start in range(0, len(seeds), BATCH_OF_SEEDS):
         batch = list(seeds[start : start + BATCH_OF_SEEDS])
-        while batch:
-            try:
-                run_ranks(run_seeds, world, world, batch, timeout=20.0 + 3.0 * len(batch))
-                break
-            except (RankFailure, RankTimeout) as e:
-                seed = failing_seed(e, batch)
-                failed.append(seed)
-                case, failure = shrink(draw(seed, world))
-                report(f"seed {seed} of world {world}: {failure or str(e)[:2000]}\n  {case}")
-                batch = batch[batch.index(seed) + 1 :]
+        while batch and (seed := run_batch(world, batch)) is not None:
+            failed.append(seed)
+            case, failure = shrink(draw(seed, world))
+            report(f"seed {seed} of world {world}: {failure or 'not alone'}\n  {case}")
+            batch = batch[batch.index(seed) + 1 :]
     return failed
 
 

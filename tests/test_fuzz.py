@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 
 from fuzz import run_one, run_seeds, shrink
@@ -24,7 +26,9 @@ FOUND = {
 @pytest.mark.parametrize("world", SHORT)
 def test_random_programs_equal_the_plain_model(world: int) -> None:
     """`python tests/fuzz.py --minutes 60` looks further, and shrinks what it finds."""
-    run_ranks(run_seeds, world, world, list(SHORT[world]), timeout=200)
+    seeds = list(SHORT[world])
+    with tempfile.TemporaryFile() as progress:
+        run_ranks(run_seeds, world, world, seeds, progress, timeout=200)
 
 
 @pytest.mark.parametrize("name", FOUND)
