@@ -2,13 +2,15 @@
 
 Ordinarily hooks and gathers stay outside compiled graphs, which end at every unit. What
 ``set_traceable`` was called on can be part of a larger graph instead (``fullgraph=True``): there a
-forward reads the outputs of ``fsdp_compose::gather``, whose registered backward is
-``fsdp_compose::reduce``, which hands the gradients to the engine. Releasing is implied: what the
-operator returned is freed with its last use, and unless the unit is kept after forward, the
-compiler is told to gather again in backward instead of saving the outputs.
+forward reads what ``Show`` returns, whose backward hands the gradients to the engine. Releasing is
+implied: what was gathered is freed with its last use, and unless the unit is kept after forward,
+the compiler is told to gather again in backward instead of saving it.
 
-    fsdp_compose::gather(anchor, unit)   the unit's full buckets, of which parameters are views
-    fsdp_compose::reduce(grads, unit)    what the anchor receives; ``.grad`` of leaves is set
+    fsdp_compose::gather(anchor, unit)         the unit's full buckets; parameters are views of them
+    fsdp_compose::reduce(grads, given, unit)   what the anchor receives; ``.grad`` of leaves is set
+
+``Show`` itself stands in the graph that Dynamo makes, and is taken apart when autograd is traced:
+its backward sees then which parameters the graph uses, which becomes a constant (``given``).
 
 The anchor is an empty tensor that requires grad: sharded leaves cannot be inputs of a graph.
 The unit is named by a key that changes whenever what was compiled for it does not hold any more.
@@ -49,7 +51,7 @@ _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
 _library = torch.library.Library("fsdp_compose", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the ranks meet in them
 _library.define("gather(Tensor anchor, str unit) -> Tensor[]", tags=_tags)
-_library.define("reduce(Tensor[] grads, str unit) -> Tensor", tags=_tags)
+_library.define("reduce(Tensor[] grads, int[] given, str unit) -> Tensor", tags=_tags)
 
 
 def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -> None:
@@ -58,9 +60,8 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
     By default a compiled graph ends where a unit begins. With this, gathering and reducing are
     operators in it, without prefetch: each gather is awaited where it stands. A unit that is
     released after forward is gathered again in backward. Outside compiled code, and for a unit
-    that is itself what was compiled, nothing changes. A parameter that the graph does not use gets
-    a gradient of zeros there: freeze it, or leave it out of the optimizer. Call it again when
-    parameters were frozen, unfrozen or converted since: graphs are compiled anew then.
+    that is itself what was compiled, nothing changes. Call it again when parameters were frozen,
+    unfrozen or converted since: graphs are compiled anew then.
 
     Args:
         module: a unit, or with ``recurse`` a module that contains units.
@@ -79,6 +80,7 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
         )
     for unit in units if value else ():
         _require_traceable(unit)
+    torch.compiler.allow_in_graph(_show)
     for unit in units:
         unit.traced = _record(unit) if value else None
         for ref in unit.modules:
@@ -168,8 +170,10 @@ def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not torch.compiler.is_compiling() or traced is None or unit.opened is not None:
         return before_forward(module, args, kwargs)
 
+    key = traced.key
+
     def show(anchor: torch.Tensor) -> list[torch.Tensor]:
-        return _show(anchor, traced)
+        return _show(anchor, key)
 
     if unit.switches.keep_after_forward is True or not torch.is_grad_enabled():
         shown = show(traced.anchor)
@@ -200,15 +204,31 @@ _TRACED = (before_traced, after_traced)
 attachments.append((lambda module: None, lambda module: remove_forward_hooks(module, *_TRACED)))
 
 
-def _show(anchor: torch.Tensor, traced: Traced) -> list[torch.Tensor]:
-    """What the unit's modules read, by entry: views of what the operator returns."""
-    fulls = torch.ops.fsdp_compose.gather(anchor, traced.key)
-    cut = [full.split_with_sizes(sizes) for full, sizes in zip(fulls, traced.sizes, strict=True)]
-    shown = []
-    for (bucket, piece, shape, order), trained in zip(traced.views, traced.trained, strict=True):
-        full = cut[bucket][piece].view(shape).permute(order)
-        shown.append(full if trained else full.detach())
-    return shown
+class Show(torch.autograd.Function):
+    """The anchor to what the unit's modules read, by entry; their gradients to the reduction."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, key: str) -> tuple[torch.Tensor, ...]:
+        traced = _find(key)[1]
+        ctx.key = key
+        ctx.set_materialize_grads(False)
+        fulls = torch.ops.fsdp_compose.gather(anchor, key)
+        cut = [f.split_with_sizes(sizes) for f, sizes in zip(fulls, traced.sizes, strict=True)]
+        shown = [cut[b][piece].view(shape).permute(dims) for b, piece, shape, dims in traced.views]
+        frozen = itertools.compress(shown, [not trained for trained in traced.trained])
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(shown)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Runs while a graph is made: a gradient that is None is one that the graph never makes."""
+        given = {index: grad for index, grad in enumerate(grads) if grad is not None}
+        return torch.ops.fsdp_compose.reduce([*given.values()], [*given], ctx.key), None
+
+
+def _show(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
+    """One operation to Dynamo, which would give zeros for the gradients that are None."""
+    return list(Show.apply(anchor, key))
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:
@@ -252,7 +272,7 @@ def _fake_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
     return [anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in _find(key)[0].gathered]
 
 
-def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
+def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
     unit, traced = _find(key)
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -265,13 +285,10 @@ def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
     if asked is None and wanted_leaves([node]) != [True]:
         return received  # gradients of other tensors were asked for
     trained = _indices(traced)
-    flats = [grads[traced.views[index][0]] for index in trained]
-    specs = [unit.entries[index].spec for index in trained]
-    given = [f.as_strided(s.shape, s.stride, s.offset) for f, s in zip(flats, specs, strict=True)]
-    arrived: Tensors = tuple(given)
+    by_entry: dict[int, torch.Tensor] = dict(zip(given, grads, strict=True))
     if asked is not None:
-        is_asked = [unit.entries[index] in asked.entries for index in trained]
-        arrived = tuple([g if a else None for g, a in zip(given, is_asked, strict=True)])
+        by_entry = {i: g for i, g in by_entry.items() if unit.entries[i] in asked.entries}
+    arrived: Tensors = tuple([by_entry.get(index) for index in trained])
     task = running_task(unit)
     if asked is None or asked.results is None:
         take(unit, task, trained, arrived, None)
@@ -282,22 +299,11 @@ def _run_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
     return received
 
 
-def _fake_reduce(grads: list[torch.Tensor], key: str) -> torch.Tensor:
+def _fake_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
     return torch.empty(0, device=_find(key)[1].anchor.device)
-
-
-def _remember_key(ctx: Any, inputs: tuple[torch.Tensor, str], output: Any) -> None:
-    ctx.key = inputs[1]
-
-
-def _reduce(ctx: Any, grads: list[torch.Tensor]) -> Any:
-    return torch.ops.fsdp_compose.reduce(grads, ctx.key), None
 
 
 _library.impl("gather", _run_gather, "CompositeExplicitAutograd")
 _library.impl("reduce", _run_reduce, "CompositeExplicitAutograd")
 torch.library.register_fake("fsdp_compose::gather", _fake_gather, lib=_library)
 torch.library.register_fake("fsdp_compose::reduce", _fake_reduce, lib=_library)
-torch.library.register_autograd(
-    "fsdp_compose::gather", _reduce, setup_context=_remember_key, lib=_library
-)

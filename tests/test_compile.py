@@ -159,9 +159,11 @@ class Trial:
         other = self.loss(self.sharded, self.sharded, xs[self.rank])
         if self.exact:
             assert torch.equal(mine, other), "compiled and uncompiled losses differ"
-        for param in self.sharded.parameters():
-            other_grad = param.grad
-            assert other_grad is None or is_sharded(other_grad)
+        for (name, param), ours in zip(
+            self.sharded.named_parameters(), self.model.parameters(), strict=True
+        ):
+            assert param.grad is None or is_sharded(param.grad)
+            assert (param.grad is None) == (ours.grad is None), name
         for rank, x in enumerate(xs):
             loss = plain_loss(self.plain, x) / self.world
             loss.backward()
@@ -548,6 +550,49 @@ def test_fullgraph_over_units(build: Any, prepare: Any) -> None:
     run_ranks(lambda rank: Trial(rank, 2, build, prepare, exact=exact).run(graphs=1), 2)
 
 
+class Pick(Line):
+    """The root's head, or its unused layer, by ``pick``; nobody uses the bias of ``first``."""
+
+    pick = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(nn.functional.linear(x, self.first.weight))
+        return self.head(x) if self.pick == "head" else self.unused(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_fullgraph_leaves_alone_what_no_rank_used(backend: str) -> None:
+    """Weight decay does not move it; what one rank's graph uses is averaged on every rank."""
+
+    def run(rank: int) -> None:
+        model, plain = seeded(Pick), seeded(Pick)
+        call = traceable(model, backend)
+        assert call is not None
+        steppers = [adamw(model.parameters()), adamw(plain.parameters())]
+        xs = [data(0, r) for r in range(2)]
+        for picks in (("head", "head"), ("head", "unused"), ("head", "head")):
+            model.pick = picks[rank]
+            square(call, xs[rank]).backward()
+            for plain.pick, x in zip(picks, xs, strict=True):
+                (square(plain, x) / 2).backward()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), (name, picks)
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+        unmoved = seeded(Pick).state_dict()
+        for name, value in fc.state_dict(model).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())
+            kept = name == "first.bias" or name.startswith("b.")
+            assert torch.equal(value, unmoved[name]) == kept, name
+
+    run_ranks(run, 2)
+
+
 def test_fullgraph_on_four_ranks_and_replicas() -> None:
     def run(rank: int) -> None:
         Trial(rank, 4, Tower, traceable, backend="aot_eager", optimizer=adamw).run(graphs=1)
@@ -791,11 +836,11 @@ def test_operators_have_fake_implementations() -> None:
         fc.set_traceable(model)
         traced = units(model)[1].traced
         gather = torch.ops.fsdp_compose.gather
-        arguments = (traced.anchor, traced.key)
+        arguments = (traced.anchor.detach(), traced.key)
         results = torch.library.opcheck(gather.default, arguments)
         assert set(results.values()) == {"SUCCESS"}
         full = gather(*arguments)
-        fake = make_fx(lambda a: gather(a, traced.key), tracing_mode="fake")(traced.anchor)
+        fake = make_fx(lambda a: gather(a, traced.key), tracing_mode="fake")(arguments[0])
         outputs = [n.meta["val"] for n in fake.graph.nodes if n.target is operator.getitem]
         for real, planned in zip(full, outputs, strict=True):
             assert real.shape == planned.shape and real.stride() == planned.stride()
