@@ -166,10 +166,11 @@ def run_cells(rank: int, ranks: int, name: str, cells: list[Cell]) -> list[str]:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_cell_equals_one_process(name: str, ranks: int) -> None:
-    """Two ranks train every cell; four ranks train enough for every two choices to meet."""
+    """Every cell where strategies differ least and most; elsewhere every two choices meet."""
     if name == "spread" and ranks == 2:
         return  # there is no divisor between 1 and 2
-    cells = CELLS if ranks == 2 else cover_pairs(CELLS)
+    every = ranks == 2 and name in ("full_shard", "hybrid_shard_optimizer")
+    cells = CELLS if every else cover_pairs(CELLS)
     assert run_ranks(run_cells, ranks, ranks, name, cells, timeout=200) == [[]] * ranks
 
 
