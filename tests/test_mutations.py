@@ -16,6 +16,7 @@ import torch
 from test_budget import STRATEGIES, check_prefetch, check_released, check_traffic
 from test_checkpoint_hostile import Code
 from test_parts_of_gradients import Levels, inside_out
+from test_retained import check_two_graphs
 from test_unused import PLANS, Choosy, check_steps
 from test_waiting import be_quick
 from torch import nn
@@ -428,6 +429,20 @@ def check_shallow_copy(rank: int) -> None:
         twin(data(0, rank))
 
 
+def release_after_one() -> None:
+    """Units kept for graphs over gradients are released when the first of them is consumed."""
+
+    def make(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def drop(lane: Any) -> None:
+            for unit in list(lane.retained):
+                unit.readers.clear()
+            original(lane)
+
+        return drop
+
+    replace("drop_unread", make)
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -501,6 +516,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: replace("check_copy", lambda original: lambda *_: None, "hooks"),
         check_shallow_copy, 2,
     ),
+    "one reader of released weights": (release_after_one, check_two_graphs, 2),
 }  # fmt: skip
 
 
