@@ -324,11 +324,15 @@ def drop_prefetched(lane: Lane) -> None:
 
 
 def _return_leaves(unit: Unit) -> None:
-    """As ``install_leaves``, but what the user put there stays, for ``check_slots`` to see."""
+    """As ``install_leaves``, but what the user put there stays: for the call that begins
+    (``functional_call``), or for ``check_slots`` to see."""
+    shown = unit.showing  # what the failed pass put there, if its end did not take it away
     given = [
-        (values, name, values.get(name))
-        for values, name, _ in unit.places
-        if type(values.get(name)) is torch.nn.Parameter and unit.opened is None
+        (values, name, value)
+        for values, name, index in unit.places
+        if isinstance(value := values.get(name), torch.Tensor)
+        and unit.opened is None
+        and not (shown is not None and value is shown[index])
     ]
     install_leaves(unit)
     for values, name, replaced in given:

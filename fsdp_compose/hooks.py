@@ -120,6 +120,9 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     stored = unit.mp.full_precision_in_eval and not module.training
     if stored or transforms_active():
         if not unit.calls:
+            if unit.task is not None and not unit.task.alive:
+                with outside_transforms():
+                    recover(unit.lane)  # a backward failed
             settled = unit.task is None and not unit.finished
             given = find_stand_ins(unit) if settled else {}
             return _enter_apart(unit, given, args, kwargs, stored)

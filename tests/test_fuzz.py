@@ -17,6 +17,9 @@ FOUND = {
     "data assigned, then a full state dict": Case(
         Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("write data", 0), ("state", 0)),
     ),
+    "tensors for one call after a backward that failed": Case(
+        Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("fail backward", 0), ("functional", 0)),
+    ),
     "a gradient penalty leaves nothing gathered": Case(
         Node((Leaf("single", frozen=True),)), 2, "FULL_SHARD", (("penalty", 0),),
     ),
