@@ -105,10 +105,10 @@ SCRIPT_HOOK = "__prepare_scriptable__"
 """What ``torch.jit.script`` calls on every module first, if the module has it."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-
-# Whether the backward under way leaves its graph as it is, for another one (retain_graph=True).
-graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Id of the autograd pass running on this thread, -1 outside any."""
+
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward under way leaves its graph as it is, for another one (retain_graph)."""
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
