@@ -8,6 +8,7 @@ its own: a signal reaches a rank once, through the launcher, together with its c
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -97,12 +98,18 @@ def launch(
     return code
 
 
+PORTS = range(15000, 32000)
+"""Below those that systems give to outgoing connections, one of which could take a port that was
+found free before rank 0 listens on it."""
+
+
 def free_port() -> int:
     """A TCP port on the loopback interface that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no free TCP port among 100 tried of {PORTS[0]} to {PORTS[-1]}.")
 
 
 def _usable_cores() -> int:

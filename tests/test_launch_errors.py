@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose.launch import free_port
+from fsdp_compose.launch import PORTS, free_port
 
 from harness import run_ranks, single_process
 from models import Tower, by_block, data, seeded, square, units
@@ -89,3 +89,10 @@ def test_a_launched_script_ends_with_the_error(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "init_process_group" in done.stderr and "trained" not in done.stdout
+
+
+def test_the_port_is_none_of_outgoing_connections() -> None:
+    """Another process could be given such a port before rank 0 listens on it."""
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 10 and all(port in PORTS for port in ports)
+    assert PORTS[-1] < 32768  # where Linux and macOS begin
