@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,7 @@ from fsdp_compose.torch_private import (
     value_under_load,
 )
 
-if TYPE_CHECKING:
-    _Base: Any = object
-else:
-    _Base = object
+_Base: Any = object
 
 _checked: ContextVar[bool] = ContextVar("fsdp_compose_checked_optimizer_state", default=False)
 
