@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from fsdp_compose.layout import Extent, Granularity, plan_layout
+from fsdp_compose.layout.plan import Extent, Granularity, plan_layout
 
 Shape = tuple[int, ...]
 

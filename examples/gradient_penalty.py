@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose.launch import launch
+from fsdp_compose.cli.launch import launch
 
 ROWS, NOISE, WIDTH, CRITIC_STEPS, PENALTY = 128, 8, 64, 5, 0.1
 

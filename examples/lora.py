@@ -22,7 +22,7 @@ from text import Batches, documentation, split, windows
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose.launch import launch
+from fsdp_compose.cli.launch import launch
 
 CONFIG = GPTConfig(block_size=64, n_layer=4, n_head=4, n_embd=64)
 

@@ -22,7 +22,7 @@ from gpt import GPT, Block, GPTConfig
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose.launch import launch
+from fsdp_compose.cli.launch import launch
 
 TEXT = Path(__file__).read_bytes()
 

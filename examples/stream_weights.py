@@ -26,7 +26,7 @@ from text import Batches, documentation, split, windows
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose.launch import launch
+from fsdp_compose.cli.launch import launch
 
 CONFIG = GPTConfig(block_size=64, n_layer=3, n_head=4, n_embd=64)
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose as fc
-from fsdp_compose.launch import launch
+from fsdp_compose.cli.launch import launch
 
 CONFIG = GPTConfig(block_size=64, n_layer=2, n_head=4, n_embd=64)
 PLAN = {

@@ -4,13 +4,18 @@ What is public is imported when the first of its names is used: the command line
 start without torch.
 """
 
-from fsdp_compose.lazy import import_on_use as _import_on_use
+from fsdp_compose.base.lazy import import_on_use as _import_on_use
 
 _is_used: bool = globals().get("_is_used", False)  # set by lazy.py, which runs this file again
 if _is_used:
     from fsdp_compose import wrap
-    from fsdp_compose.apply import apply
-    from fsdp_compose.asked import set_traceable
+    from fsdp_compose.base.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
+    from fsdp_compose.build.fully_shard import fully_shard, undo
+    from fsdp_compose.build.init import seeded_init
+    from fsdp_compose.build.names import clean_name, parameter_names, parameters_by_name, units_of
+    from fsdp_compose.build.parallel import declare_tensor_parallel
+    from fsdp_compose.build.refresh import refresh
+    from fsdp_compose.build.trace import ExecutionOrder, TracingConfig, trace_execution_order
     from fsdp_compose.checkpoint import (
         Saving,
         get_state_dict_type,
@@ -26,7 +31,25 @@ if _is_used:
         state_dict,
         state_dict_type,
     )
-    from fsdp_compose.comm_hooks import (
+    from fsdp_compose.core.guards.methods import register_forward_method
+    from fsdp_compose.core.guards.replicas import verify_replicas
+    from fsdp_compose.core.guards.verify import set_debug
+    from fsdp_compose.core.state import get_state, is_fully_sharded
+    from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
+    from fsdp_compose.optim.flat import flat_parameters, local_parameters, named_local_parameters
+    from fsdp_compose.optim.owner import OwnerOptimizer, owner_step
+    from fsdp_compose.optim.scaler import GradScaler
+    from fsdp_compose.report import (
+        Plan,
+        count_traffic,
+        explain,
+        plan,
+        plot_plan,
+        traffic_report,
+    )
+    from fsdp_compose.scopes.apply import apply
+    from fsdp_compose.scopes.asked import set_traceable
+    from fsdp_compose.scopes.comm_hooks import (
         Int8ErrorFeedback,
         bf16_compress_hook,
         comm_hook_state_dict,
@@ -37,38 +60,11 @@ if _is_used:
         register_comm_hook,
         register_post_reduce_hook,
     )
-    from fsdp_compose.flat import flat_parameters, local_parameters, named_local_parameters
-    from fsdp_compose.fully_shard import fully_shard, undo
-    from fsdp_compose.grads import clip_grad_norm_, grad_norm
-    from fsdp_compose.init import seeded_init
-    from fsdp_compose.inspect import (
-        Plan,
-        count_traffic,
-        explain,
-        plan,
-        plot_plan,
-        traffic_report,
-    )
-    from fsdp_compose.methods import register_forward_method
-    from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
-    from fsdp_compose.owner import OwnerOptimizer, owner_step
-    from fsdp_compose.parallel import declare_tensor_parallel
-    from fsdp_compose.participate import participate
-    from fsdp_compose.pipeline import pipeline_stage
-    from fsdp_compose.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
-    from fsdp_compose.refresh import refresh
-    from fsdp_compose.replicas import verify_replicas
-    from fsdp_compose.scaler import GradScaler
-    from fsdp_compose.schedule import seed_order, set_backward_prefetch, set_forward_prefetch
-    from fsdp_compose.scopes import gathered, iter_full, summon_full_params
-    from fsdp_compose.sharded import (
-        ShardedDTensor,
-        ShardedParameter,
-        ShardedTensor,
-        ShardedWeightError,
-    )
-    from fsdp_compose.state import get_state, is_fully_sharded
-    from fsdp_compose.switches import (
+    from fsdp_compose.scopes.gathered import gathered, iter_full, summon_full_params
+    from fsdp_compose.scopes.participate import participate
+    from fsdp_compose.scopes.pipeline import pipeline_stage
+    from fsdp_compose.scopes.prefetch import seed_order, set_backward_prefetch, set_forward_prefetch
+    from fsdp_compose.scopes.switches import (
         accumulate,
         no_sync,
         set_find_unused_parameters,
@@ -79,9 +75,19 @@ if _is_used:
         set_reshard_after_backward,
         set_reshard_after_forward,
     )
-    from fsdp_compose.trace import ExecutionOrder, TracingConfig, trace_execution_order
-    from fsdp_compose.unshard import UnshardHandle, prefetch_units, reduce_grads, reshard, unshard
-    from fsdp_compose.verify import set_debug
+    from fsdp_compose.scopes.unshard import (
+        UnshardHandle,
+        prefetch_units,
+        reduce_grads,
+        reshard,
+        unshard,
+    )
+    from fsdp_compose.sharded import (
+        ShardedDTensor,
+        ShardedParameter,
+        ShardedTensor,
+        ShardedWeightError,
+    )
 
 __all__ = [
     "ExecutionOrder",

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
-from fsdp_compose.launch import launch
+from fsdp_compose.cli.launch import launch
 
 __all__ = ["main"]
 
@@ -112,7 +112,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
-    from fsdp_compose.checkpoint.cli import run  # which imports torch
+    from fsdp_compose.cli.checkpoint import run  # which imports torch
 
     return run(args)
 

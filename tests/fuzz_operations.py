@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import Prefetch, ShardedWeightError, ShardingStrategy, fully_shard, wrap
-from fsdp_compose.switches import Keep
+from fsdp_compose.scopes.switches import Keep
 
 from fuzz_programs import HYBRID, Case, LeafModule, NodeModule, OnPurpose, nodes, spec_of
 from models import Twin, assert_at_rest, compare, data, mesh_of_replicas, square, whole

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose import fully_shard, wrap
+from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, raw
+from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of
-from fsdp_compose.state import Unit, iter_units
-from fsdp_compose.torch_private import KEEPS_RANK_ORDER, raw
 
 WIDTH = 6
 BATCH = 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, undo
-from fsdp_compose.scopes import gathered
+from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks

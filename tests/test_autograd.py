@@ -32,7 +32,6 @@ from fsdp_compose import (
     MixedPrecision,
     ShardingStrategy,
     accumulate,
-    comm,
     fully_shard,
     gathered,
     is_fully_sharded,
@@ -41,6 +40,7 @@ from fsdp_compose import (
     unshard,
     wrap,
 )
+from fsdp_compose.comm import collectives as comm
 from fsdp_compose.sharded import own_slice
 
 from harness import run_ranks

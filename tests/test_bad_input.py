@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, undo, wrap
+from fsdp_compose.core.state import STATE_KEY
 from fsdp_compose.sharded import is_sharded
-from fsdp_compose.state import STATE_KEY
 
 from harness import rank_errors, run_ranks, single_process
 from models import WIDTH, Block, Tower, by_block, data, seeded, sgd, square, whole

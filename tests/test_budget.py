@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, wrap
-from fsdp_compose.state import Unit
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, wrap
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.state import Unit
 
 from harness import run_ranks
 from models import (

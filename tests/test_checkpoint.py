@@ -16,7 +16,6 @@ from test_optim_state import OPTIMIZERS, Net, equal, shard, train
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose import comm
 from fsdp_compose.__main__ import main
 from fsdp_compose.checkpoint import (
     load_checkpoint,
@@ -26,6 +25,7 @@ from fsdp_compose.checkpoint import (
     save_full,
     state_dict,
 )
+from fsdp_compose.comm import collectives as comm
 
 from harness import RankFailure, rank_errors, run_ranks
 

@@ -13,6 +13,7 @@ from test_optim_state import equal
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.base.mesh import Group
 from fsdp_compose.checkpoint import (
     load_checkpoint,
     load_full,
@@ -24,8 +25,7 @@ from fsdp_compose.checkpoint import (
     state_dict,
 )
 from fsdp_compose.checkpoint.values import chunks_of
-from fsdp_compose.layout import Extent, plan_layout
-from fsdp_compose.mesh import Group
+from fsdp_compose.layout.plan import Extent, plan_layout
 from fsdp_compose.sharded import Residence, ShardSpec, tag
 
 from harness import run_ranks

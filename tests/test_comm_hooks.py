@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
-from fsdp_compose import ShardingStrategy, comm
-from fsdp_compose.records import GradBucket
+from fsdp_compose import ShardingStrategy
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.records import GradBucket
 
 from harness import rank_errors, run_ranks
 from models import Tower

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import Prefetch, ShardingStrategy, comm, fully_shard, gathered, wrap
-from fsdp_compose.records import Hold
+from fsdp_compose import Prefetch, ShardingStrategy, fully_shard, gathered, wrap
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.records import Hold
 
 from harness import run_ranks
 from models import (

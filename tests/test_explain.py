@@ -21,7 +21,7 @@ from fsdp_compose import (
     set_reshard_after_backward,
     unshard,
 )
-from fsdp_compose.inspect import Explanation, explain
+from fsdp_compose.report import Explanation, explain
 
 from harness import run_ranks
 from models import Block, Ledger, Tower, by_block, data, one_unit, seeded, square, units

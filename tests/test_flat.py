@@ -25,7 +25,7 @@ from fsdp_compose import (
     set_reshard_after_backward,
     undo,
 )
-from fsdp_compose.flat import (
+from fsdp_compose.optim.flat import (
     flat_parameters,
     local_parameters,
     named_local_parameters,

@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compose as fc
-from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, comm, fully_shard, torch_private
-from fsdp_compose import mesh as mesh_module
-from fsdp_compose.wrap import by_fn
+from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
+from fsdp_compose.base import mesh as mesh_module
+from fsdp_compose.base import torch_private
+from fsdp_compose.build.wrap import by_fn
+from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
 from models import (

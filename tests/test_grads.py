@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, comm, fully_shard
-from fsdp_compose.grads import clip_grad_norm_, grad_norm
-from fsdp_compose.scopes import gathered
-from fsdp_compose.state import get_state
-from fsdp_compose.switches import (
+from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.state import get_state
+from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
+from fsdp_compose.scopes.gathered import gathered
+from fsdp_compose.scopes.switches import (
     accumulate,
     no_sync,
     set_gradient_divide_factor,
@@ -25,7 +26,7 @@ from fsdp_compose.switches import (
     set_reshard_after_backward,
     set_reshard_after_forward,
 )
-from fsdp_compose.unshard import reduce_grads
+from fsdp_compose.scopes.unshard import reduce_grads
 
 from harness import rank_errors, run_ranks
 from models import (

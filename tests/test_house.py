@@ -11,83 +11,25 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fsdp_compose"
 
-# Top imports nothing; each file imports only from files above it. A name with a slash is a package:
-# one layer, whose files may import each other and everything above.
-LAYERS = [
-    "lazy.py",
-    "torch_private.py",
-    "layout.py",
-    "tree.py",
-    "policy.py",
-    "mesh.py",
-    "streams.py",
-    "flags.py",
-    "traffic.py",
-    "waiting.py",
-    "messages.py",
-    "comm.py",
-    "unwritten.py",
-    "sharded/",
-    "bucket.py",
-    "whole.py",
-    "order.py",
-    "verify.py",
-    "records.py",
-    "state.py",
-    "names.py",
-    "leftovers.py",
-    "adopt.py",
-    "residency.py",
-    "saved.py",
-    "replicas.py",
-    "used.py",
-    "writes.py",
-    "reduction.py",
-    "engine.py",
-    "receive.py",
-    "comm_hooks.py",
-    "gather.py",
-    "connect.py",
-    "standin.py",
-    "audit.py",
-    "surroundings.py",
-    "inner.py",
-    "callers.py",
-    "hooks.py",
-    "traced.py",
-    "asked.py",
-    "methods.py",
-    "participate.py",
-    "trace.py",
-    "wrap.py",
-    "parallel.py",
-    "plans.py",
-    "collect.py",
-    "agree.py",
-    "init.py",
-    "fully_shard.py",
-    "refresh.py",
-    "schedule.py",
-    "flat.py",
-    "strays.py",
-    "owner.py",
-    "unshard.py",
-    "surgery.py",
-    "scopes.py",
-    "apply.py",
-    "switches.py",
-    "pipeline.py",
-    "grads.py",
-    "scaler.py",
-    "checkpoint/",
-    "inspect/",
-    "launch.py",
-    "__main__.py",
-    "__init__.py",
+# A folder imports only from folders above it. Inside a folder, a file imports only from files above
+# it in the list that the docstring of the folder's `__init__` shows: "    name  what it is for".
+FOLDERS = [
+    "layout",
+    "base",
+    "comm",
+    "sharded",
+    "core",
+    "build",
+    "scopes",
+    "optim",
+    "report",
+    "checkpoint",
+    "cli",
 ]
-UNLAYERED = {"_version.py"}  # may exist anywhere in the order; imports nothing of the package
-PRIVATE_TORCH = {"torch_private.py"}
-COLLECTIVES = {"messages.py", "comm.py", "checkpoint/"}
+TOP = ["wrap", "__init__", "__main__"]  # the public face: may import everything
+LISTED = re.compile(r"^    ([a-z_0-9/]+)  +\S", re.MULTILINE)
+PRIVATE_TORCH = {"base/torch_private"}
+COLLECTIVES = re.compile(r"comm/|checkpoint/")
 MAX_LINES = 600
 
 COLLECTIVE = re.compile(
@@ -102,56 +44,71 @@ PUBLIC_IN_PRACTICE = ("_foreach_", "_fused_")
 # What the checkers share: the files, the modules they import, the torch names they mention.
 
 
-def layer_of(path: Path, package: Path) -> str:
-    first, *rest = path.relative_to(package).parts
-    return f"{first}/" if rest else first
+def name_of(path: Path, package: Path) -> str:
+    """`core/guards/used` for the file fsdp_compose/core/guards/used.py."""
+    return path.relative_to(package).with_suffix("").as_posix()
 
 
 def sources(package: Path) -> Iterator[tuple[Path, str, ast.Module]]:
-    """(path, layer, syntax tree) of every file."""
+    """(path, name, syntax tree) of every file."""
     for path in sorted(package.rglob("*.py")):
-        yield path, layer_of(path, package), ast.parse(path.read_text("utf-8"), str(path))
+        yield path, name_of(path, package), ast.parse(path.read_text("utf-8"), str(path))
+
+
+def listed(package: Path, folder: str) -> list[str]:
+    """The files of a folder in the order that its `__init__` gives."""
+    init = package / folder / "__init__.py"
+    if not init.exists():
+        return []
+    return LISTED.findall(ast.get_docstring(ast.parse(init.read_text("utf-8")), clean=False) or "")
+
+
+def places(package: Path) -> dict[str, tuple[int, int]]:
+    """By name of a file, its folder's place and its own; `__init__` is the last of its folder."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, folder in enumerate(FOLDERS):
+        names = listed(package, folder)
+        found |= {f"{folder}/{name}": (i, j) for j, name in enumerate(names)}
+        found[f"{folder}/__init__"] = (i, len(names))
+    return found | {name: (len(FOLDERS), i) for i, name in enumerate(TOP)}
 
 
 def at(path: Path, package: Path, node: ast.AST) -> str:
     return f"{path.relative_to(package.parent)}:{getattr(node, 'lineno', 1)}"
 
 
-def imported_layers(path: Path, package: Path, tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """Layers of `package` that the file imports, wherever the import stands."""
-    here = (package.name, *path.relative_to(package).parent.parts)
+def imported(path: Path, package: Path, tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Names of the package's files that a file imports, wherever the import stands."""
+    here = [package.name, *path.relative_to(package).parent.parts]
 
-    def layer(dotted: list[str]) -> Iterator[str]:
-        if dotted[:1] == [package.name]:
-            name = dotted[1] if len(dotted) > 1 else "__init__"
-            is_package = f"{name}/" in LAYERS or (package / name).is_dir()
-            yield f"{name}/" if is_package else f"{name}.py"
+    def file(dotted: list[str]) -> str:
+        inner = dotted[1:]
+        is_folder = not inner or (package.joinpath(*inner) / "__init__.py").exists()
+        return "/".join([*inner, "__init__"] if is_folder else inner)
+
+    def is_file(dotted: list[str]) -> bool:
+        inner = package.joinpath(*dotted[1:])
+        return inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                for name in layer(alias.name.split(".")):
-                    yield node, name
+                if alias.name.split(".")[0] == package.name:
+                    yield node, file(alias.name.split("."))
         elif isinstance(node, ast.ImportFrom):
             base = list(here[: len(here) - node.level + 1]) if node.level else []
             base += node.module.split(".") if node.module else []
-            for alias in node.names:
-                # `from fsdp_compose import x`: the file x, or a name that __init__ makes public.
-                inner = base == [package.name] and is_layer(alias.name, package)
-                for name in layer([*base, alias.name] if inner else base):
-                    yield node, name
+            for alias in node.names if base[:1] == [package.name] else []:
+                # `from package.folder import x`: the file x, or a name that `__init__` has.
+                yield node, file([*base, alias.name] if is_file([*base, alias.name]) else base)
         elif isinstance(node, ast.Call) and node.args:
             match ast.unparse(node.func).split(".")[-1], node.args[0]:
                 case (("import_module" | "__import__"), ast.Constant(value=str(module))):
                     dots = len(module) - len(module.lstrip("."))
                     base = list(here[: len(here) - dots + 1]) if dots else []
-                    for name in layer([*base, *filter(None, module.split("."))]):
-                        yield node, name
-
-
-def is_layer(name: str, package: Path) -> bool:
-    listed = {f"{name}.py", f"{name}/"} & {*LAYERS, *UNLAYERED}
-    return bool(listed) or (package / f"{name}.py").exists() or (package / name).is_dir()
+                    base += [*filter(None, module.split("."))]
+                    if base[:1] == [package.name]:
+                        yield node, file(base)
 
 
 def torch_names(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
@@ -192,30 +149,32 @@ def torch_names(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
 
 
 def check_layers(package: Path) -> list[str]:
-    rank = {name: i for i, name in enumerate(LAYERS)}
+    place = places(package)
+    files = {name for _, name, _ in sources(package)}
     wrong = []
-    for path, layer, tree in sources(package):
-        where = at(path, package, tree)
-        if layer not in rank and layer not in UNLAYERED:
-            wrong.append(
-                f"{where}: {layer} is not in LAYERS; give it a place in tests/test_house.py"
-            )
+    for path, name, tree in sources(package):
+        if name.endswith("guards/__init__"):
+            continue  # its files are listed in core
+        if name not in place:
+            wrong.append(f"{at(path, package, tree)}: no folder's __init__ lists {name}")
             continue
-        for node, target in imported_layers(path, package, tree):
+        for node, target in imported(path, package, tree):
             where = at(path, package, node)
-            if target in UNLAYERED or (target == layer and layer.endswith("/")):
-                continue
-            if target not in rank:
-                wrong.append(f"{where}: imports {target}, which is not in LAYERS")
-            elif rank[target] >= rank.get(layer, -1):
-                wrong.append(f"{where}: {layer} imports {target}, which is not above it")
+            if target not in place:
+                wrong.append(f"{where}: imports {target}, which no folder's __init__ lists")
+            elif place[target] >= place[name]:
+                wrong.append(f"{where}: {name} imports {target}, which is not above it")
+    for name in place:
+        folder = name.split("/")[0]
+        if name not in files and (package / folder).is_dir():
+            wrong.append(f"fsdp_compose/{folder}/__init__.py: lists {name}, which does not exist")
     return list(dict.fromkeys(wrong))  # one import statement, one line
 
 
 def check_private_torch(package: Path) -> list[str]:
     wrong = set()
-    for path, layer, tree in sources(package):
-        if layer in PRIVATE_TORCH:
+    for path, file, tree in sources(package):
+        if file in PRIVATE_TORCH:
             continue
         for node, name in torch_names(tree):
             for part in name.split("."):
@@ -227,8 +186,8 @@ def check_private_torch(package: Path) -> list[str]:
 
 def check_collectives(package: Path) -> list[str]:
     wrong = set()
-    for path, layer, tree in sources(package):
-        if layer in COLLECTIVES:
+    for path, file, tree in sources(package):
+        if COLLECTIVES.match(file):
             continue
         found = [
             (node, name)
@@ -324,26 +283,40 @@ def test_house(check: Callable[[Path], list[str]]) -> None:
 # The checkers themselves, on packages made up for the purpose.
 
 CLEAN = {
-    "layout.py": "import torch\ntorch._foreach_add_([], 1)\nx = torch.__version__",
-    "torch_private.py": "import torch\nfrom torch._utils import f\ntorch._C.g()",
-    "comm.py": "import torch.distributed as dist\nfrom . import layout\ndist.all_reduce(layout.x)",
-    "engine.py": "from fsdp_compose.comm import f\nfrom fsdp_compose import comm, layout\n"
+    "layout/__init__.py": "",
+    "layout/plan.py": "import torch\ntorch._foreach_add_([], 1)\nx = torch.__version__",
+    "base/__init__.py": "",
+    "base/torch_private.py": "import torch\nfrom torch._utils import f\ntorch._C.g()",
+    "comm/__init__.py": "",
+    "comm/collectives.py": "import torch.distributed as dist\nfrom ..layout import plan\n"
+    "dist.all_reduce(plan.x)",
+    "core/__init__.py": "",
+    "core/guards/__init__.py": "",
+    "core/guards/used.py": "from fsdp_compose.comm import collectives",
+    "core/passes.py": "from fsdp_compose.comm.collectives import f\n"
+    "from fsdp_compose.core.guards import used\n"
     "def g(p, q):\n    comm.all_gather(p); comm.reduce_scatter(q); return p._parameters",
     "checkpoint/__init__.py": "from .model import f",
-    "checkpoint/model.py": "from . import dcp\nfrom ..engine import g\nfrom .dcp import h",
     "checkpoint/dcp.py": "from torch import distributed\ndistributed.all_gather_object([], 1)",
-    "_version.py": "version = '1'",
-    "__init__.py": "from __future__ import annotations\nfrom .engine import g as gather\n"
-    "from ._version import version as __version__\n__all__ = ['__version__', 'gather']\n_x = 1",
+    "checkpoint/model.py": "from . import dcp\nfrom ..core.passes import g\nfrom .dcp import h",
+    "__init__.py": "from __future__ import annotations\nfrom .core.passes import g as gather\n"
+    "__all__ = ['gather']\n_x = 1",
 }
+LISTS = {"core": ["guards/used", "passes"], "checkpoint": ["dcp", "model"]}
 
 
 def build(tmp_path: Path, files: dict[str, str], docstring: bool = True) -> Path:
+    """Write a package; the docstring of a folder lists the files that it has, or ``LISTS``."""
     package = tmp_path / "fsdp_compose"
     for name, body in files.items():
         path = package / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(('"""A promise."""\n' if docstring else "") + body + "\n", "utf-8")
+        folder = name.split("/")[0]
+        inside = [n.split("/", 1)[1][:-3] for n in files if n.startswith(f"{folder}/")]
+        names = LISTS.get(folder) or [n for n in inside if n != "__init__"]
+        rows = "".join(f"\n    {n}  what it is for" for n in names)
+        promise = f'"""A promise.\n{rows}\n"""\n' if name.endswith("__init__.py") else '"""Is."""\n'
+        path.write_text((promise if docstring else "") + body + "\n", "utf-8")
     return package
 
 
@@ -357,30 +330,40 @@ def test_checkers_accept_a_clean_package(
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("layout.py", "from .engine import unshard"),
-        ("layout.py", "from . import engine"),
-        ("layout.py", "import fsdp_compose.engine"),
-        ("layout.py", "from fsdp_compose import engine as e"),
-        ("layout.py", "def f():\n    from fsdp_compose.engine import unshard"),
+        ("layout/plan.py", "from ..core.passes import unshard"),
+        ("layout/plan.py", "from ..core import passes"),
+        ("layout/plan.py", "import fsdp_compose.core.passes"),
+        ("layout/plan.py", "from fsdp_compose.core import passes as e"),
+        ("layout/plan.py", "def f():\n    from fsdp_compose.core.passes import unshard"),
         (
-            "layout.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import mesh",
+            "layout/plan.py",
+            "from typing import TYPE_CHECKING as T\nif T:\n    from ..comm import collectives",
         ),
-        ("layout.py", "from importlib import import_module\nimport_module('fsdp_compose.mesh')"),
-        ("layout.py", "import importlib\nimportlib.import_module('.mesh', __package__)"),
-        ("engine.py", "from fsdp_compose import fully_shard_everything"),
-        ("engine.py", "from .checkpoint.dcp import h"),
-        ("checkpoint/dcp.py", "from ..inspect import plan"),
-        ("checkpoint/dcp.py", "from .. import inspect"),
-        ("_version.py", "from . import layout"),
-        ("engine.py", "from .unheard_of import f"),
+        (
+            "layout/plan.py",
+            "from importlib import import_module\nimport_module('fsdp_compose.comm.collectives')",
+        ),
+        ("layout/plan.py", "import importlib\nimportlib.import_module('..comm', __package__)"),
+        ("core/passes.py", "from fsdp_compose import gather"),
+        ("core/passes.py", "from ..checkpoint.dcp import h"),
+        ("core/passes.py", "from . import passes"),
+        ("core/passes.py", "from ..core import unshard"),
+        ("core/guards/used.py", "from ..passes import g"),
+        ("checkpoint/dcp.py", "from .model import f"),
+        ("core/passes.py", "from .unheard_of import f"),
+        ("core/unheard_of.py", "x = 1"),
         ("unheard_of.py", "x = 1"),
         ("unheard_of/__init__.py", "x = 1"),
     ],
 )
 def test_an_upward_arrow_or_an_unlisted_file_is_found(name: str, body: str, tmp_path: Path) -> None:
-    (wrong,) = check_layers(build(tmp_path, {name: body}))
-    assert f"fsdp_compose/{name}" in wrong
+    wrong = check_layers(build(tmp_path, CLEAN | {name: body}))
+    assert wrong and all(f"fsdp_compose/{name}" in line for line in wrong)
+
+
+def test_a_listed_file_that_is_missing_is_found(tmp_path: Path) -> None:
+    files = {name: body for name, body in CLEAN.items() if name != "core/passes.py"}
+    assert any("does not exist" in line for line in check_layers(build(tmp_path, files)))
 
 
 @pytest.mark.parametrize(
@@ -399,8 +382,8 @@ def test_an_upward_arrow_or_an_unlisted_file_is_found(name: str, body: str, tmp_
     ],
 )
 def test_a_private_torch_name_is_found(body: str, tmp_path: Path) -> None:
-    assert check_private_torch(build(tmp_path / "a", {"engine.py": body}))
-    assert not check_private_torch(build(tmp_path / "b", {"torch_private.py": body}))
+    assert check_private_torch(build(tmp_path / "a", {"core/passes.py": body}))
+    assert not check_private_torch(build(tmp_path / "b", {"base/torch_private.py": body}))
 
 
 @pytest.mark.parametrize(
@@ -418,19 +401,19 @@ def test_a_private_torch_name_is_found(body: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_collective_elsewhere_is_found(body: str, tmp_path: Path) -> None:
-    assert check_collectives(build(tmp_path / "a", {"engine.py": body}))
-    for allowed in ("comm.py", "checkpoint/dcp.py"):
+    assert check_collectives(build(tmp_path / "a", {"core/passes.py": body}))
+    for allowed in ("comm/collectives.py", "checkpoint/dcp.py"):
         assert not check_collectives(build(tmp_path / "b", {allowed: body}))
 
 
 def test_form_is_checked(tmp_path: Path) -> None:
-    (wrong,) = check_form(build(tmp_path / "a", {"layout.py": "x = 1"}, docstring=False))
+    (wrong,) = check_form(build(tmp_path / "a", {"layout/plan.py": "x = 1"}, docstring=False))
     assert "docstring" in wrong
-    (wrong,) = check_form(build(tmp_path / "b", {"layout.py": "hasattr(1, 'x')"}))
+    (wrong,) = check_form(build(tmp_path / "b", {"layout/plan.py": "hasattr(1, 'x')"}))
     assert "hasattr" in wrong
-    (wrong,) = check_form(build(tmp_path / "c", {"inspect/plan.py": "x = 1\n" * 599}))
+    (wrong,) = check_form(build(tmp_path / "c", {"report/plan.py": "x = 1\n" * 599}))
     assert "601 lines" in wrong
-    assert not check_form(build(tmp_path / "d", {"inspect/plan.py": "x = 1\n" * 598}))
+    assert not check_form(build(tmp_path / "d", {"report/plan.py": "x = 1\n" * 598}))
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from fsdp_compose import (
     undo,
     wrap,
 )
+from fsdp_compose.base.torch_private import SCRIPT_HOOK
+from fsdp_compose.core.state import STATE_KEY
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
-from fsdp_compose.state import STATE_KEY
-from fsdp_compose.torch_private import SCRIPT_HOOK
 
 from harness import run_ranks
 from models import (

@@ -17,7 +17,7 @@ assert "torch" not in sys.modules and len(sys.modules) < 150, sorted(sys.modules
 assert "fully_shard" in dir(fc) and "undo" in fc.__all__
 import torch
 before = len(sys.modules)
-import fsdp_compose, fsdp_compose.launch
+import fsdp_compose, fsdp_compose.cli.launch
 assert len(sys.modules) - before < 60, len(sys.modules) - before
 found = [name for name in {HEAVY.split()!r} if name in sys.modules and name != "numpy"]
 assert not found, found
@@ -41,9 +41,11 @@ assert main(["checkpoint", "show", "no_such_folder"]) == 1
 
 FILES_FIRST = """
 import sys, torch
-from fsdp_compose.fully_shard import fully_shard
-from fsdp_compose.apply import apply
-import fsdp_compose.refresh, fsdp_compose.participate, fsdp_compose.unshard, fsdp_compose.wrap
+from fsdp_compose.build.fully_shard import fully_shard
+from fsdp_compose.scopes.apply import apply
+import fsdp_compose.build.refresh, fsdp_compose.scopes.unshard, fsdp_compose.wrap
+from fsdp_compose.wrap import by_class
+assert by_class is fsdp_compose.build.wrap.by_class
 model = fully_shard(torch.nn.Linear(2, 2))
 assert isinstance(model.state_dict()["weight"].full_tensor(), torch.Tensor)
 import fsdp_compose as fc

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, comm, fully_shard, init, replicas, undo, wrap
-from fsdp_compose.init import seeded_init
-from fsdp_compose.mesh import SELF, Mesh
-from fsdp_compose.replicas import checksum
+from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
+from fsdp_compose.base.mesh import SELF, Mesh
+from fsdp_compose.build import init
+from fsdp_compose.build.init import seeded_init
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards import replicas
+from fsdp_compose.core.guards.replicas import checksum
 
 from harness import rank_errors, run_ranks
 from models import (
@@ -134,7 +137,7 @@ def test_broadcast_goes_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPa
 
 
 def fully_mesh(pg: Any) -> Any:
-    from fsdp_compose.mesh import group_of
+    from fsdp_compose.base.mesh import group_of
 
     return group_of(pg, torch.device("cpu"))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose.launch import PORTS, free_port
+from fsdp_compose.cli.launch import PORTS, free_port
 
 from harness import run_ranks, single_process
 from models import Tower, by_block, data, seeded, square, units

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compose.layout import (
+from fsdp_compose.layout.plan import (
     ALIGN_BYTES,
     Box,
     Extent,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard, state_dict
-from fsdp_compose.comm import traffic
-from fsdp_compose.switches import accumulate, no_sync
+from fsdp_compose.comm.collectives import traffic
+from fsdp_compose.scopes.switches import accumulate, no_sync
 
 from harness import run_ranks
 from models import Block, mesh_of_replicas

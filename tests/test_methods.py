@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, fully_shard, refresh, register_forward_method, undo, wrap
-from fsdp_compose.methods import Method
+from fsdp_compose.core.guards.methods import Method
 from fsdp_compose.sharded import ShardedWeightError
 
 from harness import rank_errors, run_ranks, single_process

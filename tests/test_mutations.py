@@ -26,17 +26,17 @@ from fsdp_compose import (
     MixedPrecision,
     Prefetch,
     ShardingStrategy,
-    comm,
     fully_shard,
     gathered,
     no_sync,
     optim_state_dict,
     verify_replicas,
-    waiting,
-    whole,
 )
+from fsdp_compose.build.plans import UnitPlan
 from fsdp_compose.checkpoint import metadata, optim_agree
-from fsdp_compose.plans import UnitPlan
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import waiting
+from fsdp_compose.core.guards import whole
 from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 
 def replace(name: str, make: Callable[[Any], Any], module: str | None = None) -> None:
     """Put ``make(original)`` wherever the package has bound the function of this name."""
-    homes = ("residency", "reduction", "engine") if module is None else (module,)
+    homes = ("core.gathering", "core.reducing", "core.passes") if module is None else (module,)
     loaded = [vars(sys.modules[f"fsdp_compose.{home}"]) for home in homes]
     original = next(names[name] for names in loaded if name in names)
     mutant = make(original)
@@ -164,7 +164,7 @@ def drop_a_rank() -> None:
 
 
 def no_sync_flag() -> None:
-    from fsdp_compose.records import Switches
+    from fsdp_compose.core.records import Switches
 
     Switches.sync = property(lambda self: True, lambda self, value: None)
 
@@ -207,7 +207,7 @@ def thaw() -> None:
 
         return mutant
 
-    replace("place_parameters", make, "bucket")
+    replace("place_parameters", make, "core.bucket")
 
 
 def reduce_twice() -> None:
@@ -328,7 +328,7 @@ def adopt_in_place() -> None:
 
         return mutant
 
-    replace("_make_shard", make, "adopt")
+    replace("_make_shard", make, "core.guards.adopt")
 
 
 def forget_the_unit() -> None:
@@ -471,7 +471,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "accumulation lost": (lose_accumulation, check_accumulation, 2),
     "other ranks' use not heard of": (keep_own_flags, check_unused, 2),
     "parts of a gradient reduced alone": (
-        lambda: replace("_is_awaited", lambda original: lambda *_: False, "receive"),
+        lambda: replace("_is_awaited", lambda original: lambda *_: False, "core.receiving"),
         check_parts, 2,
     ),
     "memory handed out": (hand_out_memory, check_memory, 2),
@@ -487,11 +487,11 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
     ),
     "start not verified": (
-        lambda: replace("sum_bytes", lambda original: lambda t: original(torch.zeros(1)), "agree"),
+        lambda: replace("sum_bytes", lambda of: lambda t: of(torch.zeros(1)), "build.agree"),
         check_replicas_verified, 2,
     ),
     "writes in forward lost": (
-        lambda: replace("find_writes", lambda original: lambda unit, training: None, "writes"),
+        lambda: replace("find_writes", lambda original: lambda *_: None, "core.guards.writes"),
         check_forward_writes, 2,
     ),
     "old weights in backward": (
@@ -500,20 +500,20 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     ),
     "swapped weights overwritten": (adopt_in_place, check_swap, 2),
     "plain siblings not looked for": (
-        lambda: replace("find_surroundings", lambda original: lambda unit: None, "hooks"),
+        lambda: replace("find_surroundings", lambda original: lambda unit: None, "core.hooks"),
         check_siblings, 2,
     ),
     "copies not compared": (
-        lambda: replace("_difference", lambda original: lambda *_: None, "replicas"),
+        lambda: replace("_difference", lambda original: lambda *_: None, "core.guards.replicas"),
         check_copies, 2,
     ),
     "gradients hidden in a scope": (hide_gradients, check_scope, 2),
     "a scope read after a step": (
-        lambda: replace("check_scope_is_current", lambda original: lambda *_: None, "hooks"),
+        lambda: replace("check_scope_is_current", lambda original: lambda *_: None, "core.hooks"),
         check_stale_scope, 2,
     ),
     "shallow copies not looked at": (
-        lambda: replace("check_copy", lambda original: lambda *_: None, "hooks"),
+        lambda: replace("check_copy", lambda original: lambda *_: None, "core.hooks"),
         check_shallow_copy, 2,
     ),
     "one reader of released weights": (release_after_one, check_two_graphs, 2),

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compose as fc
 from fsdp_compose import fully_shard, undo, wrap
-from fsdp_compose.apply import apply
-from fsdp_compose.names import clean_name, parameter_names, parameters_by_name, units_of
+from fsdp_compose.build.names import clean_name, parameter_names, parameters_by_name, units_of
+from fsdp_compose.scopes.apply import apply
 
 from harness import rank_errors, run_ranks
 from models import Block, Tower, by_block, data, nested, one_unit, square, units, whole

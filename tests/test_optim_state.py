@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fsdp_compose as fc
-from fsdp_compose import comm
 from fsdp_compose.checkpoint import (
     load_optim_state_dict,
     load_state_dict,
@@ -21,6 +20,7 @@ from fsdp_compose.checkpoint import (
     rekey_optim_state_dict,
     state_dict,
 )
+from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
 

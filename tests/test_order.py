@@ -19,24 +19,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
-    comm,
-    engine,
     fully_shard,
-    inner,
-    receive,
-    residency,
     seed_order,
     set_backward_prefetch,
     set_debug,
     set_forward_prefetch,
     trace_execution_order,
-    verify,
 )
-from fsdp_compose import gather as gather_file
-from fsdp_compose.order import MAX_PASSES, Change, Order
-from fsdp_compose.records import Hold
-from fsdp_compose.state import Lane
-from fsdp_compose.verify import TRIAL_PASSES, explain
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core import autograd as gather_file
+from fsdp_compose.core import gathering as residency
+from fsdp_compose.core import passes as engine
+from fsdp_compose.core import receiving as receive
+from fsdp_compose.core.guards import inner, verify
+from fsdp_compose.core.guards.verify import TRIAL_PASSES, explain
+from fsdp_compose.core.order import MAX_PASSES, Change, Order
+from fsdp_compose.core.records import Hold
+from fsdp_compose.core.state import Lane
 
 from harness import fake_world, rank_errors, run_ranks, single_process
 from models import (

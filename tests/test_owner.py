@@ -19,10 +19,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose import comm
-from fsdp_compose.bucket import find_entry
-from fsdp_compose.layout import Extent, balance, matrix_work, plan_layout, spread_work, whole_work
-from fsdp_compose.state import owner_of
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import find_entry
+from fsdp_compose.core.state import owner_of
+from fsdp_compose.layout.plan import (
+    Extent,
+    balance,
+    matrix_work,
+    plan_layout,
+    spread_work,
+    whole_work,
+)
 
 from harness import rank_errors, run_ranks
 from models import Tolerance, Tower, by_block, compare, data, mesh_of_replicas, seeded, whole

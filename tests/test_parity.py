@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, comm, fully_shard, undo, wrap
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, undo, wrap
+from fsdp_compose.comm import collectives as comm
 
 from harness import run_ranks, single_process
 from models import (

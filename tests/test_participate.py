@@ -18,7 +18,7 @@ from fsdp_compose import (
     no_sync,
     set_debug,
 )
-from fsdp_compose.participate import participate
+from fsdp_compose.scopes.participate import participate
 
 from harness import rank_errors, run_ranks, single_process
 from models import (

@@ -15,10 +15,10 @@ from fsdp_compose import (
     MixedPrecision,
     ShardingStrategy,
     accumulate,
-    comm,
     fully_shard,
     register_post_reduce_hook,
 )
+from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
 from models import WIDTH, Tower, Twin, by_block, data, seeded, sgd, square, whole

@@ -25,7 +25,7 @@ from fsdp_compose import (
     fully_shard,
     wrap,
 )
-from fsdp_compose.inspect import Communication, Plan, count_traffic, plan, plot_plan, traffic_report
+from fsdp_compose.report import Communication, Plan, count_traffic, plan, plot_plan, traffic_report
 
 from harness import fake_world, run_ranks
 from models import (

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose import MixedPrecision, comm
+from fsdp_compose import MixedPrecision
+from fsdp_compose.comm import collectives as comm
 
 from harness import run_ranks
 from models import Tower

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, comm, fully_shard, set_gradient_divide_factor
-from fsdp_compose.mesh import Group
-from fsdp_compose.scaler import GradScaler
+from fsdp_compose import ShardingStrategy, fully_shard, set_gradient_divide_factor
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.optim.scaler import GradScaler
 
 from harness import run_ranks
 from models import Tower, Twin, adamw, by_block, data, seeded, square, whole

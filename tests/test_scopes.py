@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecision, ShardingStrategy, comm, fully_shard
-from fsdp_compose.records import Hold
-from fsdp_compose.scopes import gathered, iter_full, summon_full_params
+from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.records import Hold
+from fsdp_compose.scopes.gathered import gathered, iter_full, summon_full_params
+from fsdp_compose.scopes.unshard import prefetch_units, reduce_grads, reshard, unshard
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
-from fsdp_compose.unshard import prefetch_units, reduce_grads, reshard, unshard
 
 from harness import rank_errors, run_ranks
 from models import (
@@ -476,7 +477,7 @@ def test_no_gradients_is_none() -> None:
 
 def test_with_grads_during_open_accumulation_is_an_error() -> None:
     def check(rank: int) -> None:
-        from fsdp_compose.switches import no_sync
+        from fsdp_compose.scopes.switches import no_sync
 
         model = by_block(seeded(Tower))
         with no_sync(model):
@@ -686,7 +687,7 @@ def test_gradient_hooks_see_the_sharded_gradient() -> None:
 
 
 def test_unsynchronised_uses_accumulate_and_are_reduced_later() -> None:
-    from fsdp_compose.switches import no_sync
+    from fsdp_compose.scopes.switches import no_sync
 
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
@@ -954,7 +955,7 @@ def test_gathered_inside_unshard_and_reshard_inside_gathered() -> None:
 
 def test_prefetch_units_gathers_ahead_and_a_step_drops_it() -> None:
     def check(rank: int) -> None:
-        import fsdp_compose.grads  # noqa: F401  the guard on steps
+        import fsdp_compose.optim.clip  # noqa: F401  the guard on steps
 
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)

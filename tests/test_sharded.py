@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_compose.mesh import SELF, Group, group_of
+from fsdp_compose.base.mesh import SELF, Group, group_of
 from fsdp_compose.sharded import (
     Residence,
     ShardedParameter,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from test_sharded import shard, world
 from torch import Tensor, nn
 
-from fsdp_compose.mesh import Group
+from fsdp_compose.base.mesh import Group
 from fsdp_compose.sharded import ShardedWeightError, is_sharded, own_slice, spec_of
 
 from harness import run_ranks

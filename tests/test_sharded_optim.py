@@ -12,7 +12,7 @@ import torch
 from test_sharded import on_ranks, shard
 from torch import nn
 
-from fsdp_compose.mesh import Group
+from fsdp_compose.base.mesh import Group
 from fsdp_compose.sharded import (
     ShardedTensor,
     ShardedWeightError,

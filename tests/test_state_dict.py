@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose import comm
 from fsdp_compose.checkpoint import load_state_dict, state_dict
 from fsdp_compose.checkpoint.values import whole
+from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
 

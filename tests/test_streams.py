@@ -21,16 +21,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
-from fsdp_compose import (
-    MixedPrecision,
-    Prefetch,
-    ShardingStrategy,
-    comm,
-    residency,
-    state,
-    streams,
-)
-from fsdp_compose.state import Lane
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
+from fsdp_compose.base import streams
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core import gathering as residency
+from fsdp_compose.core import state
+from fsdp_compose.core.state import Lane
 
 from harness import rank_errors, run_ranks
 from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square

@@ -225,7 +225,7 @@ class Around(nn.Module):
 
 def chosen(model: nn.Module, policy: wrap.Policy) -> list[str]:
     from fsdp_compose import fully_shard
-    from fsdp_compose.state import iter_units
+    from fsdp_compose.core.state import iter_units
 
     fully_shard(model, units=policy)
     return sorted(unit.name for unit in iter_units(model))

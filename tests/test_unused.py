@@ -23,8 +23,8 @@ from fsdp_compose import (
     set_find_unused_parameters,
     unshard,
 )
-from fsdp_compose import used as used_module
-from fsdp_compose.comm_hooks import default_hook
+from fsdp_compose.core.guards import used as used_module
+from fsdp_compose.scopes.comm_hooks import default_hook
 
 from harness import rank_errors, run_ranks
 from models import (

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose import waiting
+from fsdp_compose.comm import waiting
 
 from harness import run_ranks
 

@@ -21,9 +21,9 @@ from fsdp_compose import (
     undo,
     wrap,
 )
-from fsdp_compose.collect import _OVERRIDABLE
+from fsdp_compose.build.collect import _OVERRIDABLE
+from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded
-from fsdp_compose.state import Unit, iter_units
 
 from harness import rank_errors, run_ranks, single_process
 from models import WIDTH, Block, Tower, Twin, assert_at_rest, data, seeded, square

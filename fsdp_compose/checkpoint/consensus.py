@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compose import comm, messages, waiting
-from fsdp_compose.bucket import find_entry
-from fsdp_compose.mesh import SELF, Group, require_group
-from fsdp_compose.names import parameters_by_name
+from fsdp_compose.base.mesh import SELF, Group, require_group
+from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
+from fsdp_compose.build.names import parameters_by_name
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import messages, waiting
+from fsdp_compose.core.bucket import find_entry
+from fsdp_compose.core.guards.surroundings import check_surroundings
+from fsdp_compose.core.state import held_by_fewer, iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
-from fsdp_compose.state import held_by_fewer, iter_units, owner_of
-from fsdp_compose.surroundings import check_surroundings
-from fsdp_compose.torch_private import default_store, gloo_group, timeout_of
 
 _KINDS: dict[str, type[Exception]] = {
     "RuntimeError": RuntimeError,

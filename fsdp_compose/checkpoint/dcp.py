@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose import comm_hooks
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.build.names import clean_name
 from fsdp_compose.checkpoint import optim as optimizers
 from fsdp_compose.checkpoint.consensus import (
     Shared,
@@ -44,9 +45,8 @@ from fsdp_compose.checkpoint.stages import Stages, find_stages, join_states
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.write import write_checkpoint
-from fsdp_compose.mesh import Group
-from fsdp_compose.messages import to_bytes
-from fsdp_compose.names import clean_name
+from fsdp_compose.comm.messages import to_bytes
+from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import is_sharded
 
 PathLike = str | os.PathLike[str]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.bucket import Bucket
-from fsdp_compose.names import clean_name
+from fsdp_compose.build.names import clean_name
+from fsdp_compose.core.bucket import Bucket
+from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
-from fsdp_compose.state import Unit, find_state
 
 LAYOUT = "_fsdp_compose_layout"
 SHARD = "_fsdp_compose_shard."

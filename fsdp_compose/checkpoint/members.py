@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.bucket import Bucket, Entry, find_entry
 from fsdp_compose.checkpoint.names import closest, parameter_names
 from fsdp_compose.checkpoint.values import whole_shape
-from fsdp_compose.owner import OwnerOptimizer
+from fsdp_compose.core.bucket import Bucket, Entry, find_entry
+from fsdp_compose.core.state import iter_units
+from fsdp_compose.optim.owner import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded
-from fsdp_compose.state import iter_units
 
 OptimLike: TypeAlias = "Optimizer | Iterable[Optimizer]"
 

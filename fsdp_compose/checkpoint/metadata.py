@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fsdp_compose.base.torch_private import MemoryFormatCode, StorageInfo
 from fsdp_compose.checkpoint.files import FOLDER, MANIFEST, METADATA, Sum, json_of
-from fsdp_compose.torch_private import MemoryFormatCode, StorageInfo
 
 _KINDS: tuple[type, ...] = (
     BytesStorageMetadata,

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose import names
-from fsdp_compose.bucket import Bucket, find_entry
-from fsdp_compose.names import name_cleaner
-from fsdp_compose.parallel import check_declared
+from fsdp_compose.build import names
+from fsdp_compose.build.names import name_cleaner
+from fsdp_compose.build.parallel import check_declared
+from fsdp_compose.core.bucket import Bucket, find_entry
+from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
-from fsdp_compose.state import iter_units, owner_of
 
 CHECKPOINTED = "_checkpoint_wrapped_module."
 """What activation checkpointing puts into the names of what it wraps."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compose.torch_private import is_opaque
+from fsdp_compose.base.torch_private import is_opaque
 
 _STEP = r"\[\d+\]|\(\d+\)|\{-?\d+\}|\{'[^']*'\}"
 _NESTED = re.compile(rf"(.+?)((?:{_STEP})+)", re.DOTALL)

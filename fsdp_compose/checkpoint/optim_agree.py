@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_compose import comm
+from fsdp_compose.base.mesh import Group
 from fsdp_compose.checkpoint.members import Part
 from fsdp_compose.checkpoint.structure import Owned
-from fsdp_compose.mesh import Group
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded, spec_of, tag
-from fsdp_compose.state import owner_of
 
 Fact = tuple[Any, ...]
 """Of cut state ("cut", dtype, whole shape), of any other tensor ("tensor", dtype, shape, numbers),

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.bucket import Bucket
+from fsdp_compose.base.mesh import Group
 from fsdp_compose.checkpoint.consensus import groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
@@ -23,10 +23,10 @@ from fsdp_compose.checkpoint.optim_agree import agree_on_state
 from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.structure import Owned, by_block, complete, owned, row_keys
 from fsdp_compose.checkpoint.values import as_whole, whole
-from fsdp_compose.comm import gather_objects
-from fsdp_compose.mesh import Group
+from fsdp_compose.comm.collectives import gather_objects
+from fsdp_compose.core.bucket import Bucket
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
-from fsdp_compose.state import owner_of
 
 WORLD = "_fsdp_compose_local"
 """The entry of ``kind="local"`` with what must be alike where it is loaded."""

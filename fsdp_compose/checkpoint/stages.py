@@ -16,18 +16,18 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose import comm
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.build.names import clean_name
 from fsdp_compose.checkpoint.consensus import Shared, groups_of, several
 from fsdp_compose.checkpoint.names import names_of
 from fsdp_compose.checkpoint.stream import each_full
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.values import whole, whole_shape
-from fsdp_compose.mesh import Group
-from fsdp_compose.names import clean_name
-from fsdp_compose.replicas import checksum
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.guards.verify import code_of
+from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import is_sharded, to_local
-from fsdp_compose.state import iter_units
-from fsdp_compose.verify import code_of
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from fsdp_compose.bucket import Bucket, find_entry
 from fsdp_compose.checkpoint.names import buckets_of
-from fsdp_compose.receive import gather_flat
-from fsdp_compose.state import owner_of
+from fsdp_compose.core.bucket import Bucket, find_entry
+from fsdp_compose.core.receiving import gather_flat
+from fsdp_compose.core.state import owner_of
 
 
 def each_full(

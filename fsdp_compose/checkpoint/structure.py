@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import comm
-from fsdp_compose.bucket import contiguous_strides, flatten, storage_order
 from fsdp_compose.checkpoint.consensus import groups_of
 from fsdp_compose.checkpoint.members import Member, Part
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import contiguous_strides, flatten, storage_order
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import Axis, Parallel, Residence, ShardSpec, is_sharded, tag
-from fsdp_compose.state import owner_of
 
 
 class Owned(dict[str, Any]):

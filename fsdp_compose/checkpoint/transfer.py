@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compose import comm
+from fsdp_compose.base.mesh import Group
 from fsdp_compose.checkpoint.consensus import settle
-from fsdp_compose.mesh import Group
+from fsdp_compose.comm import collectives as comm
 from fsdp_compose.sharded import is_sharded, spec_of, tag, whole_slice
 
 

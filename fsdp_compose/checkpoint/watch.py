@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compose.base.torch_private import state_api_under_way
 from fsdp_compose.checkpoint.values import fit, whole_shape
-from fsdp_compose.flat import source_of
-from fsdp_compose.owner import OwnerOptimizer
+from fsdp_compose.optim.flat import source_of
+from fsdp_compose.optim.owner import OwnerOptimizer
 from fsdp_compose.sharded import is_sharded, is_sharded_parameter
-from fsdp_compose.torch_private import state_api_under_way
 
 ELEMENTWISE = frozenset(
     (

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp_compose.base.mesh import Group
 from fsdp_compose.checkpoint.consensus import Shared, several
 from fsdp_compose.checkpoint.files import CommittingWriter
-from fsdp_compose.mesh import Group
-from fsdp_compose.messages import through_first
+from fsdp_compose.comm.messages import through_first
 
 
 def write_checkpoint(state: dict[str, Any], writer: CommittingWriter, group: Group) -> None:

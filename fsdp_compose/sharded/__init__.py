@@ -5,14 +5,17 @@ them elementwise) answer ``shape``, ``dim()``, ``numel()`` with the original's. 
 functions act on the slice, reductions of everything are global (every rank of the group must call
 them) and differentiable, and whatever else would see a slice raises :class:`ShardedWeightError`.
 
-    advice.py   what an error says to call instead, by who called
-    ops.py      tables of torch functions by what they mean on a slice
-    parallel.py where a rank's part of a tensor lies that tensor parallelism split
-    spec.py     where a slice lies in its parameter and its bucket
-    reduce.py   reductions over the ranks of a group
-    tensor.py   the two classes; tag, untag, to_local
-    torchstate.py  what torch's functions over state dicts ask of them
-    calls.py    ``__torch_function__``, by those tables
+Files, each importing only from those above it:
+
+    ops         tables of torch functions by what they mean on a slice
+    advice      what an error says to call instead, by who called
+    parallel    where a rank's part of a tensor lies that tensor parallelism split
+    spec        where a slice lies in its parameter and its bucket
+    reduce      reductions over the ranks of a group
+    leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
+    torchstate  what torch's functions over state dicts ask of a slice
+    tensor      the two classes; tag, untag, to_local
+    calls       __torch_function__, by those tables
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions

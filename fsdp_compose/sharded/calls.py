@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fsdp_compose.comm import all_reduce
+from fsdp_compose.base.torch_private import call_raw, is_converted_by_module, is_opaque, raw
+from fsdp_compose.base.unwritten import mark_unwritten
+from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
 from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce
@@ -29,8 +31,6 @@ from fsdp_compose.sharded.tensor import (
     own_slice,
     tag,
 )
-from fsdp_compose.torch_private import call_raw, is_converted_by_module, is_opaque, raw
-from fsdp_compose.unwritten import mark_unwritten
 
 
 def _shared(func: Any, args: Any, kwargs: Any) -> Any:

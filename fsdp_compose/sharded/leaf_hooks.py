@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compose.base.torch_private import enable_torch_function, raw, set_leaf_hooks
 from fsdp_compose.sharded.spec import Hooks, ShardSpec
-from fsdp_compose.torch_private import enable_torch_function, raw, set_leaf_hooks
 
 
 class DeferredHook:

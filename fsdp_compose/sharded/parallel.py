@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.comm import all_gather_uneven
-from fsdp_compose.mesh import Group
-from fsdp_compose.torch_private import dtensor_spec, local_part
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.torch_private import dtensor_spec, local_part
+from fsdp_compose.comm.collectives import all_gather_uneven
 
 __all__ = ["Axis", "Parallel", "like_dtensor", "part_of", "split_axes"]
 

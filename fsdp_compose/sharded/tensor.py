@@ -18,20 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compose.comm import all_gather_uneven
-from fsdp_compose.mesh import Group
-from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
-from fsdp_compose.sharded.parallel import Parallel
-from fsdp_compose.sharded.spec import (
-    Residence,
-    ShardedWeightError,
-    ShardSpec,
-    refuse,
-    refuse_pickle,
-    require_group,
-)
-from fsdp_compose.sharded.torchstate import TorchState
-from fsdp_compose.torch_private import (
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.torch_private import (
     call_raw,
     disabled_torch_dispatch,
     dtensor_spec,
@@ -49,6 +37,18 @@ from fsdp_compose.torch_private import (
     swap_contents,
     take_leaf_hooks,
 )
+from fsdp_compose.comm.collectives import all_gather_uneven
+from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
+from fsdp_compose.sharded.parallel import Parallel
+from fsdp_compose.sharded.spec import (
+    Residence,
+    ShardedWeightError,
+    ShardSpec,
+    refuse,
+    refuse_pickle,
+    require_group,
+)
+from fsdp_compose.sharded.torchstate import TorchState
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Callable[..., Any], Handler] = {}

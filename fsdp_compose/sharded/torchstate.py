@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_compose.comm import all_reduce, gather_objects
-from fsdp_compose.sharded.spec import ShardSpec, refuse
-from fsdp_compose.torch_private import (
+from fsdp_compose.base.torch_private import (
     is_asked_by_state_walk,
     is_called_by_state_walk,
     set_class,
     value_under_load,
 )
+from fsdp_compose.comm.collectives import all_reduce, gather_objects
+from fsdp_compose.sharded.spec import ShardSpec, refuse
 
 _Base: Any = object
 

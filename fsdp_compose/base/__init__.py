@@ -1,0 +1,12 @@
+"""What everything stands on: the user's choices, meshes, streams, trees, torch's private names.
+
+Files, each importing only from those above it:
+
+    lazy           imports the package's public names on first use
+    torch_private  every private torch name, with the versions it was tried on
+    policy         what the user chose, as frozen values that check themselves
+    mesh           which ranks share a shard, which hold replicas, on which device
+    streams        the gather and reduce streams of a device
+    tree           tensors inside whatever a module takes and returns
+    unwritten      marks memory that nobody has written yet
+"""

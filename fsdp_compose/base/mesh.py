@@ -1,0 +1,328 @@
+"""Which ranks share a shard, which hold replicas, and on which device; a world of one included."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compose.base.policy import Placement
+from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, ordered_group
+
+MeshLike: TypeAlias = (
+    "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"
+    " | Literal['self']"
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate; ``pg`` is None for a group of one rank, which never communicates.
+
+    A group over which one call exchanges messages has the name of that call as ``purpose``, and in
+    ``note`` the key of the store below which a rank says that it left the call.
+    """
+
+    pg: dist.ProcessGroup | None = field(repr=False)
+    rank: int
+    size: int
+    backend: str
+    ranks: tuple[int, ...]
+    purpose: str = field(default="", compare=False)
+    note: str = field(default="", compare=False)
+
+
+SELF = Group(pg=None, rank=0, size=1, backend="none", ranks=(0,))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Parameters are cut over ``shard`` and copied over ``replicate``.
+
+    Where they are cut over both axes of what the user passed, ``shard`` is all of its ranks and
+    ``axes`` its (shard, replicate) axes: the ranks of one replicate axis follow each other in it.
+    """
+
+    shard: Group
+    replicate: Group
+    device: torch.device
+    axes: tuple[Group, Group] | None = None
+
+    @property
+    def size(self) -> int:
+        return self.shard.size * self.replicate.size
+
+    @property
+    def gather_axis(self) -> Group:
+        """The ranks that weights are gathered from, and that gradients are summed over first."""
+        return self.shard if self.axes is None else self.axes[0]
+
+    @property
+    def replicate_axis(self) -> Group:
+        """The ranks whose sums are summed then."""
+        return self.replicate if self.axes is None else self.axes[1]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of more than one rank."""
+        return tuple(g for g in (self.shard, self.replicate) if g.size > 1)
+
+
+def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placement) -> Mesh:
+    """Turn what the user passed as ``mesh`` into groups.
+
+    Args:
+        mesh: None (the default group, or a world of one when there is none), a DeviceMesh of one
+            dimension (shard) or two (replicate, shard), a ProcessGroup (shard), a
+            (shard, replicate) pair of ProcessGroups, or ``"self"``, a world of this rank alone.
+        device: where the parameters live.
+        placement: what the strategy asks of the mesh.
+
+    Raises:
+        ValueError: the mesh has more than two dimensions, does not fit the strategy, or does not
+            contain this rank.
+        TypeError: ``mesh`` is none of the above.
+    """
+    if not isinstance(mesh, DeviceMesh) and is_outside(mesh):
+        raise ValueError(_outside())
+    if mesh is None:
+        world = group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF
+        shard, replicate = world, SELF
+    elif isinstance(mesh, str) and mesh == "self":
+        shard, replicate = SELF, SELF
+    elif isinstance(mesh, DeviceMesh):
+        shard, replicate = _from_device_mesh(mesh, device)
+    elif isinstance(mesh, dist.ProcessGroup):
+        shard, replicate = group_of(mesh, device), SELF
+    elif isinstance(mesh, Mesh):  # resolved already, or imagined for a plan
+        shard, replicate = mesh.shard, mesh.replicate
+    elif isinstance(mesh, tuple) and len(mesh) == 2:  # type: ignore[redundant-expr]
+        shard, replicate = group_of(mesh[0], device), group_of(mesh[1], device)
+    else:
+        raise TypeError(
+            f"fully_shard: mesh is {mesh!r}; wanted None, a DeviceMesh with dimensions (shard) or "
+            "(replicate, shard), a ProcessGroup, a (shard, replicate) pair of ProcessGroups, or "
+            '"self" for a world of this rank alone.'
+        )
+    axes = 2 if _has_two_axes(mesh) else 1
+    if placement.axes is not None and axes != placement.axes:
+        raise ValueError(
+            f"fully_shard: the strategy is for a mesh of {placement.axes} "
+            f"axes, but {'no mesh' if mesh is None else f'a mesh of {axes}'} was passed. Hybrid "
+            "strategies need (replicate, shard): init_device_mesh(device, (replicas, shards), "
+            "mesh_dim_names=('replicate', 'shard')); the others need one group: mesh['shard']."
+        )
+    if placement.replicate_only:
+        shard, replicate = SELF, shard
+    return Mesh(shard, replicate, device)
+
+
+def require_group(what: str) -> None:
+    """Raise where ranks that were launched together would each be a world of one (D19).
+
+    Args:
+        what: the function that was called.
+
+    Raises:
+        RuntimeError: ``WORLD_SIZE`` in the environment says that there are several ranks, and
+            there is no process group.
+    """
+    launched = os.environ.get("WORLD_SIZE", "")
+    if dist.is_initialized() or not launched.isdecimal() or int(launched) <= 1:
+        return
+    raise RuntimeError(
+        f"{what}: this is rank {os.environ.get('RANK', '?')} of {launched} that were launched "
+        f"together (WORLD_SIZE={launched} in the environment), but there is no process group, so "
+        "each rank would work alone, on a model of its own. Before it, call "
+        "torch.distributed.init_process_group(), on GPUs after "
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])). If each rank is to have a whole "
+        'model of its own, pass fully_shard(..., mesh="self"); to plan for several ranks without '
+        "a group, pass plan(..., world_size=...)."
+    )
+
+
+def refuse_late_group(unit: str) -> None:
+    """Raise where ranks joined a group after ``unit`` had been made a world of one on each (D19).
+
+    Raises:
+        RuntimeError: the default group has several ranks.
+    """
+    if dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"unit {unit!r} was sharded before this process joined a group of "
+            f"{dist.get_world_size()} ranks, as a world of one, so each rank would train a model "
+            "of its own. Call torch.distributed.init_process_group() before fully_shard; or, if "
+            'that is what you want, pass fully_shard(..., mesh="self").'
+        )
+
+
+def _has_two_axes(mesh: MeshLike | None) -> bool:
+    if isinstance(mesh, Mesh):
+        return mesh.replicate is not SELF
+    return isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
+
+
+def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Group]:
+    if mesh.device_type != device.type:
+        raise ValueError(
+            f"fully_shard: the mesh is for device {mesh.device_type!r} but the parameters are on "
+            f"{device}; move the module there first, or build the mesh for {device.type!r}."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard: mesh {mesh} does not contain rank {dist.get_rank()}; call fully_shard "
+            "on the ranks of the mesh only, each with a mesh that contains it."
+        )
+    if mesh.ndim == 1:
+        return group_of(mesh.get_group(0), device), SELF
+    if mesh.ndim == 2:
+        return group_of(mesh.get_group(1), device), group_of(mesh.get_group(0), device)
+    raise ValueError(
+        f"fully_shard: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; wanted one (shard) "
+        "or two (replicate, shard). Slice it: mesh['dp'] or mesh['replicate', 'shard']."
+    )
+
+
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Group]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def check_fusable(mesh: Mesh, given: MeshLike | None) -> None:
+    """Raise unless ``fuse`` can make one group of the whole mesh.
+
+    Raises:
+        ValueError: ``given``, from which ``mesh`` was resolved, is a pair of groups; or this torch
+            cannot number its ranks as needed.
+    """
+    if mesh.shard.size == 1 or mesh.replicate.size == 1:
+        return
+    if isinstance(given, DeviceMesh):
+        ranks = given.mesh.T.flatten().tolist()
+        if not KEEPS_RANK_ORDER and ranks != sorted(ranks):
+            raise ValueError(
+                "fully_shard: HYBRID_SHARD_OPTIMIZER needs the ranks of one replicate axis to "
+                f"follow each other, but the mesh is {given.mesh.tolist()}, and torch "
+                f"{torch.__version__} numbers the ranks of every group by size; pass "
+                "DeviceMesh(device, torch.arange(ranks).view(shards, replicas).T, "
+                "mesh_dim_names=('replicate', 'shard')), or use HYBRID_SHARD, or torch 2.13."
+            )
+    elif isinstance(given, tuple):
+        raise ValueError(
+            "fully_shard: HYBRID_SHARD_OPTIMIZER cuts parameters over all ranks of a mesh, which a "
+            "pair of ProcessGroups does not name; pass a DeviceMesh: init_device_mesh(device, "
+            "(replicas, shards), mesh_dim_names=('replicate', 'shard'))."
+        )
+
+
+def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
+    """``mesh`` with its two axes as one shard group; every rank of it must call."""
+    shard, replicate = mesh.shard, mesh.replicate
+    if replicate.size == 1:
+        return mesh
+    if shard.size == 1:
+        return Mesh(replicate, SELF, mesh.device, (shard, replicate))
+    assert isinstance(given, DeviceMesh) and shard.pg is not None
+    ranks = tuple(given.mesh.T.flatten().tolist())
+    known = _subgroups.setdefault(shard.pg, {})
+    if ranks not in known:
+        pg = ordered_group(ranks)
+        known[ranks] = group_of(pg, mesh.device)
+    return Mesh(known[ranks], SELF, mesh.device, (shard, replicate))
+
+
+def is_outside(mesh: object) -> bool:
+    """Whether this rank takes no part in ``mesh``, so that its other ranks do not wait for it."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.get_coordinate() is None
+    members = mesh if isinstance(mesh, tuple) else (mesh,)
+    return any(
+        member == dist.GroupMember.NON_GROUP_MEMBER
+        or (isinstance(member, dist.ProcessGroup) and dist.get_rank(member) < 0)
+        for member in members
+    )
+
+
+def check_subgroup(group: Group, size: int) -> None:
+    """Raise unless ``group`` can be cut into several groups of ``size`` ranks.
+
+    Raises:
+        ValueError: ``size`` is not a divisor of the group's size other than 1 and itself.
+    """
+    if not 1 < size < group.size or group.size % size:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={size} for a shard group of {group.size} ranks; "
+            "wanted a divisor of it, larger than 1 and smaller than it; or True to reshard over "
+            "all of them, False not to reshard."
+        )
+
+
+def subgroup_of(group: Group, size: int) -> Group:
+    """This rank's run of ``size`` consecutive ranks of ``group``; every rank of it must call."""
+    assert group.pg is not None
+    known = _subgroups.setdefault(group.pg, {})
+    if size not in known:
+        first = group.rank // size * size
+        ranks = group.ranks[first : first + size]
+        pg = dist.new_group(list(ranks), use_local_synchronization=True)
+        known[size] = Group(pg, group.rank - first, size, group.backend, ranks)
+    return known[size]
+
+
+def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.device:
+    """Where parameters that are offloaded to the host compute: the device the mesh serves."""
+    kind = param_device.type
+    if isinstance(mesh, Mesh):
+        return mesh.device
+    if isinstance(mesh, str):
+        return param_device
+    if isinstance(mesh, DeviceMesh):
+        kind = mesh.device_type
+    elif mesh is not None or dist.is_initialized():
+        pg = mesh[0] if isinstance(mesh, tuple) else mesh
+        served = {p.split(":")[0]: p.split(":")[-1] for p in dist.get_backend_config(pg).split(",")}
+        kind = next((k for k, name in served.items() if k != "cpu" and name != "gloo"), kind)
+    if kind == param_device.type:
+        return param_device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
+    """Describe ``pg`` for tensors on ``device``.
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
+    rank = dist.get_rank(pg)
+    if rank < 0 or not isinstance(pg, dist.ProcessGroup):
+        raise ValueError(_outside())
+    size = dist.get_world_size(pg)
+    ranks = tuple(dist.get_process_group_ranks(pg))
+    if size == 1:
+        return Group(pg=None, rank=0, size=1, backend="none", ranks=ranks)
+    return Group(pg, rank, size, _backend(pg, device), ranks)
+
+
+def _backend(pg: dist.ProcessGroup, device: torch.device) -> str:
+    """Backend that serves ``device``: a group may be "cpu:gloo,cuda:nccl"."""
+    config = dist.get_backend_config(pg)
+    served = dict(part.split(":") for part in config.split(",") if ":" in part)
+    name = served.get(device.type, config)
+    if served and device.type not in served:
+        raise ValueError(
+            f"fully_shard: parameters are on {device} but the process group serves {config}; "
+            "move the module first: module.to(device)."
+        )
+    return name
+
+
+def _outside() -> str:
+    return (
+        f"fully_shard: rank {dist.get_rank()} is not in the process group it was given; call "
+        "fully_shard on the ranks of the group only."
+    )

@@ -1,0 +1,375 @@
+"""What the ranks must agree on before anything is sharded: errors, structure and values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import Slot
+from fsdp_compose.build.collect import unit_precision
+from fsdp_compose.base.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
+from fsdp_compose.build.parallel import tensor_parallel_groups
+from fsdp_compose.build.plans import UnitPlan
+from fsdp_compose.base.policy import Placement
+from fsdp_compose.core.guards.replicas import sum_bytes
+from fsdp_compose.sharded import Parallel
+from fsdp_compose.base.torch_private import buffer_slots
+
+
+@dataclass(frozen=True)
+class Value:
+    """A parameter or buffer that a unit will manage."""
+
+    key: str  # the same on every rank
+    name: str  # in the unit
+    what: str  # for messages
+    tensor: torch.Tensor
+    slot: Slot  # the first place it is read from
+    mesh: Mesh | None  # None: no mesh was needed for it
+    repeated: tuple[Group, ...] = ()  # which hold it too, beside what tensor parallelism split
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank tells the others."""
+
+    problem: tuple[str, str] | None
+    structure: list[Any]
+    sums: dict[str, tuple[int, tuple[int, ...]]]  # checksum, and ranks it must equal that of
+    what: dict[str, str]  # for messages, by key of ``sums``
+    meta: frozenset[str]  # keys of values on the meta device, or left unwritten
+
+
+def agree(
+    plans: list[UnitPlan],
+    mesh: MeshLike | None,
+    problem: Exception | None,
+    modules: Sequence[object] = (),
+) -> set[str]:
+    """Raise on every rank what any rank found wrong, and check that all start alike.
+
+    Args:
+        modules: what is sharded; where tensor parallelism split some of it, the ranks that hold
+            the other parts are told of problems too.
+
+    Returns:
+        Keys of the values that are on the meta device on some rank, for ``agree_on_values`` to
+        compare once they are materialised.
+    """
+    values = [] if problem else [value for plan in plans for value in values_of(plan)]
+    meta = frozenset(value.key for value in values if value.tensor.is_meta)
+    groups = _groups(mesh)
+    if groups:
+        real = [v for v in values if v.key not in meta]
+        structure = [] if problem else [_structure(plan) for plan in plans]
+        reports = _exchange(_report(problem, structure, plans, real, meta), groups)
+        problem = problem or _first_problem(reports) or _first_difference(reports)
+        meta = meta.union(*(report.meta for report in reports.values()))
+    verified = {plan.name for plan in plans if plan.options.init == "verify"}
+    totals = {
+        value.key: (int(sum_bytes(value.tensor)), value)
+        for value in values
+        if value.repeated and value.key not in meta and value.key.split(":", 1)[0] in verified
+    }
+    return set(_agree_beside(modules, problem, totals, meta))
+
+
+def _agree_beside(
+    modules: Sequence[object],
+    problem: Exception | None,
+    sums: Mapping[str, tuple[int, Value]],
+    left: frozenset[str],
+) -> frozenset[str]:
+    """The same over ranks that hold other parts of the modules: what they hold alike is equal.
+
+    Args:
+        left: keys of values that wait for materialisation or loading.
+
+    Returns:
+        Those of all ranks.
+    """
+    for group in tensor_parallel_groups(modules):
+        mine = {k: (total, v.what) for k, (total, v) in sums.items() if group in v.repeated}
+        reports = comm.gather_objects((_describe(problem), mine, left), group)
+        problem = problem or _problem_in([report for report, _, _ in reports], group)
+        problem = problem or _difference_beside([found for _, found, _ in reports], group)
+        left = left.union(*(others for _, _, others in reports))
+    if problem is not None:
+        raise problem
+    return left
+
+
+def _difference_beside(
+    reports: Sequence[Mapping[str, tuple[int, str]]], group: Group
+) -> Exception | None:
+    for rank, sums in zip(group.ranks, reports, strict=True):
+        for key, (total, what) in sums.items():
+            if total != reports[0].get(key, (total, what))[0]:
+                return ValueError(
+                    f"fully_shard: {what} differs between rank {group.ranks[0]} and rank {rank}, "
+                    "which hold parts of other layers and should hold the same of this one. Seed "
+                    "every rank alike before building the model, load the same file, or pass "
+                    'init="broadcast" to take the first rank\'s values. If the ranks hold parts '
+                    "of it, or experts of their own, say so with declare_tensor_parallel."
+                )
+    return None
+
+
+def agree_on_values(
+    mesh: MeshLike | None,
+    sums: dict[str, tuple[int, Value]],
+    unwritten: set[str],
+    problem: Exception | None,
+    modules: Sequence[object] = (),
+) -> set[str]:
+    """Raise on every rank what went wrong on any while values were materialised, or differs.
+
+    Returns:
+        Keys of the values that were left unwritten on some rank.
+    """
+    left = frozenset(unwritten)
+    groups = _groups(mesh)
+    if groups:
+        compared = {key: (total, _peers(value)) for key, (total, value) in sums.items()}
+        what = {key: value.what for key, (_, value) in sums.items()}
+        reports = _exchange(Report(_describe(problem), [], compared, what, left), groups)
+        problem = problem or _first_problem(reports) or _first_difference(reports)
+        left = left.union(*(report.meta for report in reports.values()))
+    return set(_agree_beside(modules, problem, sums, left))
+
+
+def values_of(plan: UnitPlan) -> Iterator[Value]:
+    """The unit's own parameters and its buffers, each once."""
+    for bucket in plan.buckets:
+        for item in bucket.found:
+            name = item.names[0]
+            what = f"parameter {plan.full_name(name)!r} of unit {plan.name!r}"
+            key = f"{plan.name}:p:{name}"
+            axes = () if item.parallel is None else item.parallel.axes
+            repeated = tuple(a.group for a in axes if a.dim is None and a.group.size > 1)
+            yield Value(key, name, what, item.param, item.slots[0], bucket.mesh, repeated)
+    seen: set[int] = set()
+    for module in plan.modules:
+        for path, submodule in plan.managed(module):
+            slots = buffer_slots(submodule)
+            for place, buffer in slots.items():
+                if buffer is None or id(buffer) in plan.ignored.buffers:
+                    continue
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    name = f"{path}.{place}" if path else place
+                    what = f"buffer {plan.full_name(name)!r} of unit {plan.name!r}"
+                    key = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
+                    slot = Slot(weakref.ref(submodule), place, slots)
+                    yield Value(key, name, what, buffer, slot, mesh_of(plan, buffer))
+
+
+def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:
+    """The mesh of a unit, which may have no parameters of its own."""
+    if plan.buckets:
+        return plan.buckets[0].mesh
+    device = plan.options.device if tensor.is_meta else tensor.device
+    try:
+        return resolve_mesh(plan.options.mesh, device, plan.options.placement)
+    except ValueError:
+        return None  # the mesh is not for the device the buffer is on
+
+
+def _report(
+    problem: Exception | None,
+    structure: list[Any],
+    plans: Sequence[UnitPlan],
+    values: Sequence[Value],
+    meta: frozenset[str],
+) -> Report:
+    verified = {plan.name for plan in plans if plan.options.init == "verify"}
+    compared = [v for v in values if v.key.split(":", 1)[0] in verified and _peers(v)]
+    sums = [sum_bytes(v.tensor) for v in compared]
+    totals = [int(t) for t in torch.stack([t.cpu() for t in sums]).tolist()] if sums else []
+    return Report(
+        _describe(problem),
+        structure,
+        {v.key: (total, _peers(v)) for v, total in zip(compared, totals, strict=True)},
+        {v.key: v.what for v in compared},
+        meta,
+    )
+
+
+def _peers(value: Value) -> tuple[int, ...]:
+    """The first rank of each group that must hold the same value."""
+    return () if value.mesh is None else tuple(group.ranks[0] for group in value.mesh.groups)
+
+
+def _structure(plan: UnitPlan) -> Any:
+    """What must be the same on every rank, as plain data: name, options, parameters, buckets."""
+    params = [
+        (
+            f"parameter {plan.full_name(item.names[0])!r}",
+            tuple(item.param.shape),
+            str(item.param.dtype),
+            "trained" if item.param.requires_grad else "frozen",
+            *(() if item.parallel is None else (_place(item.parallel),)),
+        )
+        for item in plan.found
+    ]
+    buckets = [
+        (
+            "bucket",
+            b.layout.offsets,
+            b.layout.shard_numel,
+            str(b.mp.dtypes_for(b.storage_dtype)),
+            f"{b.mesh.shard.size} x {b.mesh.replicate.size} ranks",
+        )
+        for b in plan.buckets
+    ]
+    return plan.name, [*_option_values(plan), *params, *buckets]
+
+
+def _place(parallel: Parallel) -> str:
+    places = [f"rank {a.group.rank} of {a.group.size}" for a in parallel.axes]
+    return f"of {' and '.join(places)} of tensor parallelism, part at {parallel.offsets}"
+
+
+_COMPARED = {
+    "placement": "strategy and reshard_after_forward",
+    "offload": "offload_policy",
+    "prefetch": "prefetch",
+    "init": "init",
+    "methods": "methods",
+}
+"""Options that are the same on every rank as they are written, and the arguments they came as."""
+
+
+def _option_values(plan: UnitPlan) -> list[tuple[str, str]]:
+    """Options by argument; of those that are functions what they answered, or that there is one."""
+    options = plan.options
+    values = [(argument, repr(getattr(options, name))) for name, argument in _COMPARED.items()]
+    precision = unit_precision(plan)
+    for field in fields(precision):
+        value: Any = getattr(precision, field.name)
+        if field.name == "full_precision_classes":
+            value = sorted(kind.__qualname__ for kind in value)
+        values.append((f"mp_policy's {field.name}", str(value)))
+    ignored = sum(1 for module in plan.modules for m in module.modules() if _left_alone(plan, m))
+    return [*values, ("ignored", f"{ignored} modules")]
+
+
+def _left_alone(plan: UnitPlan, module: torch.nn.Module) -> bool:
+    ignored = plan.ignored
+    return id(module) in ignored.modules or any(
+        id(buffer) in ignored.buffers for buffer in buffer_slots(module).values()
+    )
+
+
+def _groups(mesh: MeshLike | None) -> tuple[Group, ...]:
+    """The groups of more than one rank whose ranks make this call together.
+
+    They depend on the argument alone, so that a rank that failed meets the others.
+    """
+    if not dist.is_initialized() or is_outside(mesh):
+        return ()
+    devices = [torch.device("cpu")]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        devices.append(accelerator)
+    for candidate in (mesh, None):
+        for device in devices:
+            try:
+                return resolve_mesh(candidate, device, Placement()).groups
+            except (TypeError, ValueError):
+                continue
+    return ()
+
+
+def _exchange(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:
+    """Every rank's report, by rank."""
+    known = {dist.get_rank(): report}
+    for group in groups:
+        known = {rank: r for part in comm.gather_objects(known, group) for rank, r in part.items()}
+    return dict(sorted(known.items()))
+
+
+_KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+def _describe(problem: Exception | None) -> tuple[str, str] | None:
+    return None if problem is None else (type(problem).__name__, str(problem))
+
+
+def _first_problem(reports: dict[int, Report]) -> Exception | None:
+    for rank, report in reports.items():
+        if report.problem is not None:
+            return _raised(*report.problem, rank)
+    return None
+
+
+def _problem_in(reports: list[tuple[str, str] | None], group: Group) -> Exception | None:
+    for rank, report in zip(group.ranks, reports, strict=True):
+        if report is not None:
+            return _raised(*report, rank)
+    return None
+
+
+def _raised(kind: str, message: str, rank: int) -> Exception:
+    named = message if kind in _KINDS else f"{kind}: {message}"
+    found = "" if "(found on rank" in message else f" (found on rank {rank})"
+    return _KINDS.get(kind, RuntimeError)(f"{named}{found}")
+
+
+def _first_difference(reports: dict[int, Report]) -> Exception | None:
+    first = next(iter(reports))
+    for rank, report in reports.items():
+        if report.structure != reports[first].structure:
+            what = _shorten(reports[first].structure, report.structure)
+            advice = "Build the same model and pass the same arguments on every rank."
+            if "of tensor parallelism" in what:
+                advice += (
+                    " What is sharded together must be the same part: slice both meshes from one, "
+                    "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, "
+                    "mesh=mesh['dp'])."
+                )
+            return ValueError(
+                f"fully_shard: rank {rank} shards other units or parameters, or with other "
+                f"options, than rank {first}: {what}. {advice}"
+            )
+    for rank, report in reports.items():
+        for key, (total, peers) in report.sums.items():
+            for peer in peers:
+                wanted = reports[peer].sums.get(key) if peer in reports else None
+                if wanted is not None and wanted[0] != total:
+                    return ValueError(
+                        f"fully_shard: {report.what[key]} differs between rank {peer} and rank "
+                        f"{rank}, so the shards would be cut from different models. Seed every "
+                        "rank alike before building the model, load the same file, or pass "
+                        'init="broadcast" to take rank 0\'s values.'
+                    )
+    return None
+
+
+def _shorten(wanted: list[Any], found: list[Any]) -> str:
+    for mine, theirs in zip(wanted, found, strict=False):
+        if mine[0] != theirs[0]:
+            return f"found unit {theirs[0]!r}, wanted {mine[0]!r}"
+        names = [{item[0] for item in plan[1]} for plan in (mine, theirs)]
+        for a, b in zip(mine[1], theirs[1], strict=False):
+            if a != b and a[0] not in names[1]:
+                return f"unit {mine[0]!r}: missing {_spell(a)}"
+            if a != b and b[0] not in names[0]:
+                return f"unit {mine[0]!r}: found an additional {_spell(b)}"
+            if a != b:
+                return f"unit {mine[0]!r}: found {_spell(b)}, wanted {_spell(a)}"
+        if len(mine[1]) != len(theirs[1]):
+            verb = "missing" if len(mine[1]) > len(theirs[1]) else "found an additional"
+            rest = max(mine[1], theirs[1], key=len)[min(len(mine[1]), len(theirs[1])) :]
+            return f"unit {mine[0]!r}: {verb} {_spell(rest[0])}"
+    return f"found {len(found)} units, wanted {len(wanted)}"
+
+
+def _spell(item: tuple[Any, ...]) -> str:
+    return " ".join(str(part) for part in item)

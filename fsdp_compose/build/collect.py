@@ -1,0 +1,539 @@
+"""Decide which units to build from what; change nothing, so that every complaint comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.core.bucket import Slot, find_entry
+from fsdp_compose.layout.plan import Extent, Granularity, plan_layout, spread_work
+from fsdp_compose.base.mesh import (
+    Group,
+    check_fusable,
+    check_subgroup,
+    compute_device,
+    require_group,
+    resolve_mesh,
+)
+from fsdp_compose.build.names import clean_name, name_cleaner
+from fsdp_compose.build.parallel import (
+    check_meshes,
+    find_parallel,
+    note_repeated,
+    tensor_parallel_groups,
+)
+from fsdp_compose.build.plans import BucketPlan, Found, Ignored, Options, UnitPlan
+from fsdp_compose.base.policy import (
+    INITS,
+    ByName,
+    FullPrecision,
+    MixedPrecision,
+    MixedPrecisionLike,
+    Offload,
+    Prefetch,
+    check_function,
+    place,
+)
+from fsdp_compose.sharded import is_sharded
+from fsdp_compose.core.state import find_state, lane_of, owner_of
+from fsdp_compose.base.torch_private import is_opaque, parameter_slots, steps_in_backward
+from fsdp_compose.build.wrap import Decide, Policy, matches_nothing, near
+
+
+def plan_shards(
+    modules: Any, options: Options, units: Policy | None, ignored: Ignored
+) -> list[UnitPlan]:
+    """Decide everything; change nothing."""
+    if (
+        not isinstance(modules, Sequence)
+        or not modules
+        or not all(isinstance(m, nn.Module) for m in modules)
+    ):
+        raise TypeError(
+            f"fully_shard: got {type(modules).__name__} {modules!r:.80}; wanted an nn.Module or a "
+            "non-empty sequence of them."
+        )
+    for module in modules:
+        state = find_state(module)
+        if state is not None:
+            raise ValueError(
+                f"fully_shard: {type(module).__name__} is already sharded, as unit "
+                f"{state.unit.name!r}; call fsdp_compose.undo(module) first to shard "
+                "it another way."
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            raise ValueError(
+                f"fully_shard: {type(module).__name__} has no forward, so nothing would gather it; "
+                "shard its elements, or pass them as a list to make them one unit."
+            )
+    _check_list(modules)
+    _check_options(options, "fully_shard")
+    if units is not None and not isinstance(units, Policy):
+        raise TypeError(
+            f"fully_shard: units is {units!r}; wanted a policy of fsdp_compose.wrap, such as "
+            "wrap.by_class({Block})."
+        )
+    if units is not None and len(modules) != 1:
+        raise ValueError("fully_shard: units goes with one module, not with a sequence of them.")
+    plans = [] if units is None else _plan_units(modules[0], options, units, ignored)
+    names = "+".join(type(module).__name__ for module in modules)
+    plans.append(UnitPlan(names, list(modules), options, ignored=ignored))
+    planned: list[UnitPlan] = []
+    taken: set[int] = set()
+    promised: set[int] = set()
+    work: dict[tuple[int, ...], list[int]] = {}
+    beside = tensor_parallel_groups(modules)
+    for plan in _split_full_precision(plans):
+        _collect(plan, taken)
+        lay_out(plan, promised, work, beside)
+        planned.append(plan)
+    _check_patterns(planned)
+    return planned
+
+
+def _check_list(modules: Sequence[nn.Module]) -> None:
+    """Modules that are gathered together are different ones, none inside another."""
+    places: dict[int, str] = {}
+    for module in modules:
+        name = type(module).__name__
+        if id(module) in places:
+            raise ValueError(f"fully_shard: {name} is in the list twice; list each module once.")
+        places[id(module)] = name
+    for module in modules:
+        for path, inner in module.named_modules():
+            if path and id(inner) in places:
+                raise ValueError(
+                    f"fully_shard: {places[id(inner)]} is part of {places[id(module)]}, as "
+                    f"{path!r}, and both are in the list; leave it out, since what contains it "
+                    "is gathered with it."
+                )
+
+
+def _check_options(options: Options, where: str) -> None:
+    if options.mesh is None:
+        require_group(where)
+    for name, value, kind in (
+        ("prefetch", options.prefetch, Prefetch),
+        ("offload_policy", options.offload, Offload),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{where}: {name} is {value!r}; wanted {kind.__name__}(...).")
+    if not isinstance(options.mp, MixedPrecision):
+        if not callable(options.mp):
+            raise TypeError(
+                f"{where}: mp_policy is {options.mp!r}; wanted MixedPrecision(param_dtype=...), a "
+                "function (fqn, parameter) that returns one or None, or a dict of them by pattern "
+                "of names."
+            )
+        check_function(where, "mp_policy", options.mp, "(fqn, parameter)")
+    if callable(options.granularity):
+        check_function(where, "granularity", options.granularity, "(fqn, parameter)")
+    if options.init not in INITS:
+        raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")
+    if options.param_init_fn is not None:
+        check_function(where, "param_init_fn", options.param_init_fn, "(module)")
+
+
+def _check_patterns(plans: Sequence[UnitPlan]) -> None:
+    """Every pattern of names that chose options of parameters has matched one."""
+    for plan in plans:
+        for option in (plan.options.mp, plan.options.granularity):
+            if isinstance(option, ByName) and option.unused:
+                pattern = min(option.unused)
+                raise ValueError(
+                    f"fully_shard: {option.option}={{{pattern!r}: ...}} matches no parameter of "
+                    f"unit {plan.name!r} or another; {near(pattern, option.seen)}."
+                )
+
+
+def _plan_units(
+    root: nn.Module, options: Options, policy: Policy, ignored: Ignored
+) -> list[UnitPlan]:
+    """Submodules that the policy names, innermost first."""
+    start, clean = policy.start(root), name_cleaner(root)
+    choice = _Choice(options, start, policy.leaves, ignored, {id(root)}, clean)
+    choice.visit_children("", root)
+    if not choice.plans:
+        raise ValueError(matches_nothing(policy.description, root))
+    return choice.plans
+
+
+@dataclass
+class _Choice:
+    """A walk over the submodules that asks a policy about each, once, innermost first."""
+
+    options: Options
+    decide: Decide
+    leaves: tuple[type[nn.Module], ...]
+    ignored: Ignored
+    seen: set[int]
+    clean: Callable[[str], str]
+    plans: list[UnitPlan] = field(default_factory=list)
+
+    def visit_children(self, name: str, module: nn.Module) -> int:
+        """Choose inside ``module``; returns the parameter elements that no unit took."""
+        if isinstance(module, self.leaves):
+            return self.count(module, recurse=True)
+        numel = self.count(module, recurse=False)
+        for child_name, child in module.named_children():
+            if id(child) not in self.seen and id(child) not in self.ignored.modules:
+                self.seen.add(id(child))
+                numel += self.visit(f"{name}.{child_name}" if name else child_name, child)
+        return numel
+
+    def visit(self, name: str, module: nn.Module) -> int:
+        numel = self.visit_children(name, module)
+        if find_state(module) is not None:
+            return 0
+        decision = self.decide(self.clean(f"{name}.")[:-1], module, numel)
+        if not decision:
+            return numel
+        overrides = decision if isinstance(decision, dict) else {}
+        options = _override(self.options, overrides, name)
+        ignored = self.ignored.and_more(overrides.get("ignored", ()))
+        named = self.clean(f"{name}.")[:-1]
+        self.plans.append(UnitPlan(named, [module], options, True, ignored=ignored))
+        return 0
+
+    def count(self, module: nn.Module, recurse: bool) -> int:
+        params = (p for p in module.parameters(recurse) if id(p) not in self.ignored.params)
+        return sum(p.numel() for p in params if not is_sharded(p))
+
+
+def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:
+    """Modules of a unit's ``full_precision_classes`` as units of their own, before it."""
+    heads = {id(module) for plan in plans for module in plan.modules}
+    result: list[UnitPlan] = []
+    for plan in plans:
+        mp = plan.options.mp
+        if not isinstance(mp, MixedPrecision) or not mp.in_full_precision:
+            result.append(plan)
+            continue
+        whole = [m for m in plan.modules if isinstance(m, mp.in_full_precision)]
+        if whole:
+            if len(whole) < len(plan.modules):
+                raise ValueError(
+                    f"fully_shard: unit {plan.name!r} gathers modules together of which some are "
+                    "to run in full precision and some are not; shard them separately."
+                )
+            result.append(replace(plan, options=_full_precision(plan, plan.modules[0], mp)))
+            continue
+        for module in plan.modules:
+            for path, member in _instances(module, mp.in_full_precision, plan.ignored, heads):
+                heads.add(id(member))
+                name = clean_name(f"{plan.name}.{path}" if plan.is_named else path)
+                options = _full_precision(plan, member, mp)
+                result.append(UnitPlan(name, [member], options, True, ignored=plan.ignored))
+        result.append(plan)
+    return result
+
+
+def _instances(
+    module: nn.Module, classes: tuple[type[nn.Module], ...], ignored: Ignored, heads: set[int]
+) -> list[tuple[str, nn.Module]]:
+    """Instances of ``classes`` among a unit's modules, without those inside another instance."""
+    inner: set[int] = set()
+    found: list[tuple[str, nn.Module]] = []
+    for path, member in walk(module, lambda m: _is_elsewhere(m, ignored, heads | inner)):
+        if isinstance(member, classes):
+            inner.update(id(m) for m in member.modules())
+            found.append((path, member))
+    return found
+
+
+def _full_precision(plan: UnitPlan, module: nn.Module, mp: MixedPrecision) -> Options:
+    """Options of a unit in its parameters' own dtype, inside a unit whose precision is ``mp``."""
+    params = (p for m in (module, *plan.modules) for p in m.parameters())
+    dtype = next((p.dtype for p in params if p.is_floating_point()), torch.float32)
+    full = FullPrecision(
+        param_dtype=dtype,
+        output_dtype=(mp.output_dtype if module in plan.modules else None) or mp.param_dtype,
+        keep_low_precision_grads=mp.keep_low_precision_grads,
+        full_precision_in_eval=mp.full_precision_in_eval,
+    )
+    return replace(plan.options, mp=full)
+
+
+_OVERRIDABLE = (
+    "mesh",
+    "strategy",
+    "reshard_after_forward",
+    "mp_policy",
+    "offload_policy",
+    "ignored",
+    "granularity",
+    "prefetch",
+    "init",
+    "param_init_fn",
+    "methods",
+)
+
+
+def _override(options: Options, overrides: dict[str, Any], name: str) -> Options:
+    """``options`` with what a policy says of one unit."""
+    unknown = set(overrides) - set(_OVERRIDABLE)
+    if unknown:
+        raise ValueError(
+            f"fully_shard: unit {name!r} overrides {sorted(unknown)}; wanted some of "
+            f"{_OVERRIDABLE}."
+        )
+    changed: dict[str, Any] = {
+        key: overrides[option]
+        for option, key in (
+            ("mesh", "mesh"),
+            ("mp_policy", "mp"),
+            ("offload_policy", "offload"),
+            ("granularity", "granularity"),
+            ("prefetch", "prefetch"),
+            ("init", "init"),
+            ("param_init_fn", "param_init_fn"),
+            ("methods", "methods"),
+        )
+        if option in overrides
+    }
+    _check_options(replace(options, **changed), f"fully_shard: override of unit {name!r}")
+    reshard = overrides.get("reshard_after_forward")
+    if "strategy" in overrides:
+        changed["placement"] = place(overrides["strategy"], reshard)
+    elif reshard is not None:
+        if options.placement.replicate_only and reshard:
+            raise ValueError(
+                f"fully_shard: unit {name!r} overrides reshard_after_forward with {reshard!r}, but "
+                "strategy NO_SHARD has nothing to reshard; override its strategy too."
+            )
+        if options.placement.fused and not isinstance(reshard, bool):
+            raise ValueError(
+                f"fully_shard: unit {name!r} overrides reshard_after_forward with {reshard!r}, but "
+                "strategy HYBRID_SHARD_OPTIMIZER keeps weights over the shard axis; override its "
+                "strategy too."
+            )
+        outer = options.placement
+        changed["placement"] = replace(
+            place(None, reshard),
+            axes=outer.axes,
+            replicate_only=outer.replicate_only,
+            fused=outer.fused,
+        )
+    return replace(options, **changed)
+
+
+def walk(module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules in registration order, each once, without the subtrees that ``skip`` names."""
+    return _walk("", module, skip, {id(module)})
+
+
+def _walk(
+    name: str, module: nn.Module, skip: Callable[[nn.Module], bool], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    # A nested function that calls itself is a cycle, which would keep the model alive.
+    yield name, module
+    for child_name, child in module.named_children():
+        if id(child) not in seen and not skip(child):
+            seen.add(id(child))
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip, seen)
+
+
+def _collect(plan: UnitPlan, taken: set[int]) -> None:
+    """Find the parameters of the unit: those of its modules that no other unit has."""
+    found: dict[int, Found] = {}
+    for position, module in enumerate(plan.modules):
+        prefix = f"{position}." if len(plan.modules) > 1 else ""
+        clean = name_cleaner(module)
+        members = list(walk(module, lambda m: _is_elsewhere(m, plan.ignored, taken)))
+        plan.members.append(members)
+        for name, submodule in members:
+            if isinstance(submodule, torch.jit.ScriptModule):
+                _check_script(plan, name, submodule)
+                continue
+            for key, param in parameter_slots(submodule).items():
+                if param is None or id(param) in plan.ignored.params:
+                    continue
+                _check_dense(plan, name, submodule)
+                item = found.setdefault(id(param), Found(param))
+                item.names.append(prefix + clean(f"{name}.{key}" if name else key))
+                item.slots.append(Slot.of(submodule, key))
+    taken.update(id(module) for module in plan.modules)
+    plan.found = list(found.values())
+
+
+def _check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:
+    """A sparse gradient has no place in the flat buffer that is reduced."""
+    kinds = nn.Embedding, nn.EmbeddingBag
+    if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
+        raise ValueError(
+            f"fully_shard: unit {plan.name!r} has the embedding {name!r} with sparse=True, whose "
+            "sparse gradients cannot be reduced and cut over ranks. Set sparse=False, or pass it "
+            "in ignored= and average its gradient yourself."
+        )
+
+
+def _check_script(plan: UnitPlan, name: str, module: nn.Module) -> None:
+    """A compiled module reads its parameters where gathered ones cannot be put; others may stay."""
+    if any(True for _ in module.parameters()) or any(module is m for m in plan.modules):
+        where = f" as {name!r}" if name else ""
+        raise ValueError(
+            f"fully_shard: unit {plan.name!r} has a ScriptModule{where}, whose compiled code reads "
+            "its parameters where gathered ones cannot be put. Shard the Python module instead "
+            "(and compile it, if you like, with module.compile()), or pass it in ignored=."
+        )
+
+
+def _is_elsewhere(module: nn.Module, ignored: Ignored, taken: set[int]) -> bool:
+    return find_state(module) is not None or id(module) in taken or id(module) in ignored.modules
+
+
+def lay_out(
+    plan: UnitPlan,
+    promised: set[int],
+    work: dict[tuple[int, ...], list[int]],
+    beside: Sequence[Group],
+) -> None:
+    """Sort the unit's own parameters into buckets and plan each with integers.
+
+    ``work``, on whole tensors by ranks of the shard group, is levelled over the units. ``beside``
+    are the groups over which tensor parallelism split other parameters of the model.
+    """
+    groups: dict[tuple[Any, ...], list[Found]] = {}
+    devices: dict[torch.device, str] = {}
+    options = plan.options
+    for item in plan.found:
+        param = item.param
+        if is_sharded(param):
+            _check_nesting(plan, item)
+            continue
+        if id(param) in promised:
+            continue
+        promised.add(id(param))
+        name = plan.full_name(item.names[0])
+        _check_parameter(plan, name, param)
+        item.parallel = find_parallel(param, name, plan.name)
+        devices.setdefault(options.device if param.is_meta else param.device, name)
+        if len(devices) > 1:
+            (device, first), (other, second) = devices.items()
+            raise ValueError(
+                f"fully_shard: parameter {second!r} of unit {plan.name!r} is on {other}, but "
+                f"{first!r} is on {device}; move the module to one device first: module.to(device)."
+            )
+        mp = _precision(options.mp, name, param)
+        chosen = MixedPrecision(
+            mp.param_dtype,
+            mp.reduce_dtype,
+            keep_low_precision_grads=mp.keep_low_precision_grads,
+        )
+        groups.setdefault((param.dtype, param.requires_grad, chosen), []).append(item)
+    if not groups:
+        return
+    device = next(iter(devices))
+    if options.offload.shards:
+        device = compute_device(options.mesh, device)
+    mesh = resolve_mesh(options.mesh, device, options.placement)
+    if options.placement.spread is not None:
+        check_subgroup(mesh.shard, options.placement.spread)
+    if options.placement.fused:
+        check_fusable(mesh, options.mesh)
+    own = [item for items in groups.values() for item in items]
+    for item in own:
+        if item.parallel is not None:
+            check_meshes(item.parallel, item.names[0], plan.name, mesh, options.mesh)
+    note_repeated(own, mesh, beside)
+    for (storage, _, chosen), items in groups.items():
+        compute, reduce, _ = chosen.dtypes_for(storage)
+        itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
+        extents = [
+            Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity(plan, i))
+            for i in items
+        ]
+        parts = mesh.size if options.placement.fused else mesh.shard.size
+        layout = plan_layout(extents, itemsize, parts)
+        before = work.setdefault((parts, *mesh.shard.ranks), [0] * parts)
+        layout = spread_work(layout, before)
+        plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
+
+
+def _check_nesting(plan: UnitPlan, item: Found) -> None:
+    """A parameter that a unit has already may be tied, but not belong to a module around (D9)."""
+    entry = find_entry(item.param)
+    bucket = owner_of(entry)
+    for unit in lane_of(bucket.mesh.device).units:
+        if bucket not in unit.buckets:
+            continue
+        outer = {id(m) for ref in unit.modules if (top := ref()) is not None for m in top.modules()}
+        if any(id(module) in outer for module in plan.modules):
+            raise ValueError(
+                f"fully_shard: unit {plan.name!r} is inside unit {unit.name!r}, which was sharded "
+                f"before it and has its parameter {entry.spec.fqn!r}; shard from the inside out. "
+                "Call fsdp_compose.undo on the outer module, then fully_shard on the inner modules "
+                "first and on the outer one last, or once on the outer one with units=."
+            )
+
+
+def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
+    """Raise for what is no dense tensor in memory of its own; no attribute of it is read before."""
+    kind, where = type(param), f"fully_shard: parameter {name!r} of unit {plan.name!r}"
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"{where} is an {kind.__name__}, which has no shape yet; run one forward of the model "
+            "before fully_shard, so that its lazy modules are initialised."
+        )
+    if steps_in_backward(param):
+        raise ValueError(
+            f"{where} was given to torch's _apply_optimizer_in_backward, whose optimizer would "
+            "step before gradients are reduced. Build the model again, and after fully_shard let "
+            "param.register_post_accumulate_grad_hook(fn) step an optimizer of each parameter."
+        )
+    if is_opaque(param):
+        raise ValueError(
+            f"{where} is an instance of {kind.__name__}, whose class computes in "
+            "__torch_dispatch__ and keeps its data elsewhere, so it has no memory that could be "
+            "cut into slices. Keep that data in parameters of the module (nn.Parameter(packed, "
+            "requires_grad=False), whose bytes are sharded as they are) and build the tensor in "
+            "forward, or leave it whole on every rank: fully_shard(..., ignored=[parameter])."
+        )
+    if not issubclass(kind, DTensor) and kind.__basicsize__ != nn.Parameter.__basicsize__:
+        raise ValueError(
+            f"{where} is an instance of {kind.__name__}, a class with __slots__; sharding keeps "
+            "the object and changes its class for a while, which needs one without them. Remove "
+            "__slots__, or pass it in ignored=."
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"{where} has layout {param.layout}; wanted a dense parameter. Pass it in ignored=."
+        )
+
+
+def unit_precision(plan: UnitPlan) -> MixedPrecision:
+    """What decides the casts of a unit's inputs, outputs and buffers.
+
+    Where the policy is a function, its answer for the unit's largest parameter.
+    """
+    mp = plan.options.mp
+    if isinstance(mp, MixedPrecision):
+        return mp
+    if not plan.found:
+        return MixedPrecision()
+    largest = max(plan.found, key=lambda item: item.param.numel())
+    return _precision(mp, plan.full_name(largest.names[0]), largest.param)
+
+
+def _precision(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedPrecision:
+    if isinstance(mp, MixedPrecision):
+        return mp
+    assert not isinstance(mp, Mapping), "Options made a function of it"
+    found: Any = mp(name, param)
+    if found is not None and not isinstance(found, MixedPrecision):
+        raise TypeError(
+            f"fully_shard: mp_policy returned {found!r} for parameter {name!r}; wanted "
+            "MixedPrecision(...) or None."
+        )
+    return found or MixedPrecision()
+
+
+def _granularity(plan: UnitPlan, item: Found) -> Granularity:
+    chosen: Any = plan.options.granularity
+    found = chosen(plan.full_name(item.names[0]), item.param) if callable(chosen) else chosen
+    return 1 if found is None else cast(Granularity, found)

@@ -1,0 +1,328 @@
+"""How weights come to be: materialised from the meta device, taken from rank 0, seeded by name.
+
+A value that nobody has written is filled with a mark (NaN), so that what is left for loading is
+recognised later, however it is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import flatten, storage_order
+from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.build.names import owners, walk_named
+from fsdp_compose.build.parallel import find_parallel
+from fsdp_compose.build.plans import UnitPlan
+from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
+from fsdp_compose.base.torch_private import (
+    buffer_slots,
+    non_persistent,
+    parameter_slots,
+    set_local_part,
+    swap_contents,
+)
+from fsdp_compose.base.unwritten import is_unwritten, mark_unwritten
+
+InitFn = Callable[[nn.Module], object]
+
+# From rank 0
+
+CHUNK_BYTES = 250 << 20
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[torch.Tensor], mesh: Mesh, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Overwrite tensors of any dtype and strides with those of the mesh's first rank.
+
+    Small ones travel together and large ones in pieces, ``chunk_bytes`` at a time.
+    """
+    if not mesh.groups:
+        return
+    given = [part_of(tensor).detach() for tensor in tensors if part_of(tensor).numel()]
+    flats = [flatten(tensor, storage_order(tensor)) for tensor in given]
+    _broadcast_flat(flats, mesh, chunk_bytes)
+    for tensor, flat in zip(given, flats, strict=True):
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.as_strided(tensor.shape, storage_order(tensor)))
+
+
+def _broadcast_flat(flats: list[torch.Tensor], mesh: Mesh, chunk_bytes: int) -> None:
+    pieces = [piece for flat in flats for piece in _as_bytes(flat).split(chunk_bytes)]
+    if not pieces:
+        return
+    size = min(chunk_bytes, sum(piece.numel() for piece in pieces))
+    room = torch.empty(size, dtype=torch.uint8, device=mesh.device)
+    message: list[torch.Tensor] = []
+    used = 0
+    for piece in pieces:
+        if used + piece.numel() > size:
+            _send(room[:used], message, mesh)
+            message, used = [], 0
+        message.append(piece)
+        used += piece.numel()
+    _send(room[:used], message, mesh)
+
+
+def _send(room: torch.Tensor, message: list[torch.Tensor], mesh: Mesh) -> None:
+    places = room.split([piece.numel() for piece in message])
+    for place, piece in zip(places, message, strict=True):
+        place.copy_(piece)
+    for group in mesh.groups:
+        comm.broadcast(room, group)
+    for place, piece in zip(places, message, strict=True):
+        piece.copy_(place)
+
+
+def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+# From the meta device
+
+
+def is_on_meta(modules: Any) -> bool:
+    """Whether a parameter or buffer of the modules is on the meta device."""
+    return isinstance(modules, Sequence) and any(
+        tensor.is_meta
+        for module in modules
+        if isinstance(module, nn.Module)
+        for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
+def materialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
+    """Give the unit's meta parameters and buffers memory, and initialise them.
+
+    The objects stay the same. Each submodule that has some of them is given to ``init_fn``, or its
+    ``reset_parameters`` is called; what it holds besides them keeps its value. A tied parameter is
+    initialised once, by the first module that has it. An ``init_fn`` that leaves some unwritten is
+    called once more with those on the meta device: one that was written for FSDP1 tests for that,
+    and puts memory there itself.
+
+    Raises:
+        ValueError: a buffer that is not in the state dict was left unwritten.
+    """
+    members = [member for module in plan.modules for member in plan.managed(module)]
+    own = {id(item.param) for bucket in plan.buckets for item in bucket.found}
+    fresh: dict[int, torch.Tensor] = {}
+    makers: dict[int, nn.Module] = {}  # by tensor: who initialises it
+    for _, submodule in members:
+        for values in (parameter_slots(submodule), buffer_slots(submodule)):
+            for tensor in values.values():
+                wanted = tensor is not None and tensor.is_meta
+                if wanted and (id(tensor) in own or not isinstance(tensor, nn.Parameter)):
+                    fresh.setdefault(id(tensor), tensor)
+                    makers.setdefault(id(tensor), submodule)
+    for tensor in fresh.values():
+        allocate(tensor, plan.options.device)
+    if isinstance(init_fn, Seeded):
+        makers.update((key, init_fn.maker(key)) for key in makers if init_fn.knows(key))
+    for maker in dict.fromkeys(makers.values()):
+        kept = {key for key, module in makers.items() if module is maker}
+        with only(maker, kept, plan.options.device, fresh=True), torch.no_grad():
+            _initialise(maker, init_fn)
+        left = {key for key in kept if is_unwritten(part_of(fresh[key]))}
+        if left and init_fn is not None and not isinstance(init_fn, Seeded):
+            with only(maker, kept, plan.options.device, left, fresh=True), torch.no_grad():
+                _initialise(maker, init_fn)
+    for path, submodule in members:
+        for key in non_persistent(submodule):
+            buffer = buffer_slots(submodule).get(key)
+            if id(buffer) in fresh and is_unwritten(fresh[id(buffer)]):
+                raise ValueError(
+                    f"fully_shard: buffer {f'{path}.{key}' if path else key!r} of unit "
+                    f"{plan.name!r} was on the meta device, and nothing has filled it: it is not "
+                    f"in the state dict, and {type(submodule).__name__} "
+                    f"{'is not initialised by param_init_fn' if init_fn else 'has no'} "
+                    "reset_parameters that does. Fill it in param_init_fn(module)."
+                )
+
+
+def allocate(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a meta tensor to ``device`` in place, marked as unwritten."""
+    twin = torch.empty_like(part_of(tensor), device=device, requires_grad=False)
+    mark_unwritten(twin)
+    if isinstance(tensor, DTensor):
+        twin = like_dtensor(tensor, twin)
+    twin.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        tensor.grad = None
+    swap_contents(tensor, twin)
+    if isinstance(tensor, DTensor):
+        set_local_part(tensor, part_of(twin))
+
+
+@contextmanager
+def only(
+    module: nn.Module,
+    kept: set[int],
+    device: torch.device,
+    on_meta: Collection[int] = (),
+    fresh: bool = False,
+) -> Iterator[None]:
+    """Let ``module`` write the tensors ``kept``, by id, and scratch memory instead of others.
+
+    What it puts in the place of a kept tensor is copied into it. Of the kept ones it sees those in
+    ``on_meta`` on the meta device. In the place of one that tensor parallelism split it finds the
+    whole, so that the part has the numbers that the plain model has there: on a CPU torch gives
+    every rank's part the same ones. ``fresh`` says that nothing was written into the kept tensors
+    yet, which spares gathering the whole.
+    """
+    slots = (parameter_slots(module), buffer_slots(module))
+    before = [dict(values) for values in slots]
+    split: dict[int, Parallel] = {}
+    for values in slots:
+        for name, tensor in values.items():
+            if tensor is not None and id(tensor) not in kept:
+                scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                values[name] = nn.Parameter(scratch, False) if is_parameter else scratch
+                continue
+            if tensor is None or id(tensor) not in kept or is_sharded(tensor):
+                continue
+            if isinstance(tensor, DTensor) and not tensor.is_meta:
+                split[id(tensor)] = _parallel_of(tensor, name, module)
+                values[name] = _whole_of(tensor, split[id(tensor)], device, fresh)
+            if id(tensor) in on_meta:
+                outline = torch.empty_like(values[name], device="meta", requires_grad=False)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                values[name] = (
+                    nn.Parameter(outline, tensor.requires_grad) if is_parameter else outline
+                )
+    try:
+        yield
+        for values, originals in zip(slots, before, strict=True):
+            for name, tensor in originals.items():
+                given = values.get(name)
+                if tensor is None or id(tensor) not in kept or given is tensor or given is None:
+                    continue
+                if given.is_meta:
+                    continue  # left as it was shown
+                if given.shape != tensor.shape:
+                    raise ValueError(
+                        f"fully_shard: initialisation replaced {name!r} of "
+                        f"{type(module).__name__}, {tuple(tensor.shape)}, with a tensor of shape "
+                        f"{tuple(given.shape)}; write into it instead."
+                    )
+                with torch.no_grad():
+                    if id(tensor) not in split:
+                        tensor.copy_(given)
+                    elif not (fresh and is_unwritten(given)):
+                        part_of(tensor).copy_(split[id(tensor)].cut(given))
+    finally:
+        for values, originals in zip(slots, before, strict=True):
+            values.update(originals)
+
+
+def _parallel_of(tensor: torch.Tensor, name: str, module: nn.Module) -> Parallel:
+    parallel = find_parallel(cast("nn.Parameter", tensor), name, type(module).__name__)
+    assert parallel is not None
+    return parallel
+
+
+def _whole_of(
+    tensor: DTensor, parallel: Parallel, device: torch.device, fresh: bool
+) -> torch.Tensor:
+    """A plain tensor, or parameter, of the whole shape; a collective unless it is ``fresh``."""
+    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if fresh:
+        mark_unwritten(whole)
+    else:
+        with torch.no_grad():
+            whole.copy_(parallel.assemble(part_of(tensor).detach()))
+    if not isinstance(tensor, nn.Parameter):
+        return whole
+    return nn.Parameter(whole, tensor.requires_grad)
+
+
+def _initialise(module: nn.Module, init_fn: InitFn | None) -> None:
+    if init_fn is not None:
+        init_fn(module)
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+# Seeded by name
+
+
+class Seeded:
+    """An initialiser whose weights depend on the seed and each module's name alone."""
+
+    def __init__(self, module: nn.Module, seed: int, init: InitFn | None) -> None:
+        self.seed, self.init = seed, init
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        for name, submodule in walk_named(module):
+            self._names.setdefault(submodule, name)
+        self._makers = {
+            key: (name, weakref.ref(maker)) for key, (name, maker) in owners(module).items()
+        }
+
+    def knows(self, key: int) -> bool:
+        """Whether the tensor with this id was in the model."""
+        return key in self._makers
+
+    def maker(self, key: int) -> nn.Module:
+        """The module that initialises the tensor with this id."""
+        maker = self._makers[key][1]()
+        assert maker is not None, "seeded_init: the model it was made for is gone"
+        return maker
+
+    def __call__(self, module: nn.Module) -> None:
+        if module not in self._names:
+            raise ValueError(
+                f"seeded_init: {type(module).__name__} is not in the model it was made for; pass "
+                "the outermost module to seeded_init(model, seed), after adding all others to it."
+            )
+        name = self._names[module]
+        tensors = [
+            tensor
+            for values in (parameter_slots(module), buffer_slots(module))
+            for tensor in values.values()
+            if tensor is not None
+        ]
+        kept = {id(t) for t in tensors if not self.knows(id(t)) or self.maker(id(t)) is module}
+        device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+        with only(module, kept, device), _seeded(device, self.seed, name), torch.no_grad():
+            _initialise(module, self.init)
+
+
+def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> Seeded:
+    """A ``param_init_fn`` that gives the same weights for every world size and choice of units.
+
+    Each submodule is initialised with random numbers of its own, which follow from ``seed`` and its
+    name in ``module``. ``module.apply(seeded_init(module, seed))`` gives a plain module the same
+    weights, and one whose layers tensor parallelism split its parts of them.
+
+    Args:
+        module: the outermost module, from which names are taken.
+        seed: any integer.
+        init: called with each submodule that has parameters or buffers of its own;
+            ``reset_parameters`` where None.
+    """
+    return Seeded(module, seed, init)
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int, name: str) -> Iterator[None]:
+    """Random numbers that follow from ``seed`` and ``name``, on the CPU and ``device``."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    devices: list[Any] = [] if device.type == "cpu" else [device]
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        torch.default_generator.manual_seed(number)
+        if devices:
+            with torch.get_device_module(device).device(device):
+                torch.get_device_module(device).manual_seed(number)
+        yield

@@ -1,0 +1,134 @@
+"""Names of parameters and the parameters of names: shared ones under all, wrappers' prefixes gone.
+
+A name is the path of attributes from the module that was asked, without what wrappers put in:
+``torch.compile``, activation checkpointing, DistributedDataParallel, FullyShardedDataParallel.
+Between passes and while a unit is gathered the answer is the same: the parameters an optimizer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from fsdp_compose.core.state import find_state, iter_units
+from fsdp_compose.base.torch_private import child_slots, parameter_slots
+
+PREFIXES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attributes that only wrappers have."""
+_MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def clean_name(name: str) -> str:
+    """``name`` without wrappers' attributes, as far as the name alone tells: ``module.`` stays."""
+    return ".".join(part for part in name.split(".") if part not in PREFIXES)
+
+
+def name_cleaner(module: nn.Module) -> Callable[[str], str]:
+    """What turns names in ``module``, as torch spells them, into those without any wrapper's part.
+
+    Unlike ``clean_name`` it sees which ``module.`` belongs to a wrapper. Of a module's own path it
+    is given, and gives, one that ends in a dot.
+    """
+    found = module.named_modules(remove_duplicate=False)
+    paths = [path for path, inner in found if isinstance(inner, _MODULE_WRAPPERS)]
+    if not paths:
+        return clean_name
+    hidden = {f"{path}.module." if path else "module." for path in paths}
+    hidden |= {clean_name(prefix) for prefix in hidden}  # hooks of torch's may have been before
+    longest_first = sorted(hidden, key=len, reverse=True)
+
+    def clean(name: str) -> str:
+        for prefix in longest_first:
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        return clean_name(name)
+
+    return clean
+
+
+def walk_named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every clean name; a wrapper has its content's name and comes first."""
+    yield prefix, module
+    for name, child in child_slots(module).items():
+        if child is None:
+            continue
+        hidden = name in PREFIXES or (name == "module" and isinstance(module, _MODULE_WRAPPERS))
+        path = prefix if hidden else f"{prefix}.{name}" if prefix else name
+        yield from walk_named(child, path)
+
+
+def named_leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(clean name, parameter) for each name, shared parameters under every one of theirs.
+
+    Sharded parameters also where full ones stand in for them at the moment.
+    """
+    leaves = {
+        (id(values), name): unit.entries[index].held
+        for unit in iter_units(module)
+        for values, name, index in unit.places
+    }
+    for path, submodule in walk_named(module):
+        values = parameter_slots(submodule)
+        for key, value in values.items():
+            leaf = value if isinstance(value, nn.Parameter) else leaves.get((id(values), key))
+            if leaf is not None:
+                yield (f"{path}.{key}" if path else key), leaf
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """All names of each parameter, in the order of ``module.named_parameters()``."""
+    names: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, leaf in named_leaves(module):
+        known = names.setdefault(id(leaf), (leaf, []))[1]
+        if name not in known:
+            known.append(name)
+    return {leaf: tuple(found) for leaf, found in names.values()}
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameter of each name; a shared one under every one of its names."""
+    return dict(named_leaves(module))
+
+
+def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+    """Modules in ``module``, itself included, that are units; parents first.
+
+    A unit of several modules is listed by the first of them.
+
+    Args:
+        root_only: leave out units inside other units of the list.
+    """
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        state = find_state(current)
+        if state is not None and id(state.unit) not in seen:
+            seen.add(id(state.unit))
+            found.append(current)
+        if state is None or not root_only:
+            pending += reversed(list(current.children()))
+    if root_only:
+        inner = {id(m) for unit in found for m in unit.modules() if m is not unit}
+        found = [unit for unit in found if id(unit) not in inner]
+    return found
+
+
+def owners(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """By id of each parameter and buffer: its clean name and the first module that has it."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for path, submodule in walk_named(module):
+        tensors: dict[str, torch.Tensor | None] = {
+            **dict(submodule.named_parameters(recurse=False)),
+            **dict(submodule.named_buffers(recurse=False)),
+        }
+        for key, tensor in tensors.items():
+            if tensor is not None:
+                found.setdefault(id(tensor), (f"{path}.{key}" if path else key, submodule))
+    return found

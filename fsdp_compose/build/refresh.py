@@ -1,0 +1,275 @@
+"""After surgery on a sharded model: shard what is new, let go of what is gone, keep all the rest.
+
+Buckets whose parameters are still there stay as they are, so optimizer state keeps fitting them.
+New parameters go into new buckets of the unit that they are in. A parameter that was removed is
+given back whole and plain, and its place in the bucket stays, as padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fsdp_compose.build.agree import agree
+from fsdp_compose.core.guards.audit import is_ignored, managed, remember
+from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
+from fsdp_compose.build.collect import lay_out
+from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.passes import begin_forward_pass
+from fsdp_compose.build.fully_shard import (
+    Made,
+    _build_bucket,
+    _cast_buffers,
+    _finish,
+    _make_values,
+    _restore,
+)
+from fsdp_compose.build.init import InitFn
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.build.names import clean_name
+from fsdp_compose.build.parallel import tensor_parallel_groups
+from fsdp_compose.build.plans import Found, Ignored, Options, UnitPlan
+from fsdp_compose.base.policy import INITS, Init
+from fsdp_compose.core.reducing import drain
+from fsdp_compose.core.gathering import drop
+from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
+from fsdp_compose.core.state import Unit, iter_units, owner_of
+from fsdp_compose.base.torch_private import parameter_slots, raw
+
+__all__ = ["refresh"]
+
+
+def refresh(
+    module: nn.Module, *, init: Init | None = None, param_init_fn: InitFn | None = None
+) -> nn.Module:
+    """Take over what was done to the modules of a sharded model: adapters added, modules swapped.
+
+    Every unit in ``module`` looks through its modules again. New parameters are sharded, into new
+    buckets of their unit and with its options. Parameters that are there still, wherever they are
+    now, keep their slices, their gradients and their optimizer state; those moved to another place
+    take its name. Parameters that no unit reads any more become plain and whole again, as after
+    ``undo``; the memory of their slices is kept as padding until ``undo``. The optimizer is the
+    caller's: give it the new parameters, and take the removed ones from it.
+
+    Trainable parameters that a forward would leave out raise there and name this function. What is
+    in no unit is not seen by it: shard the outermost module, so that everything is in some unit.
+
+    All ranks must call it, after the same surgery, between a backward and the next forward.
+
+    Args:
+        module: a module that contains units; usually the whole model.
+        init: how new parameters start, as in ``fully_shard``; None as the unit was sharded with.
+        param_init_fn: for new parameters on the meta device, as in ``fully_shard``.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded, or new parameters differ between ranks. The
+            same on every rank, with nothing changed.
+        RuntimeError: a unit is in the middle of a forward or backward, or open in a scope.
+    """
+    units = list(iter_units(module))
+    problem: Exception | None = None
+    if not units:
+        raise ValueError(
+            f"refresh: {type(module).__name__} is not sharded, and neither is a module in it; call "
+            "fully_shard(module)."
+        )
+    survey: list[_Change] = []
+    try:
+        if init is not None and init not in INITS:
+            raise ValueError(f"refresh: init is {init!r}; wanted one of {INITS}.")
+        promised: set[int] = set()
+        beside = tensor_parallel_groups([module])
+        for unit in units:
+            _check_rest(unit)
+            survey.append(_look_through(unit, init, promised, beside))
+    except Exception as error:  # whatever it is, the other ranks wait for it
+        problem = error
+    plans = [change.plan for change in survey]
+    for plan in plans:
+        plan.options = replace(plan.options, param_init_fn=param_init_fn)
+    made = Made(agree(plans, units[0].options.mesh, problem, [module]))
+    for lane in {id(unit.lane): unit.lane for unit in units}.values():
+        begin_forward_pass(lane)  # clears what a failed step left
+        drain(lane)
+    for unit in units:
+        for reason in tuple(unit.holds):
+            drop(unit, reason)
+    read = {entry for change in survey for entry in change.read}
+    read |= {e for u in _others(units) for e in u.borrowed}
+    for change in survey:
+        _let_go(change.unit, read)
+    at_home = {e for change in survey for e in change.read if owner_of(e) in change.unit.buckets}
+    for change in survey:
+        _apply(change, made, at_home)
+    for unit in units:
+        remember(unit)
+    if made.keys:
+        _finish(made, units[0].options.mesh, [module])
+    return module
+
+
+@dataclass
+class _Change:
+    """What a unit's modules hold now."""
+
+    unit: Unit
+    plan: UnitPlan  # its buckets are for what is new
+    read: list[Entry]  # of parameters that are sharded already
+
+
+def _check_rest(unit: Unit) -> None:
+    where = None
+    if is_running(unit) or unit.calls or any(bucket.packed for bucket in unit.buckets):
+        where = "its forward or backward, or before gradients that wait were reduced"
+    elif unit.opened is not None:
+        where = "a scope that shows its full parameters (gathered, unshard)"
+    if where is not None:
+        raise RuntimeError(
+            f"refresh: unit {unit.name!r} is inside {where}; call refresh between a backward that "
+            "reduced and the next forward."
+        )
+
+
+def _look_through(
+    unit: Unit, init: Init | None, promised: set[int], beside: Sequence[Group]
+) -> _Change:
+    options: Options = unit.options if init is None else replace(unit.options, init=init)
+    modules = [module for ref in unit.modules if (module := ref()) is not None]
+    plan = UnitPlan(unit.name, modules, options, _is_named(unit, modules))
+    left_alone = frozenset(unit.left_alone)
+    plan.ignored = Ignored(left_alone, left_alone, left_alone, tuple(unit.left_alone.values()))
+    known = {id(values) for values, _, _ in unit.places}
+    if unit.watch is not None:
+        known |= {id(table) for table in unit.watch.tables}
+    found: dict[int, Found] = {}
+    fresh: list[tuple[str, nn.Module]] = []
+    for prefix, submodule in managed(unit):
+        if id(parameter_slots(submodule)) not in known:
+            fresh.append((prefix, submodule))
+        for key, param in parameter_slots(submodule).items():
+            if isinstance(param, nn.Parameter) and not is_ignored(unit, param):
+                item = found.setdefault(id(param), Found(param))
+                item.names.append(clean_name(f"{prefix}.{key}" if prefix else key))
+                item.slots.append(Slot.of(submodule, key))
+    items = list(found.values())
+    plan.found = [item for item in items if not is_sharded(item.param)]
+    lay_out(plan, promised, {}, beside)
+    plan.found = items
+    plan.members = [_inside(fresh, position, modules) for position in range(len(modules))]
+    return _Change(unit, plan, [find_entry(i.param) for i in items if is_sharded(i.param)])
+
+
+def _inside(
+    fresh: list[tuple[str, nn.Module]], position: int, modules: Sequence[nn.Module]
+) -> list[tuple[str, nn.Module]]:
+    """Those of ``fresh`` in one of the unit's modules, named as in it."""
+    if len(modules) == 1:
+        return fresh
+    start = f"{position}."
+    return [(name.removeprefix(start), m) for name, m in fresh if name.startswith(start)]
+
+
+def _is_named(unit: Unit, modules: Sequence[nn.Module]) -> bool:
+    """Whether parameters of the unit are named behind its own name."""
+    for bucket in unit.buckets:
+        for entry in bucket.entries:
+            return entry.spec.fqn == f"{unit.name}.{entry.names[0]}"
+    return unit.name != "+".join(type(module).__name__ for module in modules)
+
+
+def _others(units: list[Unit]) -> list[Unit]:
+    lanes = {id(unit.lane): unit.lane for unit in units}.values()
+    return [other for lane in lanes for other in lane.units if other not in units]
+
+
+def _let_go(unit: Unit, read: set[Entry]) -> None:
+    """Give back the unit's parameters that nothing reads; their slices become padding."""
+    for bucket in list(unit.buckets):
+        gone = [entry for entry in bucket.entries if entry.slots and entry not in read]
+        if not gone:
+            continue
+        _restore(bucket, gone)
+        if len(gone) == sum(bool(entry.slots) for entry in bucket.entries):
+            unit.buckets.remove(bucket)
+            continue
+        for entry in gone:
+            _pad(bucket, entry)
+
+
+def _pad(bucket: Bucket, entry: Entry) -> None:
+    """A frozen zero that nobody reads, in the place of ``entry``."""
+    spec = replace(entry.spec, fqn=f"{entry.spec.fqn} (removed)", hooks=Hooks(), parallel=None)
+    piece = bucket.shard.split(bucket.splits)[bucket.pieces[entry.index]]
+    with raw(), torch.no_grad():
+        param = nn.Parameter(piece.new_empty(0), requires_grad=False)
+        set_local(param, piece.zero_())
+        tag(param, spec)
+    padding = Entry(param, spec, (f"{entry.names[0]} (removed)",), [])
+    bucket.entries[entry.index] = padding
+    bind(bucket, padding, entry.index)
+
+
+def _apply(change: _Change, made: Made, at_home: set[Entry]) -> None:
+    """Make the new buckets, and let the unit know where everything is.
+
+    A parameter that left the unit whose bucket holds it is named by the first unit that reads it.
+    """
+    unit, plan = change.unit, change.plan
+    prefixes = _prefixes(unit, change)
+    values = _make_values(plan, made)
+    for bucket_plan in plan.buckets:
+        unit.buckets.append(_build_bucket(plan, bucket_plan))
+    entries = [find_entry(item.param) for item in plan.found]
+    for item, entry in zip(plan.found, entries, strict=True):
+        if owner_of(entry) in unit.buckets or entry not in at_home:
+            at_home.add(entry)
+            _rename(entry, item, prefixes)
+    own = [entry for bucket in unit.buckets for entry in bucket.entries]
+    unit.borrowed = list(dict.fromkeys(entry for entry in entries if entry not in own))
+    index = {entry: i for i, entry in enumerate([*own, *unit.borrowed])}
+    unit.slots = [
+        (slot, index[entry])
+        for item, entry in zip(plan.found, entries, strict=True)
+        for slot in item.slots
+    ]
+    unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None
+    unit.link()
+    _cast_buffers(plan, unit.mp)
+    made.values.update((value.key, (unit, value)) for value in values)
+
+
+def _prefixes(unit: Unit, change: _Change) -> dict[str, str]:
+    """What stands before a parameter's name in the unit, by module of the unit."""
+    found: dict[str, str] = {}
+    several = len(unit.modules) > 1
+    for bucket in unit.buckets:
+        for entry in bucket.entries:
+            if entry.names:
+                position, _, rest = entry.names[0].partition(".") if several else ("", "", "")
+                name = rest if several else entry.names[0]
+                fqn = entry.spec.fqn
+                if fqn.endswith(name):
+                    found.setdefault(position, fqn[: len(fqn) - len(name)])
+    if not several and change.plan.is_named:
+        found.setdefault("", f"{unit.name}.")
+    return found
+
+
+def _rename(entry: Entry, item: Found, prefixes: dict[str, str]) -> None:
+    """The parameter is read from other places, or under other names, than before."""
+    first = item.names[0]
+    position, _, rest = first.partition(".")
+    if position in prefixes and "" not in prefixes:
+        fqn = prefixes[position] + rest
+    else:
+        fqn = prefixes.get("", "") + first
+    entry.names, entry.slots = tuple(item.names), item.slots
+    if fqn != entry.spec.fqn:
+        entry.spec = replace(entry.spec, fqn=fqn)
+        tag(entry.param, entry.spec)

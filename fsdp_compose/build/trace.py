@@ -1,0 +1,173 @@
+"""The order in which a module runs its submodules and uses its parameters, without running it."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import PH  # type: ignore[attr-defined]
+
+from fsdp_compose.core.state import iter_units
+from fsdp_compose.base.tree import map_tensors
+
+_HERE: Any = PH  # stands for a tensor inside a container
+
+
+@dataclass(frozen=True)
+class TracingConfig:
+    """How to trace a module symbolically.
+
+    Args:
+        tracer: decides, by ``is_leaf_module``, which submodules are taken whole, without looking
+            into their forward; by default those of ``torch.nn``.
+        concrete_args: values, by name of the forward's parameter, that control flow depends on, in
+            addition to what is in the sample arguments and is not a tensor.
+    """
+
+    tracer: fx.Tracer | None = None
+    concrete_args: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ExecutionOrder:
+    """What a forward does in which order; names are FQNs, "" is the module itself.
+
+    Attributes:
+        modules: every call of a submodule, in the order in which the calls begin.
+        parameters: every parameter that is used, in the order of first use.
+        uses: every use of a parameter, as (submodule whose forward uses it, parameter). A
+            submodule that is taken whole uses all of its parameters where it is called.
+    """
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    uses: tuple[tuple[str, str], ...]
+
+    def used_by(self, module: str) -> tuple[str, ...]:
+        """Parameters that the forward of ``module`` itself uses, in the order of first use."""
+        return tuple(dict.fromkeys(name for user, name in self.uses if user == module))
+
+
+def trace_execution_order(
+    module: nn.Module,
+    args: Any = (),
+    config: TracingConfig | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ExecutionOrder:
+    """Find in which order ``module`` runs its submodules, by ``torch.fx``, before it is sharded.
+
+    Nothing is computed, so that the module may be on the meta device. Tensors in ``args`` and
+    ``kwargs`` only say where a tensor is passed; other values, and the defaults of parameters that
+    are not passed, are what control flow sees.
+
+    Args:
+        module: not sharded yet.
+        args: positional arguments of its forward, or one tensor.
+
+    Raises:
+        ValueError: ``module`` is sharded, or its forward cannot be traced.
+    """
+    if next(iter_units(module), None) is not None:
+        raise ValueError(
+            f"trace_execution_order: {type(module).__name__} is sharded already; trace it before "
+            "fully_shard, and pass the result to fsdp_compose.seed_order afterwards."
+        )
+    config = config or TracingConfig()
+    recorder = _Recorder(module, config.tracer or fx.Tracer())
+    try:
+        given = args if isinstance(args, tuple | list) else (args,)
+        concrete = _concrete(module, tuple(given), dict(kwargs or {}))
+        concrete.update(config.concrete_args or {})
+        with recorder.patched(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            recorder.tracer.trace(module, concrete_args=concrete or None)
+    except Exception as error:
+        where = recorder.stack[-1]
+        inside = f"submodule {where!r}" if where else "its own forward"
+        raise ValueError(
+            f"trace_execution_order: {type(module).__name__} cannot be traced symbolically; in "
+            f"{inside}: {type(error).__name__}: {error}. Pass what its control flow depends on, in "
+            "args or as TracingConfig(concrete_args={name: value}); or a tracer that takes the "
+            "submodule whole, TracingConfig(tracer=...) with is_leaf_module; or do without: the "
+            "first iteration records the order by running it."
+        ) from error
+    return ExecutionOrder(
+        modules=tuple(recorder.modules),
+        parameters=tuple(dict.fromkeys(name for _, name in recorder.uses)),
+        uses=tuple(recorder.uses),
+    )
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """Watches a tracer: which submodule is being traced, and what it calls."""
+
+    root: nn.Module
+    tracer: fx.Tracer
+    modules: list[str] = field(default_factory=lambda: [""])
+    uses: list[tuple[str, str]] = field(default_factory=list)
+    stack: list[str] = field(default_factory=lambda: [""])
+
+    def __post_init__(self) -> None:
+        self.names = {id(m): name for name, m in self.root.named_modules()}
+        self.parameters = {
+            name: id(p) for name, p in self.root.named_parameters(remove_duplicate=False)
+        }
+        self.first_name = {key: name for name, key in reversed(self.parameters.items())}
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        tracer: Any = self.tracer
+        original = tracer.call_module, tracer.create_proxy
+        tracer.call_module = lambda *a, **k: self.call_module(original[0], *a, **k)
+        tracer.create_proxy = lambda *a, **k: self.create_proxy(original[1], *a, **k)
+        try:
+            yield
+        finally:
+            tracer.__dict__.pop("call_module")
+            tracer.__dict__.pop("create_proxy")
+
+    def call_module(self, call: Callable[..., Any], module: nn.Module, *rest: Any) -> Any:
+        name = self.names[id(module)]
+        self.modules.append(name)
+        self.stack.append(name)
+        result = call(module, *rest)
+        self.stack.pop()  # left as it is when the call fails, to tell where
+        return result
+
+    def create_proxy(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        proxy = create(*args, **kwargs)
+        node = proxy.node
+        if node.op == "call_module":
+            whole = self.root.get_submodule(node.target)
+            self.uses += [(node.target, self.first_name[id(p)]) for p in whole.parameters()]
+        elif node.op in ("call_function", "call_method"):
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and source.target in self.parameters:
+                    name = self.first_name[self.parameters[source.target]]
+                    self.uses.append((self.stack[-1], name))
+        return proxy
+
+
+def _concrete(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that are not tensors, by name; containers of tensors with placeholders in them."""
+    bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    bound.apply_defaults()
+    concrete: dict[str, Any] = {}
+    for name, parameter in bound.signature.parameters.items():
+        if name not in bound.arguments or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
+        value = bound.arguments[name]
+        if not isinstance(value, torch.Tensor):
+            concrete[name] = map_tensors(lambda _: _HERE, value)
+    return concrete

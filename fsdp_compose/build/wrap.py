@@ -1,0 +1,231 @@
+"""Policies that choose which submodules become units."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp_compose.build.names import name_cleaner
+from fsdp_compose.base.policy import check_function, name_pattern
+from fsdp_compose.build.trace import ExecutionOrder, TracingConfig, trace_execution_order
+
+UnitOptions = dict[str, Any]
+Decision = bool | UnitOptions
+Decide = Callable[[str, nn.Module, int], Decision]
+Classes = type[nn.Module] | Iterable[type[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Chooses units; combine policies with ``|``, of which the first that says yes decides.
+
+    Submodules are asked about innermost first.
+
+    Attributes:
+        start: given the module that is sharded, returns ``decide(fqn, submodule, numel)``, where
+            ``fqn`` is the submodule's full name in it, without what wrappers put in, and ``numel``
+            the number of parameter elements in the submodule that no unit inside it has taken. A
+            dictionary instead of True overrides options of ``fully_shard`` for the unit.
+        description: what the policy is, for messages.
+        leaves: classes that are taken whole: nothing inside one becomes a unit, whatever the policy
+            is combined with.
+    """
+
+    start: Callable[[nn.Module], Decide]
+    description: str
+    leaves: tuple[type[nn.Module], ...] = ()
+
+    def __or__(self, other: Policy) -> Policy:
+        found: Any = other
+        if not isinstance(found, Policy):
+            raise TypeError(
+                f"wrap: {self.description} | {found!r}; wanted another policy of "
+                "fsdp_compose.wrap, such as wrap.by_class({Block})."
+            )
+
+        def start(root: nn.Module) -> Decide:
+            first, second = self.start(root), other.start(root)
+            return lambda *question: first(*question) or second(*question)
+
+        leaves = tuple(dict.fromkeys((*self.leaves, *other.leaves)))
+        return Policy(start, f"{self.description} | {other.description}", leaves)
+
+
+def by_class(classes: Classes, **options: Any) -> Policy:
+    """Every instance of one of ``classes`` is a unit, with ``options`` of its own if given.
+
+    A module without any instance of them is an error, also where another policy chooses units.
+    """
+    kinds = _classes(classes, "by_class")
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    description = f"by_class({{{names}}})"
+
+    def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
+        return isinstance(module, kinds) and (options or True)
+
+    def start(root: nn.Module) -> Decide:
+        if not any(isinstance(module, kinds) for module in root.modules() if module is not root):
+            raise ValueError(matches_nothing(description, root))
+        return decide
+
+    return Policy(start, description)
+
+
+def by_name(*patterns: str, **options: Any) -> Policy:
+    """Submodules whose full name matches a pattern are units, with ``options`` if given.
+
+    ``*`` stands for any part of one name between dots, ``**`` for any number of such names, ``?``
+    for one character, ``[0-3]`` for one out of a range: ``by_name("layers.*", "**.head")``. A
+    pattern that matches no submodule is an error.
+    """
+    tests = {pattern: name_pattern(pattern, "by_name") for pattern in patterns}
+    if not tests:
+        raise TypeError('by_name: got no pattern; wanted names, such as by_name("layers.*").')
+    description = f"by_name({', '.join(map(repr, tests))})"
+
+    def start(root: nn.Module) -> Decide:
+        modules = root.named_modules(remove_duplicate=False)
+        clean = name_cleaner(root)
+        names = [(clean(f"{name}.")[:-1], module) for name, module in modules if module is not root]
+        chosen: set[int] = set()
+        for pattern, test in tests.items():
+            matching = {id(module) for name, module in names if test(name)}
+            if not matching:
+                known = list(dict.fromkeys(name for name, _ in names))
+                raise ValueError(
+                    f"by_name: {pattern!r} matches no submodule of {type(root).__name__}; "
+                    f"{near(pattern, known)}."
+                )
+            chosen |= matching
+        return lambda fqn, module, numel: id(module) in chosen and (options or True)
+
+    return Policy(start, description)
+
+
+def near(name: str, known: list[str]) -> str:
+    """The names out of ``known`` that are most like ``name``, for a message."""
+    closest = difflib.get_close_matches(name, known, n=4, cutoff=0.3) or known[:4]
+    return f"the closest names are {closest}" if closest else "there are no names"
+
+
+def matches_nothing(description: str, root: nn.Module) -> str:
+    """Message: a policy found no unit."""
+    kinds = sorted({type(m).__name__ for m in root.modules()} - {type(root).__name__})
+    return (
+        f"fully_shard: units={description} matches no submodule of {type(root).__name__}; it has "
+        f"submodules of classes {kinds}."
+    )
+
+
+def by_size(
+    min_numel: int,
+    exclude: Classes = (nn.ModuleList, nn.ModuleDict),
+    leaf: Classes = (nn.MultiheadAttention,),
+) -> Policy:
+    """Units of at least ``min_numel`` parameter elements, built from the leaves of the tree up.
+
+    Args:
+        exclude: classes that never become units; what is inside them still may.
+        leaf: classes that are taken whole: nothing inside them becomes a unit, also where the
+            policy is combined with others.
+    """
+    _check_numel(min_numel, "by_size")
+    excluded = _classes(exclude, "by_size")
+
+    def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
+        return numel >= min_numel and not isinstance(module, excluded)
+
+    return Policy(lambda root: decide, f"by_size({min_numel})", _classes(leaf, "by_size"))
+
+
+def by_fn(fn: Callable[[str, nn.Module], Decision]) -> Policy:
+    """``fn(fqn, module)`` says whether a submodule is a unit, or with which options."""
+    check_function("by_fn", "fn", fn, "(fqn, module)")
+
+    def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
+        decision: Any = fn(fqn, module)
+        if decision is not None and not isinstance(decision, bool | dict):
+            raise TypeError(
+                f"by_fn: {getattr(fn, '__name__', fn)} returned {decision!r} for {fqn!r}; wanted a "
+                "bool, or a dict of options of fully_shard for that unit."
+            )
+        return True if decision == {} else decision or False
+
+    return Policy(lambda root: decide, f"by_fn({getattr(fn, '__name__', fn)})")
+
+
+def by_execution_order(
+    sample_args: Any,
+    min_numel: int = 1_000_000,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    config: TracingConfig | None = None,
+) -> Policy:
+    """Units whose parameters are used one after another, by a symbolic trace of the module.
+
+    A submodule that is called in the trace is a unit when the parameters left to it number at least
+    ``min_numel`` elements and no parameter from outside it is used between its first and its last.
+    A container whose parts run far apart, with other parts between them, would stay gathered all
+    the while; by size alone it would be chosen.
+
+    Args:
+        sample_args: arguments of the module's forward; see ``trace_execution_order``.
+    """
+    _check_numel(min_numel, "by_execution_order")
+    found: Any = config
+    if found is not None and not isinstance(found, TracingConfig):
+        raise TypeError(f"by_execution_order: config is {found!r}; wanted TracingConfig(...).")
+
+    def start(root: nn.Module) -> Decide:
+        order = trace_execution_order(root, sample_args, config, kwargs=kwargs)
+        clean, spans = name_cleaner(root), _spans(root, order)
+        called = {clean(f"{name}.")[:-1] for name in order.modules}
+
+        def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
+            if numel < min_numel or fqn not in called:
+                return False
+            inside = {id(p) for p in module.parameters()}
+            ends = [spans[key] for key in inside if key in spans]
+            if not ends:
+                return False
+            first, last = min(a for a, _ in ends), max(b for _, b in ends)
+            return all(id(p) in inside for p in uses[first : last + 1])
+
+        parameters = dict(root.named_parameters(remove_duplicate=False))
+        uses = [parameters[name] for _, name in order.uses]
+        return decide
+
+    return Policy(start, f"by_execution_order(min_numel={min_numel})", (nn.MultiheadAttention,))
+
+
+def _spans(root: nn.Module, order: ExecutionOrder) -> dict[int, tuple[int, int]]:
+    """By parameter: positions of its first and last use."""
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    spans: dict[int, tuple[int, int]] = {}
+    for position, (_, name) in enumerate(order.uses):
+        key = id(parameters[name])
+        spans[key] = (spans.get(key, (position, position))[0], position)
+    return spans
+
+
+def _check_numel(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        kind = ValueError if isinstance(value, int | float) else TypeError
+        raise kind(
+            f"{where}: min_numel is {value!r}; wanted a number of parameter elements, such as 1e6."
+        )
+
+
+def _classes(classes: Any, where: str) -> tuple[type[nn.Module], ...]:
+    wanted = "wanted classes of modules, such as {Block}, not instances or names"
+    if isinstance(classes, str | nn.Module) or not isinstance(classes, type | Iterable):
+        raise TypeError(f"{where}: {classes!r:.80} is not a class of modules; {wanted}.")
+    kinds = (classes,) if isinstance(classes, type) else tuple(classes)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"{where}: {kind!r:.80} is not a class of modules; {wanted}.")
+    return kinds

@@ -1,0 +1,10 @@
+"""How ranks communicate and wait for each other; collectives are called here.
+
+Files, each importing only from those above it:
+
+    flags        bits that ranks combine with an or
+    traffic      counts what this process communicates
+    waiting      says for whom and for what a rank waits
+    messages     any picklable object between the ranks of a group
+    collectives  gather, reduce and exchange over plain tensors and a group
+"""

@@ -1,0 +1,289 @@
+"""Messages between the ranks of a group: waiting for them, and any picklable object as bytes.
+
+For set-up, saving and errors. Objects go point to point on gloo, so that a rank that does not
+answer is known by its number; nothing here needs NumPy, which torch does not depend on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.torch_private import default_store
+from fsdp_compose.comm import waiting
+from fsdp_compose.comm.traffic import traffic
+
+
+def is_point_to_point(group: Group) -> bool:
+    """Whether buffers travel between pairs of ranks instead of through the group's collectives."""
+    return group.backend == "gloo"
+
+
+_UNITS = (
+    "it has died, is stuck, or runs other units. Look at what it printed; every rank must run the "
+    "same units in the same order."
+)
+_STUCK = "it has died or is stuck. Look at what it printed."
+
+
+def wait_for(
+    works: Sequence[Any], peers: Sequence[int], purpose: str, advice: str = _UNITS
+) -> None:
+    """Return when all of ``works`` are done.
+
+    Args:
+        peers: the rank that each of them is with; empty: with all at once.
+
+    Raises:
+        RuntimeError: one does not answer, and which.
+    """
+    if works:
+        if _attended and (group := _attended.get(threading.get_ident())) is not None:
+            _wait_attentively(works, peers, purpose, group)
+            return
+        index = 0
+        waiting.enter(purpose, peers)
+        try:
+            for index, work in enumerate(works):  # noqa: B007
+                work.wait()
+        except RuntimeError as error:
+            who = f"rank {peers[index]}" if peers else "another rank"
+            raise no_answer(purpose, who, advice, error) from error
+        finally:
+            waiting.leave()
+
+
+def no_answer(purpose: str, who: str, advice: str, error: object) -> RuntimeError:
+    return RuntimeError(
+        f"rank {dist.get_rank()} waits to {purpose}, and {who} does not answer: {advice} "
+        f"The transport says: {error}"
+    )
+
+
+def post_pairs(
+    incoming: Mapping[int, torch.Tensor],
+    outgoing: Mapping[int, torch.Tensor],
+    group: Group,
+    tag: int,
+    purpose: str,
+) -> list[Any]:
+    """Start receiving from some ranks and sending to others; the works, in that order.
+
+    Raises:
+        RuntimeError: one has died.
+    """
+    pg: Any = group.pg
+    works, peer = [], -1
+    try:
+        for peer, tensor in incoming.items():
+            works.append(pg.recv([tensor], peer, tag))
+        for peer, tensor in outgoing.items():
+            works.append(pg.send([tensor], peer, tag))
+    except RuntimeError as error:
+        raise no_answer(purpose, f"rank {group.ranks[peer]}", _STUCK, error) from error
+    return works
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step."""
+    if group.pg is None or group.backend == "fake":
+        return [value] * group.size
+    traffic.control += 1
+    mine = pickle.dumps(value)
+    if is_point_to_point(group):
+        others = [r for r in range(group.size) if r != group.rank]
+        found = _swap_bytes(dict.fromkeys(others, mine), others, group)
+    else:
+        found = _all_gather_bytes(mine, group)
+    found[group.rank] = mine
+    return [pickle.loads(found[r]) for r in range(group.size)]
+
+
+def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Group) -> Any:
+    """What ``act`` makes on the first rank of every rank's ``value``: each rank gets its own part.
+
+    Args:
+        value: picklable, and so are the parts.
+        act: takes the values by rank and gives as many parts.
+        group: point to point.
+
+    Raises:
+        RuntimeError: a rank does not answer, which is named.
+        Exception: what ``act`` raised, on every rank.
+    """
+    if group.pg is None:
+        return act([value])[0]
+    traffic.control += 1
+    if group.rank:
+        _swap_bytes({0: pickle.dumps(value)}, [], group)
+        error, part = pickle.loads(_swap_bytes({}, [0], group)[0])
+    else:
+        others = range(1, group.size)
+        found = _swap_bytes({}, others, group)
+        error, parts = None, [None] * group.size
+        try:
+            parts = act([value, *(pickle.loads(found[r]) for r in others)])
+        except Exception as raised:
+            error = raised
+        sent = None if error is None else RuntimeError(f"{error} (found on rank {group.ranks[0]})")
+        _swap_bytes({r: pickle.dumps((sent, parts[r])) for r in others}, [], group)
+        part = parts[0]
+    if error is not None:
+        error.__dict__[SETTLED] = True
+        raise error
+    return part
+
+
+_CALL_TAGS = 1 << 27
+_OBJECT_TAGS = 1 << 28  # those of comm's heads are smaller, and those of its data larger
+
+SETTLED = "_fsdp_compose_settled"
+"""Set on an error that every rank raises."""
+
+
+def _swap_bytes(
+    outgoing: Mapping[int, bytes], senders: Sequence[int], group: Group
+) -> dict[int, bytes]:
+    """Send bytes to some ranks and receive some from others, which do the same the other way."""
+    purpose = group.purpose or "compare notes with the other ranks"
+    lengths = {r: torch.tensor([len(data)]) for r, data in outgoing.items()}
+    arriving = {r: torch.empty(1, dtype=torch.int64) for r in senders}
+    payloads = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in outgoing.items()}
+    for tag in (_OBJECT_TAGS, _OBJECT_TAGS + 1):
+        works = post_pairs(arriving, lengths, group, tag, purpose)
+        peers = [group.ranks[r] for r in (*arriving, *lengths)]
+        _wait_attentively(works, peers, purpose, group)
+        if tag == _OBJECT_TAGS:
+            lengths = payloads
+            arriving = {
+                r: torch.empty(int(length), dtype=torch.uint8) for r, length in arriving.items()
+            }
+    return {r: to_bytes(tensor) for r, tensor in arriving.items()}
+
+
+def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
+    """Every rank's bytes, through collectives on the device that the group serves."""
+    device = torch.device("cpu")
+    if group.backend != "gloo" and (accelerator := torch.accelerator.current_accelerator()):
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    size = torch.tensor([own.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(group.size)]
+    dist.all_gather(sizes, size, group=group.pg)
+    lengths = [int(length) for length in sizes]
+    padded = own.new_empty(max(lengths))
+    padded[: own.numel()].copy_(own)
+    whole = [torch.empty_like(padded) for _ in range(group.size)]
+    dist.all_gather(whole, padded, group=group.pg)
+    return {r: to_bytes(whole[r][:length]) for r, length in enumerate(lengths)}
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous uint8 tensor; without NumPy, which torch does not depend on."""
+    host = tensor.cpu()
+    return ctypes.string_at(host.data_ptr(), host.numel()) if host.numel() else b""
+
+
+_attended: dict[int, Group] = {}  # by thread
+
+
+@contextlib.contextmanager
+def attending(group: Group) -> Iterator[None]:
+    """Scope of a call over ``group``, in which this thread hears of ranks that leave the call.
+
+    It hears of them also while it waits for tensors, which in the scope never meet those that an
+    earlier call left behind.
+    """
+    before = _attended.get(threading.get_ident())
+    if group.pg is not None:
+        _attended[threading.get_ident()] = group
+    try:
+        yield
+    except BaseException as error:
+        if group.pg is not None and not is_settled(error):
+            leave(group, error)
+        raise
+    finally:
+        _attended.pop(threading.get_ident(), None)
+        if before is not None:
+            _attended[threading.get_ident()] = before
+
+
+def tag_of(purpose: str, nbytes: int) -> int:
+    """A tag for tensors that go point to point outside of steps.
+
+    Ranks that do different things never meet: their data would blend, or end the process where it
+    has different sizes. Nor do those of a call and of an earlier one that was left.
+    """
+    group = _attended.get(threading.get_ident()) if _attended else None
+    key = f"{'' if group is None else group.note} {purpose} {nbytes}"
+    return _CALL_TAGS | zlib.crc32(key.encode()) & (_CALL_TAGS - 1)
+
+
+def is_settled(error: BaseException | None) -> bool:
+    """Whether every rank raises this error."""
+    while error is not None:
+        if SETTLED in error.__dict__:
+            return True
+        error = error.__cause__
+    return False
+
+
+def leave(group: Group, error: BaseException) -> None:
+    """Tell the ranks that wait in the same call that this one has left it.
+
+    Their messages on this group would no longer meet; it must not be used again.
+    """
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        default_store().set(group.note, f"rank {dist.get_rank()} left {group.purpose}: {reason}")
+    except (RuntimeError, ValueError):
+        pass  # the rank that keeps the store is gone: they find out by themselves
+
+
+def _wait_attentively(
+    works: Sequence[Any], peers: Sequence[int], purpose: str, group: Group
+) -> None:
+    """Wait, and meanwhile hear Ctrl-C and that another rank has left the call.
+
+    Raises:
+        RuntimeError: a rank does not answer, or has left.
+    """
+    done = threading.Event()
+    failure: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            wait_for(works, peers, purpose, _STUCK)  # in a thread that attends no call
+        except BaseException as error:
+            failure.append(error)
+        done.set()
+
+    threading.Thread(target=wait, name=f"wait to {purpose}", daemon=True).start()
+    pause = 0.05
+    while not done.wait(pause):
+        pause = min(2 * pause, 1.0)
+        _raise_if_left(group)
+    if failure:
+        _raise_if_left(group)
+        raise failure[0]
+
+
+def _raise_if_left(group: Group) -> None:
+    text = None
+    try:
+        if group.note and default_store().check([group.note]):
+            text = default_store().get(group.note).decode(errors="replace")
+    except (RuntimeError, ValueError):
+        pass  # the rank that keeps the store is gone, as what is waited for will tell
+    if text is not None:
+        raise RuntimeError(text)

@@ -1,0 +1,182 @@
+"""A rank that waits for others says within seconds for whom and for what, while it still waits.
+
+What this process waits for is noted before it waits; a thread looks at the notes once a second. A
+rank that waits for more than a moment puts that into the store of the process group. One that has
+waited for ``WARN_AFTER`` seconds logs which of the ranks it needs have put nothing there, or wait
+for something else. A step in which nobody waits for long touches no store.
+
+On an accelerator the host does not wait. There the notes are marks on the device: the thread asks
+whether the device has passed them, so that the host is never held up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_compose.base.torch_private import default_store
+
+WARN_AFTER = 10.0
+"""Seconds of waiting after which a rank says so."""
+
+POST_AFTER = 2.0
+"""Seconds of waiting after which the other ranks can read what this one waits for."""
+
+_POLL = 1.0
+_DEVICE = -1
+_MAX_SPEAKERS = 8  # so that a thousand ranks that wait do not all log the same
+_logger = logging.getLogger("fsdp_compose")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Wait:
+    """That this rank waits with ``ranks`` for ``purpose``."""
+
+    purpose: str
+    ranks: Sequence[int]  # of the process group; may contain this one
+    mark: Any = None  # on a stream; the wait is over once the device has passed it
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    was_told: bool = False
+    absent: str = ""  # who was missing when it was told
+
+    def is_over(self) -> bool:
+        return self.mark is not None and bool(self.mark.query())
+
+
+class _Watch:
+    """The waits of this process and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        self.waits: dict[int, Wait] = {}  # by thread, and one for the device
+        self.newest: Wait | None = None  # of those for the device
+        self.thread: threading.Thread | None = None
+        self.posted = ""
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self.run, name="fsdp_compose waits", daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        while True:
+            time.sleep(min(_POLL, POST_AFTER / 2))
+            # The store may be gone, or the process group: nobody can be told then.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        device = self.waits.get(_DEVICE)
+        if device is not None and device.is_over():
+            del self.waits[_DEVICE]
+            newest, self.newest = self.newest, None
+            if newest is not None and newest is not device:
+                self.waits[_DEVICE] = dataclasses.replace(newest, since=now)
+        oldest = min(self.waits.copy().values(), key=lambda wait: wait.since, default=None)
+        is_long = oldest is not None and now - oldest.since > POST_AFTER
+        self.post(oldest.purpose if oldest is not None and is_long else "")
+        if oldest is not None and now - oldest.since > WARN_AFTER and not oldest.was_told:
+            tell(oldest, now)
+
+    def post(self, text: str) -> None:
+        """Lets the other ranks read what this one waits for; nothing when it does not wait."""
+        if text == self.posted:
+            return
+        key = _key(dist.get_rank())
+        if text:
+            default_store().set(key, text)
+        else:
+            default_store().delete_key(key)
+        self.posted = text
+
+
+_watch = _Watch()
+
+
+def _forget() -> None:
+    """A fork has none of its parent's threads, and waits for nothing."""
+    global _watch
+    _watch = _Watch()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextlib.contextmanager
+def waiting(purpose: str, ranks: Sequence[int]) -> Iterator[Wait]:
+    """Scope in which this thread waits for ``ranks``, by their numbers in the process group."""
+    wait = enter(purpose, ranks)
+    try:
+        yield wait
+    finally:
+        leave()
+
+
+def enter(purpose: str, ranks: Sequence[int]) -> Wait:
+    """This thread waits from here to ``leave``; cheaper than the scope."""
+    wait = Wait(purpose, ranks)
+    _watch.waits[threading.get_ident()] = wait
+    if _watch.thread is None:
+        _watch.start()
+    return wait
+
+
+def leave() -> None:
+    _watch.waits.pop(threading.get_ident(), None)
+
+
+def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
+    """Note that the device waits for ``ranks`` until it passes ``mark``; the host goes on.
+
+    The oldest mark that is not known to have passed is kept, and the newest one.
+    """
+    wait = _watch.newest = Wait(purpose, ranks, mark)
+    _watch.waits.setdefault(_DEVICE, wait)
+    if _watch.thread is None:
+        _watch.start()
+
+
+def tell(wait: Wait, now: float) -> None:
+    """Log who is missing; of many ranks that wait, the first few do."""
+    me, store = dist.get_rank(), default_store()
+    missing: list[int] = []
+    elsewhere: dict[str, list[int]] = {}
+    waiting_too = 0
+    for rank in sorted(set(wait.ranks)):
+        if rank == me:
+            continue
+        if not store.check([_key(rank)]):
+            missing.append(rank)
+        elif (text := store.get(_key(rank)).decode(errors="replace")) != wait.purpose:
+            elsewhere.setdefault(text, []).append(rank)
+        else:
+            waiting_too += rank < me
+    wait.was_told = True
+    found = [f"{_name(missing)} did not come to it"] if missing else []
+    found += [f"{_name(ranks)} waits to {text}" for text, ranks in elsewhere.items()]
+    wait.absent = "; ".join(found) or "all the ranks it needs wait for the same"
+    if waiting_too < _MAX_SPEAKERS:
+        _logger.warning(
+            "rank %d has waited %.0f s to %s: %s. What all ranks take part in must be called on "
+            "every one of them, also in code for rank 0 alone. Once the timeout of the process "
+            "group is over this becomes an error.",
+            me,
+            now - wait.since,
+            wait.purpose,
+            wait.absent,
+        )
+
+
+def _key(rank: int) -> str:
+    return f"fsdp_compose/waits/{rank}"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}"

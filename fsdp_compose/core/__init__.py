@@ -1,0 +1,30 @@
+"""The engine: a unit's flat buffers, gathered and reduced by hooks around its forward.
+
+Files, each importing only from those above it:
+
+    bucket               parameters in one flat buffer, with every view of it that a step needs
+    guards/verify        ranks compare what they communicate (D2)
+    order                the order in which units run: recorded and followed
+    records              what a unit remembers besides its buckets
+    state                everything the library remembers, per module, unit and device
+    guards/adopt         takes over what was done to parameters between passes
+    gathering            gathers and releases units, and sets what their modules read
+    guards/leftovers     views of a gathered weight that outlive its release
+    guards/replicas      copies of a parameter on several ranks are compared
+    guards/saved         saved-tensor hooks get activations, not gathered weights
+    guards/used          which parameters any rank used: the others keep grad None
+    guards/whole         a parameter inside a scope: same object, whole values
+    reducing             packs gradients, reduces them, hands them to the parameters
+    passes               begins and ends a forward or backward pass
+    receiving            the one way for gradients to arrive at their parameters
+    autograd             gathering as a differentiable function
+    guards/audit         parameters added to a unit since it was sharded (D5)
+    guards/callers       threads, forks and recorders that may not run a unit
+    guards/connect       full tensors at hand, connected to the sharded parameters
+    guards/surroundings  trainable parameters beside sharded ones (D18)
+    guards/inner         backward that reaches a unit through an inner tensor
+    guards/standin       forwards on other tensors than the gathered parameters
+    guards/writes        weights written while a forward runs (D16)
+    hooks                what a module's forward triggers
+    guards/methods       methods besides forward that gather their unit
+"""

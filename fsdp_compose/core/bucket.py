@@ -1,0 +1,436 @@
+"""A bucket: parameters in one flat buffer, with every view of it that a step needs made once.
+
+    shard      storage dtype   layout.shard_numel      persistent; parameters are slices of it
+    full       compute dtype   layout.numel            gathered; parameters in compute alias it
+    flat_grad  reduce dtype    layout.numel            packed gradients, real numbers
+
+The storages of ``full`` and ``flat_grad`` hold 0 bytes except while they are needed. Aliases are
+made over the storage, not as views, since views share a version counter with their base, and
+refilling ``full`` between forward and backward would trip autograd's check.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.mesh import Group, Mesh
+from fsdp_compose.base.policy import MixedPrecision, Offload
+from fsdp_compose.base.torch_private import parameter_slots, raw, read_version
+from fsdp_compose.comm.collectives import Caller, Exchange
+from fsdp_compose.layout.plan import Layout
+from fsdp_compose.sharded import Residence, ShardSpec, set_local, spec_of, tag
+
+
+class Phase(Enum):
+    """Where a bucket's full parameters are."""
+
+    __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
+
+    SHARDED = auto()  # nowhere: full's storage holds 0 bytes
+    GATHERING = auto()  # being filled
+    GATHERED = auto()  # readable on the compute stream
+
+
+_LEGAL = {
+    (Phase.SHARDED, Phase.GATHERING),
+    (Phase.GATHERING, Phase.GATHERED),
+    (Phase.GATHERED, Phase.SHARDED),
+    (Phase.GATHERED, Phase.GATHERING),  # the shard changed under a bucket that was kept gathered
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Slot:
+    """A place a module reads a parameter from: ``values[name]``."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    values: dict[str, Any]  # the module's own dictionary of parameters
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        return cls(weakref.ref(module), name, parameter_slots(module))
+
+
+@dataclass(eq=False, repr=False)
+class Entry:
+    """A parameter: the caller's own object, now this rank's slice of a bucket.
+
+    ``held`` is the caller's object, which modules hold between passes and optimizers were given;
+    ``param`` holds the slice. They are two only while a scope shows the parameter in full, see
+    whole.py.
+    """
+
+    param: nn.Parameter
+    spec: ShardSpec
+    names: tuple[str, ...]  # FQNs from the unit's module; more than one when tied
+    slots: list[Slot]
+    owner: weakref.ref[Bucket] | None = None
+    pin: weakref.ref[nn.Parameter] | None = None  # torch.utils.swap_tensors refuses what has one
+    index: int = 0  # within the owner
+    kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
+    held: nn.Parameter = field(init=False)
+    layers: list[Any] = field(default_factory=list)  # what scopes show in its place
+
+    def __post_init__(self) -> None:
+        self.held = self.param
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradBuffer:
+    """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
+
+    flat: torch.Tensor
+    parts: list[torch.Tensor]  # by rank of the axis that sums first
+    views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
+    gaps: list[torch.Tensor]  # where no parameter lies
+
+
+@dataclass(eq=False, repr=False)
+class Inner:
+    """A bucket can be gathered from fewer ranks than it is sharded over, which hold more of it.
+
+    ``store`` is this rank's part, in the compute dtype: kept from forward to backward, or, where
+    there is a ``source``, for good, and filled from its ranks' shards when these have changed.
+    """
+
+    group: Group
+    parts: list[torch.Tensor]  # ``full`` as uint8, by rank of ``group``
+    own: torch.Tensor  # this rank's part of ``full``
+    source: Group | None = None
+    store: torch.Tensor | None = None
+    stamp: object = None  # of the shard when it was stored
+
+
+class Mirror(Protocol):
+    """Plain tensors over a bucket's memory that are given its gradients too; see flat.py."""
+
+    def reconcile(self) -> None:
+        """Clear what was cleared on either side since the last backward."""
+
+    def settle(self, flat: torch.Tensor | None) -> None:
+        """Gradients of the parameters were set, as slices of ``flat`` or, if None, one by one."""
+
+
+@dataclass(eq=False, repr=False)
+class Bucket:
+    """Parameters of one dtype, trainability and mesh; see the top of this file."""
+
+    entries: list[Entry]
+    layout: Layout
+    mesh: Mesh
+    residence: Residence
+    mp: MixedPrecision  # what it computes and reduces in, by the dtype of ``shard``
+    reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype  # of ``.grad``
+    stored: torch.Tensor  # as it was last placed; read ``shard``, which follows its parameters
+    full: torch.Tensor
+    own: torch.Tensor  # this rank's part of ``full``
+    whole_bytes: torch.Tensor  # ``full`` as uint8
+    part_bytes: list[torch.Tensor]  # ``full`` as uint8, by rank
+    shard_bytes: torch.Tensor | None  # ``shard`` as uint8, where its dtype is that of ``full``
+    aliases: list[torch.Tensor]  # by entry, in the parameter's shape and strides
+    grads: GradBuffer | None  # made on first use
+    splits: list[int]  # cuts a sharded gradient into slices and gaps ...
+    pieces: list[int]  # ... of which this one is the entry's slice
+    in_place: bool  # ``full`` is ``shard``: one rank, and computing in the storage dtype
+    offload: Offload
+    inner: Inner | None
+    device_shard: torch.Tensor | None = None  # of offloaded shards, in the compute dtype
+    device_stamp: object = None  # of the shard when ``device_shard`` was copied
+    waiting_grad: torch.Tensor | None = None  # of microbatches, not yet in ``.grad``
+    used: int = 0  # bits, by entry: have a part in gradients not yet in ``.grad``
+    trained: int = 0  # bits, by entry: could have had one, when these gradients arrived
+    agreed: tuple[int, int] | None = None  # used here, and by some rank, when ranks compared it
+    phase: Phase = Phase.SHARDED
+    holders: int = 0
+    gather: Exchange = field(default_factory=Exchange)
+    gathered_at: Any = None  # stream mark behind the gather
+    stamp: object = None  # of the shard when it was gathered
+    outrun: bool = False  # it is gathered, and parameters were given other memory since
+    earlier: int = 0  # versions of the shards that it had before this one
+    counts: list[int] = field(default_factory=list)  # versions of ``aliases``, see writes.py
+    filled: tuple[int, ...] = ()  # versions of what ``full`` was gathered from ...
+    handed_out: int = 0  # ... and ``residence.written`` then
+    unready: list[Entry] = field(default_factory=list)  # left for loading, see adopt.py
+    packed: bool = False  # ``grads`` holds gradients that were not reduced
+    partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
+    mirror: Mirror | None = None
+    caller: Caller | None = None  # of its collectives; None where ranks do not compare them
+    unit: weakref.ref[Any] | None = None  # whose it is
+    borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # other such units
+
+    def __repr__(self) -> str:
+        """Without its tensors: reading one whose storage holds 0 bytes would crash."""
+        return (
+            f"Bucket({len(self.entries)} parameters, {self.stored.dtype}, computing in "
+            f"{self.full.dtype}, {self.layout.shard_numel} elements per rank, {self.phase.name})"
+        )
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part of the bucket, as its parameters are now.
+
+        A parameter may have been given other memory (``p.data = x``, ``module.to(dtype)``), which
+        is copied into a shard of the bucket's own first.
+        """
+        if self.residence.moved:
+            take_over[0](self)
+        return self.stored
+
+    def move_to(self, phase: Phase) -> None:
+        """The one place where a bucket changes phase."""
+        assert (self.phase, phase) in _LEGAL, f"illegal phase change {self.phase} -> {phase}"
+        self.phase = phase
+
+    @property
+    def every(self) -> int:
+        """The bits of all entries."""
+        return (1 << len(self.entries)) - 1
+
+    @property
+    def spread(self) -> Group | None:
+        """The ranks it is spread over between forward and backward, if fewer than hold it."""
+        return None if self.inner is None or self.inner.source is not None else self.inner.group
+
+    @property
+    def full_nbytes(self) -> int:
+        return self.layout.numel * self.full.element_size()
+
+
+take_over: list[Callable[[Bucket], None]] = []
+"""What makes the memory that parameters were given the bucket's; adopt.py adds it."""
+
+
+def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in which ``tensor`` is flattened: its own when they are dense, else contiguous."""
+    dims = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
+    )
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return contiguous_strides(tensor.shape)
+        expected *= size
+    return tuple(tensor.stride()) if tensor.numel() else contiguous_strides(tensor.shape)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+def flatten(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` as one dimension, in the order of ``strides``; a view where it can be."""
+    if tensor.stride() == strides or tensor.numel() == 0:
+        return tensor.as_strided((tensor.numel(),), (1,))
+    flat = tensor.new_empty(tensor.numel())
+    flat.as_strided(tensor.shape, strides).copy_(tensor)
+    return flat
+
+
+def alias(base: torch.Tensor, offset: int, spec: ShardSpec) -> torch.Tensor:
+    """A tensor over the storage of ``base`` in the shape and strides of ``spec``."""
+    tensor = base.new_empty(0)
+    tensor.set_(base.untyped_storage(), offset, spec.shape, spec.stride)
+    return tensor
+
+
+def full_tensor(base: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The entry's parameter in a gathered flat tensor, as modules read it: an alias, no view."""
+    full = alias(base, entry.spec.offset, entry.spec)
+    return full if entry.spec.parallel is None else entry.spec.parallel.wrap(full)
+
+
+def make_bucket(
+    entries: list[Entry],
+    layout: Layout,
+    mesh: Mesh,
+    shard: torch.Tensor,
+    mp: MixedPrecision,
+    offload: Offload,
+    spread: Group | None,
+) -> Bucket:
+    """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
+    ranks, device = layout.world_size, mesh.device
+    compute_dtype, reduce_dtype, grad_dtype = mp.dtypes_for(shard.dtype)
+    in_place = ranks == 1 and compute_dtype == shard.dtype and device == shard.device
+    with torch.inference_mode(False), torch.no_grad():
+        full = shard if in_place else torch.empty(layout.numel, dtype=compute_dtype, device=device)
+        whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
+        is_ready = shard.dtype == full.dtype and shard.device == full.device
+        bucket = Bucket(
+            entries=entries,
+            layout=layout,
+            mesh=mesh,
+            residence=entries[0].spec.residence,
+            mp=mp,
+            reduce_dtype=reduce_dtype,
+            grad_dtype=grad_dtype,
+            stored=shard,
+            full=full,
+            own=full[slice(*_part(layout, mesh.shard.rank))],
+            whole_bytes=whole_bytes,
+            part_bytes=list(whole_bytes.chunk(ranks)) if whole_bytes.numel() else [],
+            shard_bytes=shard.view(torch.uint8) if is_ready else None,
+            aliases=[alias(full, entry.spec.offset, entry.spec) for entry in entries],
+            grads=None,
+            splits=[],
+            pieces=[],
+            in_place=in_place,
+            offload=offload,
+            inner=_make_inner(full, mesh, spread),
+        )
+        bucket.counts = list(map(read_version, bucket.aliases))
+        _cut(bucket)
+        place_parameters(bucket)
+        if not in_place:
+            full.untyped_storage().resize_(0)
+    for index, entry in enumerate(entries):
+        bind(bucket, entry, index)
+    return bucket
+
+
+def bind(bucket: Bucket, entry: Entry, index: int) -> None:
+    """Let ``entry`` be the one at ``index`` of the bucket."""
+    entry.owner, entry.index = weakref.ref(bucket), index
+    entry.pin = weakref.ref(entry.param)
+    mark_entry(entry.param, entry)
+
+
+_ENTRY_KEY = "_fsdp_compose_entry"
+
+
+def mark_entry(param: nn.Parameter, entry: Entry) -> None:
+    """Note on a parameter, or on a plain one over its slice, which entry it stands for."""
+    param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
+
+
+def find_entry(param: nn.Parameter) -> Entry:
+    """The entry of a sharded parameter.
+
+    Raises:
+        ValueError: it is a copy of one, or was computed from one, and is in no bucket.
+    """
+    entry = entry_of(param)
+    if entry is None:
+        spec = spec_of(param)
+        raise ValueError(
+            f"a slice of {spec.fqn!r} (unit {spec.unit!r}) that belongs to no unit, since it was "
+            "copied by copy.deepcopy of a part of one, or computed from slices. Copy the whole "
+            "unit, which is sharded alike then; or put a plain parameter in its place, "
+            "nn.Parameter(p.full_tensor()), which every rank calls."
+        )
+    return entry
+
+
+def entry_of(param: nn.Parameter) -> Entry | None:
+    """The entry of a parameter; None if it lies in no bucket."""
+    ref = param.__dict__.get(_ENTRY_KEY)
+    return None if ref is None else ref()
+
+
+def forget_entry(param: nn.Parameter) -> None:
+    """The parameter is plain again."""
+    param.__dict__.pop(_ENTRY_KEY, None)
+
+
+_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))
+
+
+def is_dressed(entry: Entry) -> bool:
+    """Whether its module may read more from it than a tensor: a class or attributes of its own."""
+    return entry.kind is not nn.Parameter or bool(attributes_of(entry.param))
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """What others than this library put on a parameter."""
+    return {name: value for name, value in param.__dict__.items() if name not in _OURS}
+
+
+def dress(tensor: torch.Tensor, entry: Entry) -> None:
+    """Let a full tensor read as the parameter: its class, and its attributes, which they share."""
+    if entry.kind is not nn.Parameter:
+        tensor.__class__ = entry.kind
+    is_parameter = "_is_param" in tensor.__dict__  # for isinstance
+    tensor.__dict__ = entry.param.__dict__
+    if is_parameter:
+        tensor._is_param = True
+
+
+def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner | None:
+    group, source = (spread, None) if mesh.axes is None else mesh.axes
+    if group is None or not full.numel():
+        return None
+    parts = list(full.view(torch.uint8).chunk(group.size))
+    own = list(full.chunk(group.size))[group.rank]
+    return Inner(group, parts, own, source, None if source is None else torch.empty_like(own))
+
+
+def place_parameters(bucket: Bucket) -> None:
+    """Make every parameter of the bucket a slice of its shard; the objects stay the same."""
+    slices = bucket.stored.split(bucket.splits) if bucket.splits else ()
+    with raw():
+        for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
+            set_local(entry.param, slices[piece])
+            if bucket.grad_dtype != bucket.stored.dtype:
+                entry.param.grad_dtype = bucket.grad_dtype
+            tag(entry.param, entry.spec)
+
+
+def make_grad_buffer(bucket: Bucket) -> GradBuffer:
+    """A flat gradient buffer with its views; its storage is allocated."""
+    layout, dtype = bucket.layout, bucket.reduce_dtype
+    per_element = 2 if bucket.stored.is_complex() else 1
+    with torch.inference_mode(False):
+        flat = torch.empty(layout.numel * per_element, dtype=dtype, device=bucket.mesh.device)
+        typed = torch.view_as_complex(flat.view(-1, 2)) if per_element == 2 else flat
+        spans = [
+            (e.spec.offset, e.spec.offset + e.spec.numel) for e in bucket.entries if e.spec.numel
+        ]
+        starts = [start for start, _ in sorted(spans)] + [layout.numel]
+        ends = [0] + [stop for _, stop in sorted(spans)]
+        return GradBuffer(
+            flat=flat,
+            parts=list(flat.chunk(bucket.mesh.gather_axis.size)) if flat.numel() else [],
+            views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
+            gaps=[
+                flat[stop * per_element : start * per_element]
+                for stop, start in zip(ends, starts, strict=True)
+                if start > stop
+            ],
+        )
+
+
+def _part(layout: Layout, rank: int) -> tuple[int, int]:
+    return rank * layout.shard_numel, (rank + 1) * layout.shard_numel
+
+
+def _cut(bucket: Bucket) -> None:
+    """Find the sizes that ``split`` a shard into slices and gaps, and each entry's place there."""
+    rank = bucket.mesh.shard.rank
+    slices = [bucket.layout.slice_of(i, rank) for i in range(len(bucket.entries))]
+    order = sorted(range(len(slices)), key=lambda i: (slices[i].shard_offset, slices[i].numel))
+    bucket.pieces = [0] * len(slices)
+    position = 0
+    for index in order:
+        piece = slices[index]
+        offset = piece.shard_offset if piece.numel else position
+        if offset > position:
+            bucket.splits.append(offset - position)
+        bucket.pieces[index] = len(bucket.splits)
+        bucket.splits.append(piece.numel)
+        position = offset + piece.numel
+    if position < bucket.layout.shard_numel or not bucket.splits:
+        bucket.splits.append(bucket.layout.shard_numel - position)

@@ -1,0 +1,453 @@
+"""Where a unit's parameters are: gathering, releasing, and what its modules read meanwhile.
+
+A unit is gathered while it has a reason to be (``Hold``), and a bucket while some unit holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.mesh import refuse_late_group
+from fsdp_compose.base.torch_private import (
+    flat_weights,
+    graph_task_id,
+    profiler_enabled,
+    raw,
+)
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import waiting
+from fsdp_compose.comm.messages import is_point_to_point
+from fsdp_compose.core.bucket import Bucket, Entry, Inner, Phase
+from fsdp_compose.core.guards.adopt import adopt, moved_before_backward, require_written
+from fsdp_compose.core.guards.verify import Log, is_debugging
+from fsdp_compose.core.records import Hold
+from fsdp_compose.core.state import Lane, Unit, lane_of
+from fsdp_compose.sharded import ShardSpec, part_of
+
+log = logging.getLogger("fsdp_compose")
+_QUIET = nullcontext()
+
+
+def noted(phase: str, bucket: Bucket, nbytes: int) -> AbstractContextManager[object]:
+    """Name what happens to a bucket in the log, at INFO, and in a profile."""
+    if log.isEnabledFor(logging.INFO):
+        spec = bucket.entries[0].spec
+        what = f"{bucket.stored.dtype}, {len(bucket.entries)} parameters"
+        log.info("%s %s: %d bytes (%s)", phase, spec.unit, nbytes, what)
+    if profiler_enabled():
+        return torch.profiler.record_function(f"fsdp_compose.{phase} {bucket.entries[0].spec.unit}")
+    return _QUIET
+
+
+_PURPOSE = {
+    Hold.FORWARD: "forward",
+    Hold.BACKWARD: "backward",
+    Hold.KEPT: "to keep it",
+    Hold.PREFETCH: "ahead of its use",
+    Hold.RETAINED: "for a second backward",
+    Hold.USER: "asked for by the caller",
+}
+
+
+def hold(unit: Unit, reason: Hold) -> None:
+    """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
+    for bucket, events, code in unit.gather_events:
+        if bucket.phase is Phase.SHARDED:  # raises before anything has changed
+            _note(events, bucket, code, unit.name, _PURPOSE[reason])
+    if reason not in unit.holds:
+        unit.holds.add(reason)
+        for bucket in unit.gathered:
+            bucket.holders += 1
+    for bucket in unit.gathered:
+        if bucket.residence.moved or bucket.outrun:
+            settle(bucket)
+        if bucket.phase is Phase.SHARDED:
+            _start_gather(unit.lane, bucket)
+
+
+def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> None:
+    if bucket.inner is not None and is_outdated(bucket):
+        events.note((code ^ 1, "gather", unit, f"{purpose}, over the replicas too"))
+    else:
+        events.note((code, "gather", unit, purpose))
+
+
+def admit(unit: Unit) -> None:
+    """Before a forward outside backward: take over what was done to the parameters since."""
+    if unit.groupless and dist.is_initialized():
+        refuse_late_group(unit.name)
+    waiting = bool(unit.unready_buffers)
+    for bucket in unit.gathered:
+        if bucket.residence.moved or bucket.outrun:
+            settle(bucket)
+        waiting = waiting or bool(bucket.unready)
+    if waiting:
+        require_written(unit)
+
+
+def settle(bucket: Bucket) -> None:
+    """Take over what was done to the parameters of a bucket, and gather it again if it was."""
+    if graph_task_id() != -1:
+        if bucket.residence.moved:
+            raise RuntimeError(moved_before_backward(bucket))
+        return
+    was_gathered = bucket.phase is not Phase.SHARDED
+    _release(lane_of(bucket.mesh.device), bucket)
+    if bucket.residence.moved:
+        adopt(bucket)
+    if was_gathered:
+        _start_gather(lane_of(bucket.mesh.device), bucket)
+
+
+def drop(unit: Unit, reason: Hold) -> None:
+    """Withdraw a reason; what nobody holds any more is released."""
+    if reason in unit.holds:
+        unit.holds.remove(reason)
+        for bucket in unit.gathered:
+            bucket.holders -= 1
+            if bucket.holders == 0:
+                _release(unit.lane, bucket)
+
+
+def wait_gathered(unit: Unit) -> None:
+    """Make the unit's full parameters readable on the current stream."""
+    for bucket in unit.gathered:
+        if bucket.phase is Phase.GATHERING:
+            _finish_gather(unit.lane, bucket)
+
+
+def keep(unit: Unit, reason: Hold) -> None:
+    """Keep a gathered unit for a later pass, which must not read it once its shard has changed."""
+    hold(unit, reason)
+    for bucket in unit.gathered:
+        bucket.stamp = stamp_of(bucket)
+
+
+def refresh_stale(unit: Unit) -> None:
+    """Gather again what was kept gathered while its shard changed."""
+    stale = [b for b in unit.gathered if b.stamp is not None and _is_stale(b)]
+    for bucket in unit.gathered:
+        if bucket.residence.lent and bucket.stamp is not None and bucket not in stale:
+            _check_lent(unit, bucket)
+    for bucket, events, code in unit.gather_events if stale else ():
+        if bucket in stale:
+            _note(events, bucket, code, unit.name, "again, since it was changed")
+    for bucket in stale:
+        _start_gather(unit.lane, bucket)
+        bucket.stamp = stamp_of(bucket)  # what kept it may keep it on after this pass
+
+
+def refresh_handed_out(unit: Unit) -> None:
+    """Before backward: gather again where ``p.data`` was handed out since, as a write would show.
+
+    Backward of a plain module reads what was written through ``.data`` between the two.
+    """
+    for bucket in unit.gathered:
+        if bucket.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
+            for other, events, code in unit.gather_events:
+                if other is bucket:
+                    _note(events, bucket, code, unit.name, "again, since p.data was handed out")
+            _start_gather(unit.lane, bucket)
+        elif bucket.residence.lent and bucket.stamp is not None:
+            _check_lent(unit, bucket)
+
+
+def _check_lent(unit: Unit, bucket: Bucket) -> None:
+    """Raise when a slice that was handed out was written in a way that autograd cannot see.
+
+    Reading it may wait for a device, which is asked in debug mode alone.
+    """
+    if bucket.own.device.type != "cpu" and not is_debugging():
+        return
+    entry = find_difference(bucket)
+    if entry is not None:
+        bucket.stamp = object()
+        raise RuntimeError(
+            f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was written while the unit was "
+            "kept gathered, through memory that p.to_local(), local_parameters or flat_parameters "
+            "gave out, in a way that autograd does not count (.data, NumPy): what is gathered "
+            "has the old value. Write under torch.no_grad() without .data, or call "
+            "fsdp_compose.reshard(module) after writing."
+        )
+
+
+def _is_stale(bucket: Bucket) -> bool:
+    return bucket.phase is Phase.GATHERED and bucket.stamp != stamp_of(bucket)
+
+
+def find_difference(bucket: Bucket) -> Entry | None:
+    """An entry of whose gathered values this rank's part is not that of its shard any more."""
+    if bucket.in_place or bucket.phase is not Phase.GATHERED or bucket.residence.moved:
+        return None
+    if versions_of(bucket) != bucket.filled or bucket.handed_out != bucket.residence.written:
+        return None  # the shard was written since
+    wanted = bucket.stored.to(bucket.own.device, bucket.own.dtype)
+    if not bucket.own.numel() or _are_same(bucket.own, wanted):
+        return None
+    mine, theirs = bucket.own.split(bucket.splits), wanted.split(bucket.splits)
+    for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
+        if not _are_same(mine[piece], theirs[piece]):
+            return entry
+    return None
+
+
+def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, as NaN is not equal to itself."""
+    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def stamp_of(bucket: Bucket) -> object:
+    """Changes whenever a parameter of the bucket is written, in whatever way autograd can see.
+
+    A parameter whose ``.data`` was handed out can be written unseen, so its stamp never repeats.
+    """
+    if bucket.in_place:
+        return None
+    if bucket.residence.written:
+        return object()
+    return versions_of(bucket)
+
+
+def versions_of(bucket: Bucket) -> tuple[int, ...]:
+    """How often the shard, then each of its parameters, was written in a way autograd can see."""
+    with raw():
+        version = bucket.earlier + bucket.stored._version
+        return (version, *[entry.param._version for entry in bucket.entries])
+
+
+def read_versions(unit: Unit) -> list[tuple[int, ...]]:
+    """Versions of the weights that the unit's modules read now, by bucket."""
+    return [versions_of(b) if b.in_place else b.filled for b in unit.gathered]
+
+
+def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
+    """Raise unless backward computed with what forward ``read`` (D8)."""
+    for bucket, before, now in zip(unit.gathered, read, read_versions(unit), strict=False):
+        if before != now:
+            changed = [
+                e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b
+            ]
+            spec = (changed or bucket.entries)[0].spec
+            raise RuntimeError(
+                f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
+                "forward and this backward, which gathered it anew: the gradients would mix old "
+                "and new weights. Call optimizer.step(), and whatever else writes weights, after "
+                "the backwards of all losses that were computed with them."
+            )
+
+
+def _start_gather(lane: Lane, bucket: Bucket) -> None:
+    bucket.move_to(Phase.GATHERING)
+    bucket.outrun = False
+    bucket.stamp = None  # in use; ``keep`` notes what was gathered
+    if bucket.in_place:
+        return
+    bucket.filled = versions_of(bucket)
+    bucket.handed_out = bucket.residence.written
+    streams = lane.streams
+    with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
+        _fill(bucket)
+        bucket.gathered_at = streams.record(streams.gather)
+    if bucket.gathered_at is not None:
+        waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, bucket.gathered_at)
+
+
+def _purpose(bucket: Bucket) -> str:
+    return f"gather unit {bucket.entries[0].spec.unit!r}"
+
+
+def _fill(bucket: Bucket) -> None:
+    storage = bucket.full.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(bucket.full_nbytes)
+    group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
+    purpose = _purpose(bucket)
+    if inner is not None and _is_stored(bucket, inner):
+        assert inner.store is not None
+        group, parts = inner.group, inner.parts
+        inner.own.copy_(inner.store)
+    elif bucket.shard_bytes is not None and not is_point_to_point(group) and group.pg:
+        own, whole = bucket.shard_bytes, bucket.whole_bytes
+        bucket.gather = comm.gather_parts(whole, parts, own, group, purpose, bucket.caller)
+        return
+    else:
+        bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
+    own = parts[group.rank] if parts else bucket.whole_bytes
+    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose, bucket.caller)
+
+
+def _is_stored(bucket: Bucket, inner: Inner) -> bool:
+    """Whether ``inner.store`` holds what a gather is to read, from now on if it can be filled."""
+    if inner.store is None:
+        return False
+    if inner.source is None:
+        return inner.stamp == stamp_of(bucket)
+    if is_outdated(bucket):
+        stamp = stamp_of(bucket)
+        parts = inner.store.view(torch.uint8).chunk(inner.source.size)
+        own = inner.store.chunk(inner.source.size)[inner.source.rank]
+        own.copy_(bucket.stored, non_blocking=True)
+        purpose = f"gather unit {bucket.entries[0].spec.unit!r} over the replicas"
+        part = parts[inner.source.rank]
+        whole = inner.store.view(torch.uint8)
+        comm.gather_parts(whole, parts, part, inner.source, purpose, bucket.caller).wait()
+        inner.stamp = stamp
+    return True
+
+
+def is_outdated(bucket: Bucket) -> bool:
+    """Whether a gather begins with one over the replicas, since the optimizer wrote its shards."""
+    inner = bucket.inner
+    return inner is not None and inner.source is not None and inner.stamp != stamp_of(bucket)
+
+
+def _resident_shard(bucket: Bucket) -> torch.Tensor:
+    """What a gather reads: the shard, or of an offloaded one the copy kept on the device."""
+    if not bucket.offload.optimizer or bucket.offload.params:
+        return bucket.stored
+    stamp = stamp_of(bucket)
+    if bucket.device_shard is None:
+        bucket.device_shard = torch.empty_like(bucket.own)
+        bucket.device_stamp = None
+    if bucket.device_stamp != stamp:
+        bucket.device_shard.copy_(bucket.stored, non_blocking=True)
+        bucket.device_stamp = stamp
+    return bucket.device_shard
+
+
+def spread_inner(unit: Unit) -> None:
+    """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
+    for bucket in unit.buckets:
+        if bucket.spread is not None and bucket.phase is Phase.GATHERED:
+            assert bucket.inner is not None
+            bucket.inner.store = bucket.inner.own.clone()
+            bucket.inner.stamp = stamp_of(bucket)
+
+
+def forget_inner(unit: Unit) -> None:
+    """Backward is done: free what was kept for it."""
+    for bucket in unit.buckets:
+        if bucket.spread is not None and bucket.inner is not None:
+            bucket.inner.store = None
+
+
+def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in the memory of the bucket's gathered parameters."""
+    try:
+        start = part_of(tensor).data_ptr()
+    except RuntimeError:
+        return False  # a tensor without memory of its own: fake, functional, or not strided
+    return 0 <= start - bucket.full.data_ptr() < bucket.full_nbytes
+
+
+def _finish_gather(lane: Lane, bucket: Bucket) -> None:
+    bucket.gather.wait()
+    bucket.move_to(Phase.GATHERED)
+    lane.streams.wait(bucket.gathered_at)
+    bucket.gathered_at = None
+
+
+def _release(lane: Lane, bucket: Bucket) -> None:
+    if bucket.phase is Phase.SHARDED:
+        return
+    if bucket.phase is Phase.GATHERING:
+        _finish_gather(lane, bucket)
+    bucket.move_to(Phase.SHARDED)
+    bucket.outrun = False
+    if bucket.in_place:
+        return
+    if log.isEnabledFor(logging.INFO):
+        log.info("release %s: %d bytes", bucket.entries[0].spec.unit, bucket.full_nbytes)
+    storage = bucket.full.untyped_storage()
+    if lane.streams.gather is None:
+        storage.resize_(0)
+    else:
+        # Freed on the stream it was allocated on, behind the compute that read it: the allocator
+        # then gives the memory only to later gathers, and nothing has to be kept alive for compute.
+        with lane.streams.on(lane.streams.gather):
+            storage.resize_(0)
+
+
+def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    """Let the unit's modules read ``tensors``, by entry, as their parameters."""
+    unit.showing = tensors
+    for values, name, index in unit.places:
+        values[name] = tensors[index]
+    for ref, positions in unit.recurrent:
+        module = ref()
+        assert isinstance(module, torch.nn.RNNBase)
+        weights = flat_weights(module)
+        for position, index in positions:
+            weights[position] = tensors[index]
+
+
+def install_leaves(unit: Unit) -> None:
+    """Let the unit's modules hold their sharded parameters again, or what a scope put there."""
+    install(unit, resting(unit))
+    unit.showing = None
+    for ref in unit.sharers:
+        other = ref()
+        if other is not None and other.showing is not None:
+            install(other, other.showing)  # a pass of a unit that reads the same module goes on
+
+
+def resting(unit: Unit) -> Sequence[torch.Tensor]:
+    """What the unit's modules hold between passes, by entry."""
+    return [e.held for e in unit.entries] if unit.opened is None else unit.opened.tensors
+
+
+def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
+    """Whether another unit, whose pass is under way, put there what ``values[name]`` is."""
+    others = (ref() for ref in unit.sharers)
+    return any(
+        place[0] is values and place[1] == name
+        for other in others
+        if other is not None and other.showing is not None
+        for place in other.places
+    )
+
+
+def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
+    """The places of the unit that hold something else than they should between passes."""
+    held = resting(unit)
+    return [
+        place
+        for place in unit.places
+        if place[0].get(place[1]) is not held[place[2]]
+        and not is_shown_by_another(unit, *place[:2])
+    ]
+
+
+def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
+    return (
+        f"parameter {spec.fqn!r} of unit {unit.name!r} was replaced by a DTensor after "
+        "fully_shard, as parallelize_module and distribute_module do; wanted the parameter that "
+        "was sharded. Tensor parallelism comes first: build the model again, "
+        "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
+    )
+
+
+def check_slots(unit: Unit) -> None:
+    """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
+    for values, name, index in replaced(unit):
+        raise RuntimeError(replaced_message(unit, index, values.get(name)))
+
+
+def replaced_message(unit: Unit, index: int, found: object) -> str:
+    if isinstance(found, DTensor):
+        return _parallelized_late(unit.entries[index].spec, unit)
+    return (
+        f"parameter {unit.entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
+        f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
+        "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
+        "with fsdp_compose.gathered(module, writeback=True)), or call "
+        "fsdp_compose.refresh(model) on every rank to shard what is there now; for one call, "
+        "torch.func.functional_call(module, {name: tensor}, args) takes other tensors."
+    )

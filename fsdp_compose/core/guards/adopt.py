@@ -1,0 +1,213 @@
+"""What was done to a unit's parameters between passes is taken over, or refused by name.
+
+``module.to(dtype)``, ``p.data = x`` and the like give a parameter other storage than its slice of
+the bucket's shard. ``adopt`` makes that the bucket's: same objects, same layout, new buffers. It
+copies, and never into memory that parameters had before: whoever swaps weights for a while
+(``kept = p.data; p.data = average; ...; p.data = kept``) holds that memory to put it back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import torch
+
+from fsdp_compose.base.mesh import Group, Mesh, group_of
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.base.unwritten import is_unwritten
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import (
+    Bucket,
+    Phase,
+    make_bucket,
+    make_grad_buffer,
+    place_parameters,
+    take_over,
+)
+from fsdp_compose.core.state import Unit, lane_of, units_with
+from fsdp_compose.sharded import tag, to_local
+
+_TAKEN = (
+    "mesh reduce_dtype grad_dtype stored full own whole_bytes part_bytes shard_bytes aliases "
+    "splits pieces in_place inner counts"
+).split()
+"""What a rebuilt bucket takes from the bucket that was made around its new shard."""
+
+
+def adopt(bucket: Bucket) -> None:
+    """Make the storage that the bucket's parameters have now the bucket's own.
+
+    Raises:
+        RuntimeError: only some of its parameters have another dtype or device, or they have left
+            host memory that ``offload_policy`` keeps them in.
+    """
+    locals_ = [to_local(entry.param) for entry in bucket.entries]
+    kinds = {(local.dtype, local.device) for local in locals_}
+    if len(kinds) > 1:
+        raise RuntimeError(_mixed(bucket, locals_))
+    ((dtype, device),) = kinds
+    with torch.inference_mode(False), torch.no_grad():
+        _require_host(bucket, device)
+        shard = _make_shard(bucket, locals_, dtype, device)
+        earlier = bucket.earlier + bucket.stored._version + 1
+        same = (dtype, device) == (bucket.stored.dtype, bucket.stored.device)
+        if same and not bucket.in_place:
+            bucket.stored = shard
+            if bucket.shard_bytes is not None:
+                bucket.shard_bytes = shard.view(torch.uint8)
+            place_parameters(bucket)
+        else:
+            _rebuild(bucket, shard)
+        bucket.earlier = earlier
+    bucket.outrun = bucket.phase is not Phase.SHARDED
+    bucket.residence.moved = False
+    if bucket.residence.emptied:  # on every rank, so all of them look whether it was written since
+        bucket.residence.emptied = False
+        bucket.unready = list(bucket.entries)
+    if bucket.mirror is not None:
+        bucket.mirror.settle(None)  # an optimizer over it may step before the next backward
+
+
+take_over.append(adopt)
+
+
+def _make_shard(
+    bucket: Bucket, locals_: list[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    pinned = bucket.offload.shards and bucket.stored.is_pinned()
+    shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
+    pieces = shard.split(bucket.splits)
+    for k, local in zip(bucket.pieces, locals_, strict=True):
+        pieces[k].copy_(local)
+    return shard
+
+
+def _require_host(bucket: Bucket, device: torch.device) -> None:
+    first = bucket.entries[0].spec
+    if device != bucket.stored.device and bucket.offload.shards:
+        raise RuntimeError(
+            f"parameter {first.fqn!r} of unit {first.unit!r} was moved to {device}, but its "
+            "offload_policy keeps parameters in host memory; call fsdp_compose.undo(module), then "
+            "fully_shard without Offload(params=True) or Offload(optimizer=True)."
+        )
+
+
+def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
+    """Make all buffers again around ``shard``, of another dtype or device, or read in compute."""
+    mesh, spread, device = bucket.mesh, bucket.spread, shard.device
+    if device != bucket.stored.device:
+        mesh = Mesh(
+            _regroup(mesh.shard, device),
+            _regroup(mesh.replicate, device),
+            device,
+            mesh.axes and (_regroup(mesh.axes[0], device), _regroup(mesh.axes[1], device)),
+        )
+        spread = None if spread is None else _regroup(spread, device)
+        for entry in bucket.entries:
+            entry.spec = replace(entry.spec, group=mesh.shard)
+    fresh = make_bucket(
+        bucket.entries, bucket.layout, mesh, shard, bucket.mp, bucket.offload, spread
+    )
+    for name in _TAKEN:
+        setattr(bucket, name, getattr(fresh, name))
+    bucket.device_shard = bucket.device_stamp = bucket.stamp = None
+    _convert_gradients(bucket)
+    for entry in bucket.entries:
+        entry.owner = weakref.ref(bucket)
+    for unit in units_with(bucket):
+        unit.lane.units.discard(unit)
+        unit.lane = lane_of(mesh.device)
+        unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None
+        unit.link()
+
+
+def _convert_gradients(bucket: Bucket) -> None:
+    """Bring gradients that wait for more to the bucket's new dtypes and device."""
+    old, bucket.grads = bucket.grads, None
+    if bucket.packed:
+        assert old is not None
+        bucket.grads = make_grad_buffer(bucket)
+        bucket.grads.flat.copy_(old.flat)
+    kind = bucket.grad_dtype
+    real = kind.to_real() if kind.is_complex else kind
+    if bucket.partial is not None:
+        bucket.partial = bucket.partial.to(device=bucket.mesh.device, dtype=real)
+    if bucket.waiting_grad is not None:
+        bucket.waiting_grad = bucket.waiting_grad.to(kind)
+    for entry in bucket.entries:
+        grad = entry.param.grad
+        if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
+            local = to_local(grad).to(bucket.stored.device, kind)
+            entry.param.grad = None
+            with raw():
+                entry.param.grad = tag(local, entry.spec)
+
+
+def moved_before_backward(bucket: Bucket) -> str:
+    """Message: what backward needs to gather is not what forward used."""
+    names = [entry.spec.fqn for entry in bucket.entries]
+    others = f" or others of its {len(names)}" if len(names) > 1 else ""
+    return (
+        f"parameters of unit {bucket.entries[0].spec.unit!r} ({names[0]!r}{others}) were given "
+        "other storage (module.to(...), p.data = ...) between forward and backward, which needs "
+        "the values that forward used; run backward first."
+    )
+
+
+def _regroup(group: Group, device: torch.device) -> Group:
+    return group if group.pg is None else group_of(group.pg, device)
+
+
+def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
+    kept = (bucket.stored.dtype, bucket.stored.device)
+    named = [(entry, (t.dtype, t.device)) for entry, t in zip(bucket.entries, locals_, strict=True)]
+    moved = [(entry, kind) for entry, kind in named if kind != kept]
+    same = [entry.spec.fqn for entry, kind in named if kind == kept]
+    names = ", ".join(f"{e.spec.fqn!r} is {kind[0]} on {kind[1]}" for e, kind in moved[:4])
+    others = f"{same[0]!r} and {len(same) - 1} more are" if len(same) > 1 else f"{same} is"
+    return (
+        f"parameters of unit {bucket.entries[0].spec.unit!r} that share a buffer were converted "
+        f"in part since they were sharded: {names}{', ...' if len(moved) > 4 else ''}, "
+        f"{others if same else 'none is'} {kept[0]} on {kept[1]}. Convert the whole unit, "
+        "module.to(dtype or device), or call fsdp_compose.undo(module) first, convert, and shard "
+        "again."
+    )
+
+
+# What was left for loading
+
+
+def require_written(unit: Unit) -> None:
+    """Raise on every rank when a value that was left for loading was not loaded on some.
+
+    Raises:
+        RuntimeError: naming what is missing.
+    """
+    missing = [
+        f"parameter {entry.spec.fqn!r}"
+        for bucket in unit.gathered
+        for entry in bucket.unready
+        if is_unwritten(to_local(entry.param))
+    ]
+    missing += [
+        f"buffer {name!r}"
+        for name, slot in unit.unready_buffers
+        if is_unwritten(slot.values[slot.name])
+    ]
+    for bucket in unit.gathered[:1]:
+        for group in bucket.mesh.groups:
+            reports = comm.gather_objects(missing, group)
+            missing = list(dict.fromkeys(name for report in reports for name in report))
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise RuntimeError(
+            f"unit {unit.name!r}: {', '.join(missing[:5])}{more} came from the meta device, or was "
+            "emptied by to_empty(), and nothing has written it since. Load the model first "
+            "(model.load_state_dict(...), fsdp_compose.load_checkpoint), initialise it "
+            "(fsdp_compose.apply(model, fn)), or pass fully_shard(param_init_fn=...), or give the "
+            "module that owns it a reset_parameters()."
+        )
+    for bucket in unit.gathered:
+        bucket.unready = []
+    unit.unready_buffers = []

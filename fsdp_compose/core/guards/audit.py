@@ -1,0 +1,210 @@
+"""Parameters that a unit's modules got since it was sharded are never quietly left out (D5).
+
+A full look through the modules finds them; it happens at the first forward after anything changed.
+Every other forward compares what the dictionaries of those modules hold with what was seen then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compose.base.torch_private import child_slots, forward_hook_tables, parameter_slots
+from fsdp_compose.core.records import Watch
+from fsdp_compose.core.state import Unit, find_state
+from fsdp_compose.sharded import PRIVACY, is_sharded
+
+_MOST = 5
+
+
+def check_additions(unit: Unit) -> None:
+    """Raise when a trainable parameter of the unit's modules is in no bucket.
+
+    Raises:
+        RuntimeError: naming such parameters.
+    """
+    watch = unit.watch
+    if (
+        watch is not None
+        and list(map(len, watch.tables)) == watch.lengths
+        and list(chain.from_iterable(map(dict.values, watch.parents))) == watch.children
+    ):
+        for values, name in watch.strays:
+            value = values.get(name)
+            if value is not None and value.requires_grad:
+                break
+        else:
+            return
+    missing = missing_from(unit)
+    added = [name for name, value in missing if not is_sharded(value)]
+    if added:
+        raise RuntimeError(
+            f"unit {unit.name!r} has trainable parameters that were added, or made trainable, "
+            f"after fully_shard and are not sharded: {listed(added)}. Their gradients would "
+            "differ between ranks. Call fsdp_compose.refresh(model) on every rank, and give them "
+            "to the optimizer."
+        )
+    if missing:
+        moved = listed([name for name, _ in missing])
+        raise RuntimeError(
+            f"unit {unit.name!r} has sharded parameters at places where they were not when it was "
+            f"sharded, so it would not gather them there: {moved}. Call "
+            "fsdp_compose.refresh(model) on every rank."
+        )
+    remember(unit)
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(map(repr, names[:_MOST])) + more
+
+
+def check_copy(unit: Unit, module: nn.Module) -> None:
+    """Raise for a shallow copy of one of the unit's modules that no longer reads what that reads.
+
+    Raises:
+        RuntimeError: naming a parameter of the copy that the unit does not gather.
+    """
+    known = {(id(values), name) for values, name, _ in unit.places}
+    for name, value in _unknown(unit, managed_from(unit, module), known):
+        raise RuntimeError(
+            f"unit {unit.name!r}: forward of a copy of its {type(module).__name__} that was made "
+            "by copy.copy or from its __dict__, so it runs the unit of the original, which does "
+            f"not gather the copy's {name!r} ({type(value).__name__}). Copy with "
+            "copy.deepcopy(module), which gives the copy a unit of its own, or make a plain one: "
+            "fsdp_compose.undo(copy.deepcopy(module)), which every rank calls."
+        )
+
+
+def managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose parameters belong to the unit, with their names in it."""
+    return managed_from(unit, *[ref() for ref in unit.modules])
+
+
+def managed_from(unit: Unit, *roots: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+    """``roots`` and what is inside them, as far as it is not another unit's."""
+    seen: set[int] = set()
+    for position, root in enumerate(roots):
+        pending = [] if root is None else [(str(position) if len(roots) > 1 else "", root)]
+        while pending:
+            name, module = pending.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            yield name, module
+            inner = [
+                (f"{name}.{key}" if name else key, child)
+                for key, child in child_slots(module).items()
+                if child is not None and not _is_apart(unit, child)
+            ]
+            pending += reversed(inner)
+
+
+def _is_apart(unit: Unit, child: nn.Module) -> bool:
+    """Whether ``child`` is another unit's, was ignored, or is compiled and has no parameters."""
+    return (
+        find_state(child) is not None
+        or is_ignored(unit, child)
+        or isinstance(child, torch.jit.ScriptModule)
+    )
+
+
+def is_ignored(unit: Unit, item: object) -> bool:
+    """Whether ``item`` was among what ``fully_shard`` was told to ignore."""
+    ref = unit.left_alone.get(id(item))
+    return ref is not None and ref() is item
+
+
+def missing_from(unit: Unit) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of the unit's modules that forward would leave out, though they are trainable,
+    or that it would read sharded."""
+    known = {(id(values), name) for values, name, _ in unit.places}
+    return _unknown(unit, managed(unit), known)
+
+
+def _unknown(
+    unit: Unit, modules: Iterable[tuple[str, nn.Module]], known: set[tuple[int, str]]
+) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (f"{prefix}.{name}" if prefix else name, value)
+        for prefix, module in modules
+        for values in (parameter_slots(module),)
+        for name, value in values.items()
+        if isinstance(value, nn.Parameter)
+        and (id(values), name) not in known
+        and (value.requires_grad or is_sharded(value))
+        and not is_ignored(unit, value)
+    ]
+
+
+def remember(unit: Unit) -> None:
+    """What the unit's modules hold now is all right."""
+    modules = [module for _, module in managed(unit)]
+    tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
+    parents = [children for m in modules if (children := child_slots(m))]
+    watched = {(id(values), name) for values, name, _ in unit.places}
+    roots = {id(ref()) for ref in unit.modules}
+    inside = [module for module in modules if id(module) not in roots]
+    unit.watch = Watch(
+        hooks=[table for module in inside for table in forward_hook_tables(module)],
+        tables=tables,
+        lengths=list(map(len, tables)),
+        parents=parents,
+        children=list(chain.from_iterable(map(dict.values, parents))),
+        strays=[
+            (values, name)
+            for module in modules
+            for values in (parameter_slots(module),)
+            for name, value in values.items()
+            if (id(values), name) not in watched
+            and not is_ignored(unit, value)
+            and not (value is not None and is_sharded(value))
+        ],
+    )
+
+
+def refuse_opacus(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Raise when a module of opacus is given sharded parameters (D9).
+
+    Raises:
+        RuntimeError: naming a sharded parameter.
+    """
+    if child is None or not type(parent).__module__.startswith("opacus."):
+        return
+    for path, param in child.named_parameters():
+        if is_sharded(param):
+            raise RuntimeError(
+                f"{type(parent).__name__} was given {path!r}, which is sharded. {PRIVACY}"
+            )
+
+
+register_module_module_registration_hook(refuse_opacus)
+
+
+def refuse_replication(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Raise when DistributedDataParallel is given sharded parameters (D9).
+
+    It would start by overwriting every rank's slices with those of rank 0.
+
+    Raises:
+        RuntimeError: naming a sharded parameter that it was not told to ignore.
+    """
+    if not isinstance(parent, DistributedDataParallel) or child is None:
+        return
+    left_alone = getattr(child, "_ddp_params_and_buffers_to_ignore", ())
+    for path, param in child.named_parameters():
+        if is_sharded(param) and path not in left_alone:
+            raise RuntimeError(
+                f"DistributedDataParallel was given {path!r}, which is sharded: it would overwrite "
+                "each rank's slice with that of rank 0, and gradients are reduced already. Use the "
+                "model as fully_shard returned it; for replicas of it, pass fully_shard a mesh of "
+                "(replicate, shard)."
+            )
+
+
+register_module_module_registration_hook(refuse_replication)

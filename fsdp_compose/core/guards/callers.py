@@ -1,0 +1,115 @@
+"""Who may run a unit: one thread at a time, of the process that sharded it; no recorder of graphs.
+
+Ranks match collectives by their order, which two threads would mix up; and a process that was
+forked off, such as a worker of a DataLoader, has no connection to the other ranks: what it sent
+would reach them in the middle of what its parent sends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from threading import get_ident
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_in_call, is_jit_tracing
+from fsdp_compose.core.passes import recover
+from fsdp_compose.core.state import Lane, Unit, _lanes, get_state
+
+_FORKED = (
+    "in a process that was forked off, such as a worker of a DataLoader, where the other ranks "
+    "cannot be reached. Call it in the process that sharded the model; give workers a plain copy, "
+    "with load_state_dict of fsdp_compose.state_dict(model, kind='full')."
+)
+_TRACED = (
+    "which gathers its parameters for each forward. {} a plain model: one that loaded "
+    "fsdp_compose.state_dict(model, kind='full'), or fsdp_compose.undo(copy.deepcopy(model)), "
+    "which every rank calls."
+)
+
+
+def is_foreign(lane: Lane) -> bool:
+    """Whether another thread's forward is under way; a backward has threads of its own."""
+    return bool(lane.active) and lane.thread != get_ident() and graph_task_id() == -1
+
+
+def check_caller(unit: Unit) -> None:
+    """Raise unless this thread and process may run the unit's forward.
+
+    Raises:
+        RuntimeError: another thread runs a forward, or this process was forked off, or the forward
+            is being recorded by ``torch.jit.trace`` or ``torch.export``.
+    """
+    lane = unit.lane
+    if not lane.active:
+        lane.thread = get_ident()
+    elif is_foreign(lane):
+        if is_in_call(sys._current_frames().get(lane.thread)):
+            raise RuntimeError(
+                f"unit {unit.name!r}: forward was called in a second thread while unit "
+                f"{lane.active[0].name!r} runs in another. Threads would mix up the order in which "
+                "ranks gather; call sharded models on one device from one thread at a time, for "
+                "example under a lock."
+            )
+        recover(lane)  # an interrupt ended that thread's forward without running its hooks
+        lane.thread = get_ident()
+    if unit.is_forked:
+        raise RuntimeError(f"unit {unit.name!r}: forward was called {_FORKED}")
+    if is_jit_tracing():
+        raise RuntimeError(
+            f"unit {unit.name!r}: torch.jit.trace cannot record a sharded module, "
+            + _TRACED.format("Trace")
+        )
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            f"unit {unit.name!r}: torch.export cannot record a sharded module, "
+            + _TRACED.format("Export")
+        )
+
+
+class _OutOfReach:
+    """What a group has in the place of its process group in a process that was forked off."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"a sharded parameter was gathered or summed {_FORKED}")
+
+
+def _note_fork() -> None:
+    for lane in _lanes.values():
+        for unit in list(lane.units):
+            unit.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
+            meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]
+            splits = [entry.spec.whole_groups for entry in unit.entries]
+            for group in {id(g): g for groups in (*meshes, *splits) for g in groups}.values():
+                if group.pg is not None:
+                    object.__setattr__(group, "pg", _OutOfReach())
+
+
+class _Refusal:
+    """What ``torch.jit.script`` calls on a unit's module before it looks at anything else."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+
+    def __call__(self) -> Any:
+        raise RuntimeError(
+            f"unit {self.unit!r}: torch.jit.script cannot compile a sharded module, "
+            + _TRACED.format("Script")
+        )
+
+
+def refuse_script(module: nn.Module) -> None:
+    """Let ``torch.jit.script`` of a unit's module, or one around it, say why it cannot be."""
+    vars(module).setdefault(SCRIPT_HOOK, _Refusal(get_state(module).unit.name))
+
+
+def allow_script(module: nn.Module) -> None:
+    """Take back what ``refuse_script`` did."""
+    if isinstance(vars(module).get(SCRIPT_HOOK), _Refusal):
+        del vars(module)[SCRIPT_HOOK]
+
+
+os.register_at_fork(after_in_child=_note_fork)

@@ -1,0 +1,95 @@
+"""Full tensors that are at hand, connected to the sharded leaves: outside a unit's own forward.
+
+``Gather`` serves one forward of one unit and knows when its backward begins. Here the tensors may
+be used anywhere, so what they are stored in must stay until the graph that used them is gone; all
+uses meet in one node per bucket, whose backward is one gradient reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.core.bucket import Entry
+from fsdp_compose.core.receiving import receive
+from fsdp_compose.core.reducing import requires_grad
+from fsdp_compose.core.state import Unit, owner_of
+from fsdp_compose.sharded import part_of
+
+
+def is_running(unit: Unit) -> bool:
+    """Whether the unit's modules hold what a pass under way put there."""
+    if unit.opened is not None and unit.opened.calls:
+        return True
+    return unit.calls > 0 or (unit.task is not None and unit.task.alive)
+
+
+@dataclass(eq=False)
+class Reach:
+    """Where the gradients of full tensors go; it lives as long as a graph that uses them."""
+
+    unit: weakref.ref[Unit]
+    trained: tuple[int, ...]  # the unit's entries they are of
+
+
+class Connect(torch.autograd.Function):
+    """Full tensors that are at hand, as functions of the sharded leaves."""
+
+    @staticmethod
+    @untraced
+    def forward(
+        ctx: Any, reach: Reach, fulls: list[torch.Tensor], *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.reach = reach
+        ctx.set_materialize_grads(False)
+        ctx.ends_pass, ctx.received_in = False, -1
+        unit = reach.unit()
+        assert unit is not None
+        unit.nodes.add(ctx)
+        return tuple([full.detach() for full in fulls])
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        unit = ctx.reach.unit()
+        if unit is None:
+            raise RuntimeError(
+                "backward reached a sharded module that was deleted after its parameters were "
+                "used; keep a reference to the model until backward has run."
+            )
+        return (None, None, *receive(unit, ctx.reach.trained, grads, ctx))
+
+
+def owners(unit: Unit) -> list[Unit]:
+    """The unit and those whose parameters it borrows."""
+    lent = {id(owner_of(entry)) for entry in unit.borrowed}
+    others = [u for u in unit.lane.units if any(id(bucket) in lent for bucket in u.buckets)]
+    return [unit, *(other for other in others if other is not unit)]
+
+
+def connect(
+    units: Sequence[Unit], fulls: dict[Entry, torch.Tensor], reaches: list[Reach]
+) -> dict[Entry, torch.Tensor]:
+    """``fulls`` with those of trained parameters connected to their leaves, a node per bucket."""
+    connected = dict(fulls)
+    for unit in units:
+        for bucket in unit.buckets:
+            with raw():
+                entries = [e for e in bucket.entries if e in fulls and requires_grad(e.param)]
+            if not entries:
+                continue
+            trained = {entry: i for i, entry in enumerate(unit.entries)}
+            reach = Reach(weakref.ref(unit), tuple([trained[entry] for entry in entries]))
+            reaches.append(reach)
+            parts = [part_of(fulls[entry]) for entry in entries]
+            outputs = Connect.apply(reach, parts, *[e.param for e in entries])
+            for entry, output in zip(entries, outputs, strict=True):
+                output._is_param = True  # isinstance(p, nn.Parameter) holds, as in a plain module
+                parallel = entry.spec.parallel
+                connected[entry] = output if parallel is None else parallel.wrap(output)
+    return connected

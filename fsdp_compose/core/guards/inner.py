@@ -1,0 +1,167 @@
+"""A unit is gathered when backward reaches it: by its outputs, or by a tensor inside it.
+
+A backward may start in the middle of a unit, at a tensor that a forward hook on one of its
+submodules kept (feature extraction, attribution of single neurons), or that its forward left in an
+attribute or a list. The outputs of the unit are then not reached. So what hooked submodules take
+and give is watched as the unit's outputs are, and what is found in attributes. For whatever else a
+forward may keep, every node of its graph is watched, until a backward came by the outputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import (
+    forward_hook_tables,
+    graph_task_id,
+    made_at,
+    remove_forward_hooks,
+    untraced,
+)
+from fsdp_compose.base.tree import find_tensors
+from fsdp_compose.core.autograd import DELETED
+from fsdp_compose.core.guards.adopt import moved_before_backward
+from fsdp_compose.core.guards.audit import managed
+from fsdp_compose.core.guards.surroundings import check_noted
+from fsdp_compose.core.passes import open_backward, running_task
+from fsdp_compose.core.state import Unit, _lanes
+
+
+def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
+    """The tensor hook that gathers the unit when backward reaches it."""
+    if unit.trigger is None:
+        ref, epoch = weakref.ref(unit), unit.epoch
+
+        @untraced
+        def trigger(grad: torch.Tensor) -> None:
+            reached = ref()
+            if reached is None:
+                raise RuntimeError(DELETED)
+            if reached.epoch != epoch:
+                raise RuntimeError(moved_before_backward(reached.gathered[0]))
+            if reached.surroundings is not None:
+                check_noted(reached)
+            task = running_task(reached)
+            task.reached.add(reached)
+            if reached.entrance == "unknown":
+                reached.entrance = "outputs"
+            open_backward(reached, task)
+
+        unit.trigger = trigger
+    return unit.trigger
+
+
+def opened_at(unit: Unit) -> int:
+    """When the unit's node was made, as in ``made_at``; -1 where it has none."""
+    for tensor in unit.live.tensors if unit.live is not None else ():
+        if tensor.grad_fn is not None:
+            return made_at(tensor.grad_fn)
+    return -1
+
+
+def watch_hooked(unit: Unit) -> None:
+    """Watch the inputs and outputs of submodules that have forward hooks, from now on."""
+    roots = {id(ref()) for ref in unit.modules}
+    for _, module in managed(unit):
+        if id(module) in roots:
+            continue
+        before, after = forward_hook_tables(module)
+        if before and watch_inputs not in before.values():
+            module.register_forward_pre_hook(watch_inputs, prepend=True)
+        if after and watch_outputs not in after.values():
+            module.register_forward_hook(watch_outputs, prepend=True)
+
+
+def unwatch(module: nn.Module) -> None:
+    """Remove what ``watch_hooked`` registered on ``module`` and its submodules."""
+    for submodule in module.modules():
+        remove_forward_hooks(submodule, watch_inputs, watch_outputs)
+
+
+@untraced
+def watch_inputs(module: nn.Module, args: Any) -> None:
+    _watch(args)
+
+
+@untraced
+def watch_outputs(module: nn.Module, args: Any, output: Any) -> None:
+    _watch(output)
+
+
+def _watch(values: Any) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for lane in _lanes.values():
+        _watch_tensors(lane.active, find_tensors(values)[0])
+
+
+def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
+    """Gather these units, each inside the one before, where backward reaches one of ``tensors``."""
+    for unit in units:
+        start = opened_at(unit)
+        for tensor in tensors:
+            node = tensor.grad_fn
+            # What the unit was given is reached after its backward, when it is released again.
+            if tensor.requires_grad and node is not None and made_at(node) >= start:
+                tensor.register_hook(trigger_of(unit))
+
+
+def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
+    """Watch what the forward that is ending left in its modules and, at first, its whole graph."""
+    if unit.entrance == "outputs":
+        if unit.keepers:
+            found = find_tensors([values.get(name) for values, name in unit.keepers])[0]
+            _watch_tensors([*unit.lane.active, unit], found)
+        return
+    start = opened_at(unit)
+    start = unit.bound_at if start < 0 else start
+    if start < 0:
+        return
+    unit.keepers = []
+    kept: list[torch.Tensor] = []
+    for _, module in managed(unit):
+        for name, value in vars(module).items():
+            if name not in _OWN and isinstance(value, torch.Tensor | list | tuple | dict):
+                mine = [t for t in find_tensors(value)[0] if _is_made_since(start, t)]
+                if mine:
+                    unit.keepers.append((vars(module), name))
+                    kept += mine
+    _watch_tensors([*unit.lane.active, unit], kept)
+    _watch_graph(unit, [*outputs, *kept], start)
+
+
+_OWN = frozenset(vars(nn.Module()))
+
+
+def _is_made_since(start: int, tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None and made_at(tensor.grad_fn) >= start
+
+
+def _watch_graph(unit: Unit, tensors: list[torch.Tensor], start: int) -> None:
+    """Gather the unit before any node of its forward runs, in a backward that came another way."""
+    ref = weakref.ref(unit)
+
+    @untraced
+    def before_node(grads: Any) -> None:
+        reached = ref()
+        if reached is None:
+            return
+        task = reached.lane.tasks.get(graph_task_id())
+        if task is None or reached not in task.reached:
+            reached.entrance = "inside"
+            trigger_of(reached)(grads)
+
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or not node.next_functions or made_at(node) <= start:
+            continue
+        seen.add(node)
+        node.register_prehook(before_node)
+        pending += [source for source, _ in node.next_functions]

@@ -1,0 +1,165 @@
+"""Forwards that compute on other tensors than the unit's gathered parameters, for one call.
+
+``torch.func.functional_call`` puts tensors of the caller's in the place of parameters: those are
+what forward reads, and where they stand for all parameters of a unit, nothing is gathered. Sharded
+ones (updated leaves, as in MAML) are gathered by a differentiable function of their own.
+
+Under a transform of ``torch.func`` a unit is gathered into a buffer of the call's own, which lives
+as long as the graphs that read it: the transform differentiates after forward has returned, at a
+level of its own, and perhaps never again. The leaves are below every transform, and so is the node
+that connects what was gathered to them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import (
+    beneath_transforms,
+    in_functional_call,
+    outside_transforms,
+    transforms_active,
+)
+from fsdp_compose.core.bucket import Bucket, Entry, dress, full_tensor
+from fsdp_compose.core.gathering import replaced, replaced_message, resting
+from fsdp_compose.core.guards.connect import connect, owners
+from fsdp_compose.core.receiving import Spread, gather_flat
+from fsdp_compose.core.records import Opened
+from fsdp_compose.core.state import Unit, owner_of
+from fsdp_compose.sharded import ShardedTensor, is_sharded, spec_of
+
+StandIns = dict[int, torch.Tensor]
+"""Tensors in the place of parameters, by entry."""
+
+
+def find_stand_ins(unit: Unit) -> StandIns:
+    """What stands in the place of the unit's parameters for the call that begins.
+
+    Raises:
+        RuntimeError: a parameter was replaced for good (D5), or by what cannot stand for it.
+    """
+    found: StandIns = {}
+    places = replaced(unit)
+    if not places:
+        return found
+    for values, name, index in places:
+        value = values.get(name)
+        scoped = unit.opened is not None and unit.opened.in_forward  # which allows replacing
+        if not isinstance(value, torch.Tensor) or not (
+            scoped or not isinstance(value, nn.Parameter) or in_functional_call()
+        ):
+            raise RuntimeError(replaced_message(unit, index, value))
+        found[index] = value
+        _check(unit, index, value)
+    for values, name, index in unit.places:
+        if index in found and values.get(name) is not found[index]:
+            entry = unit.entries[index]
+            raise RuntimeError(
+                f"parameter {entry.spec.fqn!r} of unit {unit.name!r} is tied, and was replaced "
+                "under some of its names only; pass the same tensor for each of them, as "
+                "functional_call does with tie_weights=True."
+            )
+    return found
+
+
+def _check(unit: Unit, index: int, value: torch.Tensor) -> None:
+    spec = unit.entries[index].spec
+    what = f"what was passed to functional_call for parameter {spec.fqn!r} of unit {unit.name!r}"
+    if is_sharded(value):
+        other = spec_of(value)
+        mine = spec.shape, spec.offset, spec.shard_numel, spec.group
+        if (other.shape, other.offset, other.shard_numel, other.group) != mine:
+            raise RuntimeError(
+                f"{what} is sharded otherwise than it: found {tuple(other.shape)} from "
+                f"{other.fqn!r} of unit {other.unit!r}, wanted a slice of {tuple(spec.shape)} at "
+                "the same place of the same ranks; pass a full tensor, value.full_tensor()."
+            )
+    elif is_sharded(beneath_transforms(value)):
+        raise RuntimeError(
+            f"{what} is its shard, wrapped by a transform of torch.func, which cannot know that it "
+            "is a part; pass full tensors to the transform, {name: p.full_tensor() for name, p in "
+            "model.named_parameters()}, or differentiate with torch.autograd.grad, which takes "
+            "sharded parameters."
+        )
+
+
+def open_stand_ins(unit: Unit, found: StandIns, stored: bool = False) -> list[torch.Tensor] | None:
+    """Let the unit's modules hold what was given between its forwards, until ``close_stand_ins``.
+
+    Returns what the forward that begins reads, by entry, in the dtype it computes in; None where
+    the unit is to be gathered as always, for what was not replaced.
+    """
+    held = resting(unit)
+    scoped = unit.opened is not None and unit.opened.in_forward
+    apart = stored or transforms_active()
+    complete = len(found) == len(unit.entries) or scoped or apart
+    outer = unit.opened
+    unit.opened = Opened(
+        tensors=[found.get(index, tensor) for index, tensor in enumerate(held)],
+        in_forward=complete,
+        calls=int(complete),
+        outer=outer,
+        for_call=True,
+        stored=stored,
+    )
+    try:
+        given = _gather_given(unit, found)
+        if not complete:
+            unit.opened.given = given
+            return None
+        if scoped:
+            given = {**dict(enumerate(held)), **given}
+        rest = [entry for index, entry in enumerate(unit.entries) if index not in given]
+        with outside_transforms():
+            own = _gather_apart(unit, rest, stored)
+    except BaseException:
+        unit.opened = outer
+        raise
+    shown = [given[i] if i in given else own[entry] for i, entry in enumerate(unit.entries)]
+    buckets = [owner_of(entry) for entry in unit.entries]
+    read = [
+        tensor.to(bucket.shard.dtype if stored else bucket.full.dtype)
+        for tensor, bucket in zip(shown, buckets, strict=True)
+    ]
+    for index in unit.dressed:
+        if index not in given:
+            dress(read[index], unit.entries[index])
+    return read
+
+
+def close_stand_ins(unit: Unit) -> None:
+    """The call is over; the unit's modules hold what was given until the caller takes it back."""
+    assert unit.opened is not None
+    unit.opened = unit.opened.outer
+
+
+def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry, torch.Tensor]:
+    """Full parameters in a buffer of their own, connected to the leaves where grad mode is on."""
+    fulls: dict[Entry, torch.Tensor] = {}
+    wanted = set(entries)
+    with torch.no_grad():
+        for bucket in unit.gathered if entries else ():
+            members = [entry for entry in bucket.entries if entry in wanted]
+            if members:
+                dtype = bucket.shard.dtype if stored else bucket.full.dtype
+                flat = gather_flat(bucket, bucket.shard.to(bucket.mesh.device), dtype)
+                fulls.update((e, full_tensor(flat, e)) for e in members)
+    return connect(owners(unit), fulls, []) if torch.is_grad_enabled() else fulls
+
+
+def _gather_given(unit: Unit, found: StandIns) -> StandIns:
+    """``found`` with what is sharded in full, gathered once per bucket."""
+    by_bucket: dict[Bucket, list[int]] = {}
+    for index, value in found.items():
+        if is_sharded(value):
+            by_bucket.setdefault(owner_of(unit.entries[index]), []).append(index)
+    fulls = dict(found)
+    for bucket, indices in by_bucket.items():
+        given: list[ShardedTensor] = [found[index] for index in indices]  # type: ignore[misc]
+        entries = [unit.entries[index] for index in indices]
+        slices = [tensor.to_local() for tensor in given]
+        with outside_transforms():
+            whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
+        fulls.update(zip(indices, whole, strict=True))
+    return fulls

@@ -1,0 +1,100 @@
+"""Trainable parameters beside sharded ones that are in no unit are an error, not a drift (D18).
+
+Nothing reduces their gradients, so every rank would train them on its own data. A unit has no link
+to the model around it: the first forward finds that on the stack, as the outermost module whose
+call is under way, and the first backward looks through it, once for each such module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compose.base.torch_private import calling_modules, child_slots, parameter_slots
+from fsdp_compose.core.guards.audit import is_ignored, listed
+from fsdp_compose.core.guards.whole import is_whole
+from fsdp_compose.core.state import Unit, find_state, iter_units
+from fsdp_compose.sharded import is_sharded
+
+
+def find_surroundings(unit: Unit) -> None:
+    """Note the outermost module whose forward is running, for the unit's first backward."""
+    unit.looked_around = True
+    if all(bucket.mesh.size == 1 for bucket in unit.gathered):
+        return
+    outermost = list(calling_modules())[-1:]
+    for module in outermost:
+        if find_state(module) is None and module not in unit.lane.surveyed:
+            unit.surroundings = weakref.ref(module)
+
+
+def check_noted(unit: Unit) -> None:
+    """At the unit's first backward, look through what its forward was called in.
+
+    Raises:
+        RuntimeError: naming trainable parameters that are in no unit.
+    """
+    assert unit.surroundings is not None
+    module = unit.surroundings()
+    if module is not None and any(inner is unit for inner in iter_units(module)):
+        check_once(module, "backward")
+    unit.surroundings = None
+
+
+def check_once(module: nn.Module, caller: str) -> None:
+    """As ``check_surroundings``, unless ``module`` was looked through before."""
+    surveyed = {id(unit.lane): unit.lane.surveyed for unit in iter_units(module)}.values()
+    if all(module in known for known in surveyed):
+        return
+    check_surroundings(module, caller)
+    for known in surveyed:
+        known.add(module)
+
+
+def check_surroundings(module: nn.Module, caller: str) -> None:
+    """Raise when ``module`` has units over several ranks and trainable parameters in none.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    units = [u for u in iter_units(module) if any(b.mesh.size > 1 for b in u.gathered)]
+    if not units:
+        return
+    names = list(_outside(module, units))
+    if names:
+        raise RuntimeError(
+            f"{caller}: trainable parameters of the {type(module).__name__} around unit "
+            f"{units[0].name!r} are in no unit: {listed(names)}. Nothing averages their gradients, "
+            "so every rank would train them on its own data. Shard the model around its units too, "
+            "fully_shard(model), or freeze them; if their gradients are averaged by other means, "
+            "say so when sharding: fully_shard(..., ignored=[parameter, ...])."
+        )
+
+
+def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
+    """Names of trainable parameters that no unit has or was told to ignore."""
+    known = {(id(values), name) for unit in units for values, name, _ in unit.places}
+    pending = [("", module)]
+    seen: set[int] = set()
+    while pending:
+        prefix, current = pending.pop()
+        replicated = isinstance(current, DistributedDataParallel)
+        if id(current) in seen or replicated or any(is_ignored(u, current) for u in units):
+            continue
+        seen.add(id(current))
+        values = parameter_slots(current)
+        for name, value in values.items():
+            if (
+                isinstance(value, nn.Parameter)
+                and value.requires_grad
+                and (id(values), name) not in known
+                and not is_sharded(value)
+                and not is_whole(value)
+                and not any(is_ignored(u, value) for u in units)
+            ):
+                yield prefix + name
+        children = [(f"{prefix}{n}.", c) for n, c in child_slots(current).items() if c is not None]
+        pending += reversed(children)

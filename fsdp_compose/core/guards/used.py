@@ -1,0 +1,55 @@
+"""Which parameters any rank used: the gradient of one that no rank used stays as it was, None.
+
+A rank that did not use a parameter has to know whether another did. On gloo the ranks' answers
+travel ahead of the gradients they are about (``comm.Flags``). On an accelerator the host must not
+wait, so there a rank goes by what the ranks found together when they last compared it, in their
+first step: what holds as long as each rank uses what it used then. Where one does not, the ranks
+compare what each of them went by, at the end of the next step, and raise where that was wrong.
+"""
+
+from __future__ import annotations
+
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.collectives import Flags
+from fsdp_compose.core.bucket import Bucket
+from fsdp_compose.core.guards.verify import Log
+from fsdp_compose.core.state import unit_of
+
+
+def unite_early(bucket: Bucket, used: Flags) -> None:
+    """Ahead of a reduction: what does not travel with its data, which unites the rest."""
+    log, switches = bucket.caller, unit_of(bucket).switches
+    if not isinstance(log, Log):
+        return
+    mesh, hooked = bucket.mesh, switches.comm_hook is not None
+    groups = [mesh.gather_axis, mesh.replicate_axis] if switches.all_reduce else [mesh.gather_axis]
+    alone = [g for g in groups if g.pg is not None and (hooked or not comm.is_point_to_point(g))]
+    if alone:
+        _unite(log, bucket, used, alone)
+
+
+def unite(bucket: Bucket, used: Flags) -> None:
+    """Learn which entries any rank used, for gradients that are reduced on the spot."""
+    log, mesh = bucket.caller, bucket.mesh
+    if isinstance(log, Log):
+        axes = (mesh.gather_axis, mesh.replicate_axis)
+        _unite(log, bucket, used, [group for group in axes if group.pg is not None])
+
+
+def _unite(log: Log, bucket: Bucket, used: Flags, groups: list[Group]) -> None:
+    device, here = bucket.mesh.device, used.bits
+    if is_known_at_once(bucket, groups):
+        for group in groups:
+            comm.unite(used, group, device, log)
+    elif log.is_stepwise or unit_of(bucket).switches.find_unused:
+        for group in log.groups:
+            comm.unite(used, group, device, log)
+        bucket.agreed = here, used.bits
+    else:
+        log.guess_used(bucket, used)
+
+
+def is_known_at_once(bucket: Bucket, groups: list[Group]) -> bool:
+    """Whether asking the ranks of ``groups`` stalls no accelerator."""
+    return bucket.mesh.device.type == "cpu" or all(map(comm.is_point_to_point, groups))

@@ -1,0 +1,331 @@
+"""Inside a scope a parameter is the same object and whole; its gradient and flags stay its own.
+
+The object that the user has (``entry.held``) takes the full tensor, and an object of ours takes the
+shard, which goes on being the leaf that autograd reaches (``entry.param``):
+
+    at rest     held is param: shard
+    one scope   held: full tensor of the scope      param: shard
+    two scopes  held: full tensor of the inner one  param: shard    the outer's waits in a layer
+
+So the usual loops over ``model.parameters()`` clip, clear and freeze what the optimizer trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_compose.base.torch_private import (
+    call_raw,
+    is_asked_for_gradient,
+    is_called_by_parameter,
+    make_subclass,
+    raw,
+    swap_contents,
+    swap_dtensor_slots,
+)
+from fsdp_compose.core.bucket import Entry, find_entry
+from fsdp_compose.sharded import HANDLERS, refuse_export
+
+_plain: Any = torch.Tensor
+_grad_get, _grad_set = _plain.grad.__get__, _plain.grad.__set__
+_requires_set = _plain.requires_grad.__set__
+
+if TYPE_CHECKING:
+    _Base: Any = object  # a mixin: what it does not define, the parameter class beside it does
+else:
+    _Base = object
+
+
+@dataclass(eq=False, repr=False)
+class Layer:
+    """A full tensor that a scope shows in the place of a parameter."""
+
+    scope: object
+    beneath: Any  # holds what the parameter held before: the shard, or an outer scope's tensor
+    kind: type  # of ``beneath`` before it took that
+    own_grad: bool  # ``.grad`` is the full tensor's; else the shard's
+    rebuild: Callable[[Entry, bool], torch.Tensor]
+    """The full tensor again, connected to the shard or not, after ``requires_grad`` changed."""
+
+
+class _Whole(_Base):
+    """What a parameter answers while its object holds a full tensor."""
+
+    __slots__ = ()
+
+    @property
+    def __torch_function__(self) -> Any:
+        """Torch's own, but where the gradient is asked for by name: that is the parameter's."""
+        return _ask if is_asked_for_gradient() else super().__torch_function__
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The parameter's own gradient, sharded; in a scope ``with_grads`` the full one."""
+        entry = find_entry(self)
+        if entry.layers[-1].own_grad:
+            return call_raw(_grad_get, (), (self,))
+        return entry.param.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        entry = find_entry(self)
+        if entry.layers[-1].own_grad:
+            call_raw(_grad_set, (), (self, value))
+        else:
+            entry.param.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        return find_entry(self).param.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if self.__dict__:
+            set_trained(find_entry(self), bool(value))
+        else:
+            call_raw(_requires_set, (), (self, value))  # in ``nn.Parameter(p)``
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def is_leaf(self) -> bool:
+        return True
+
+    @property
+    def grad_dtype(self) -> Any:
+        """As of a leaf. Compilers ask for it, and export, which keeps what soon holds a shard."""
+        refuse_export(find_entry(self).spec)
+        return self.dtype
+
+    @property
+    def retains_grad(self) -> bool:
+        return False
+
+    def retain_grad(self) -> None:
+        """As on any leaf, nothing: gradients of leaves are kept."""
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> RemovableHandle:
+        """As outside the scope: run on the reduced, sharded gradient."""
+        return find_entry(self).param.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        return find_entry(self).param.register_post_accumulate_grad_hook(hook)
+
+    def detach(self) -> Any:
+        """A plain tensor; of this class for ``nn.Parameter(p)``, which then sets ``_is_param``."""
+        if is_called_by_parameter():
+            return make_subclass(type(self), call_raw(_plain.detach, (), (self,)), False)
+        return call_raw(_plain.detach, (), (self,))
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        own: Any = self
+        own.__class__ = nn.Parameter  # what ``nn.Parameter(p)`` makes is plain
+
+    def __copy__(self) -> Any:
+        return nn.Parameter(call_raw(torch.Tensor.detach, (), (self,)), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain parameter with a copy of the full tensor."""
+        if id(self) not in memo:
+            full = call_raw(torch.Tensor.detach, (), (self,)).clone()
+            memo[id(self)] = nn.Parameter(full, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__copy__().__reduce_ex__(protocol)
+
+
+def _ask(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """What ``__torch_function__`` is where ``autograd.grad`` and ``backward`` were given one."""
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        return HANDLERS[func](func, args, kwargs or {})
+    return NotImplemented
+
+
+class WholeParameter(_Whole, nn.Parameter):  # type: ignore[override]
+    """A parameter that holds its full tensor, in a scope."""
+
+
+class WholeDTensor(_Whole, DTensor):  # type: ignore[override]
+    """As ``WholeParameter``, of a parameter that tensor parallelism split."""
+
+    __slots__ = ()
+
+    def detach(self) -> Any:
+        """A DTensor; of this class for ``nn.Parameter(p)``, which then sets ``_is_param``."""
+        plain: Any = DTensor.detach(self)
+        if is_called_by_parameter():
+            plain.__class__ = type(self)
+        return plain
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        own: Any = self
+        own.__class__ = DTensor  # what ``nn.Parameter(p)`` makes is plain
+        own._is_param = value
+
+
+_classes: dict[type, type] = {nn.Parameter: WholeParameter, DTensor: WholeDTensor}
+
+
+def _class_for(entry: Entry) -> type:
+    """The class of the entry's parameter in a scope; also of its own class, if it has one."""
+    kind = DTensor if entry.spec.is_dtensor else entry.kind
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (_Whole, kind), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+def is_whole(tensor: object) -> bool:
+    """Whether it is a parameter that holds its full tensor for a scope."""
+    return isinstance(tensor, _Whole)
+
+
+def leaf_of(tensor: Any) -> Any:
+    """The shard of a parameter that a scope shows in full; anything else as it is."""
+    return find_entry(tensor).param if isinstance(tensor, _Whole) else tensor
+
+
+def is_connected(tensor: Any) -> bool:
+    """Whether it is a parameter shown in full, through which gradients reach its shard."""
+    return isinstance(tensor, _Whole) and tensor.grad_fn is not None
+
+
+def show(entry: Entry, full: Any, layer: Layer) -> None:
+    """Let the parameter hold ``full`` until ``hide``; ``full`` then holds what it held."""
+    held = entry.held
+    _end_rest(entry)
+    before = type(held)
+    layer.beneath, layer.kind = full, type(full)
+    _exchange(held, full)
+    if not entry.layers:
+        full.__class__, full.__dict__ = before, held.__dict__
+        entry.param = full
+    entry.layers.append(layer)
+    held.__class__ = _class_for(entry)
+
+
+def as_parameter(full: torch.Tensor) -> nn.Parameter:
+    """Another object over a full tensor, which trains nothing."""
+    return nn.Parameter(call_raw(_plain.detach, (), (full,)), False)
+
+
+def new_layer(
+    scope: object, rebuild: Callable[[Entry, bool], torch.Tensor], own_grad: bool = False
+) -> Layer:
+    return Layer(scope, None, torch.Tensor, own_grad, rebuild)
+
+
+def hide(entry: Entry, scope: object) -> torch.Tensor | None:
+    """End what ``scope`` shows of the entry; the full tensor, which is the caller's now."""
+    _end_rest(entry)
+    place = next((i for i, layer in enumerate(entry.layers) if layer.scope is scope), None)
+    if place is None:
+        return None
+    layer = entry.layers.pop(place)
+    held = entry.held
+    if place < len(entry.layers):  # an inner scope goes on: it keeps what lay beneath this one
+        inner = entry.layers[place]
+        full, inner.beneath = inner.beneath, layer.beneath
+        inner.kind, layer.kind = layer.kind, inner.kind
+    else:
+        full = layer.beneath
+        kind, before = type(full), type(held)
+        _exchange(held, full)
+        held.__class__ = kind if not entry.layers else before
+    if not entry.layers:
+        entry.param = held
+        for name in ("dtype", "device"):
+            held.__dict__.pop(name, None)
+    if full.__dict__ is held.__dict__:
+        full.__class__, full.__dict__ = layer.kind, {}
+    entry_param: torch.Tensor = full
+    return entry_param
+
+
+def hide_all(entry: Entry) -> None:
+    """The parameter holds its shard for good: ``undo``."""
+    while entry.layers:
+        hide(entry, entry.layers[-1].scope)
+
+
+def set_trained(entry: Entry, value: bool) -> None:
+    """Set the flag on the shard, and let what the scope shows follow it from now on."""
+    if entry.param.requires_grad == value:
+        return
+    entry.param.requires_grad = value
+    layer = entry.layers[-1]
+    held, again = entry.held, layer.rebuild(entry, value)
+    if again is held:
+        with raw():
+            _requires_set(held, value)
+        return
+    _exchange(held, again)
+
+
+@contextmanager
+def at_rest(entries: Iterable[Entry]) -> Iterator[None]:
+    """Inside, parameters hold their shards, as they do outside every scope."""
+    rested = [entry for entry in entries if rest(entry)]
+    try:
+        yield
+    finally:
+        for entry in rested:
+            _end_rest(entry)
+
+
+def rest(entry: Entry) -> bool:
+    """Let the parameter hold its shard, until ``end_rests``; whether it did not."""
+    if not entry.layers or entry.param is entry.held:
+        return False
+    _turn(entry)
+    return True
+
+
+def end_rests(entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        _end_rest(entry)
+
+
+def _end_rest(entry: Entry) -> None:
+    if entry.layers and entry.param is entry.held:
+        _turn(entry)
+
+
+def _turn(entry: Entry) -> None:
+    held, first = entry.held, entry.layers[0].beneath
+    entry.param = first if entry.param is held else held
+    kinds = type(held), type(first)
+    _exchange(held, first)
+    first.__class__, held.__class__ = kinds
+
+
+def _exchange(first: Any, second: Any) -> None:
+    """Let two objects hold each other's tensor; classes, attributes and references stay."""
+    with raw():
+        if isinstance(first, DTensor):
+            swap_dtensor_slots(first, second)
+        swap_contents(first, second)

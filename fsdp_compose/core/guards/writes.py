@@ -1,0 +1,215 @@
+"""A weight that a forward writes keeps what was written, or that forward raises (D16).
+
+A forward reads gathered weights, and what it writes into them is lost when they are released. Only
+where the gathered buffer is the shard itself (a world of one, ``NO_SHARD``) does a write stay, as
+in a plain module; replicas then compare what they wrote. Operators count their writes in a tensor's
+version, which is looked at after every forward. No counter shows what goes through ``.data``: the
+first forward of each kind, and in debug mode every one, compares this rank's part of the gathered
+weights with its shard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_compose.base.torch_private import read_version
+from fsdp_compose.core.bucket import Entry, alias
+from fsdp_compose.core.gathering import drop, find_difference, is_shown_by_another
+from fsdp_compose.core.guards.leftovers import guard_attributes
+from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.guards.verify import WRITE, code_of, is_debugging
+from fsdp_compose.core.records import Hold, Opened
+from fsdp_compose.core.state import Unit, log_of, owner_of
+from fsdp_compose.sharded import part_of
+
+_LOST = (
+    "parameter {fqn!r} of unit {unit!r} was written while it was gathered for a forward: in place "
+    "under no_grad (clamp_, copy_, nn.Embedding(max_norm=...)), or through .data. Every rank keeps "
+    "only a part of it, so the write would be lost. Write it outside of forward: after "
+    "optimizer.step(), under torch.no_grad(), elementwise functions such as p.clamp_() act on "
+    "sharded parameters, and `with fsdp_compose.gathered(module, writeback=True):` gives whole "
+    "ones to write; or leave the parameter whole, with fully_shard(..., ignored=[module])."
+)
+Problem = str
+
+
+def find_writes(unit: Unit, training: bool) -> Problem | None:
+    """After forward, while the unit is gathered: which write would be lost, as an error text."""
+    if sys.exc_info()[0] is not None:
+        return None  # forward raised, and that error is the one to see
+    lost: Entry | None = None
+    kept: list[Entry] = []
+    for bucket in unit.gathered:
+        counts = list(map(read_version, bucket.aliases))
+        if counts != bucket.counts:
+            pairs = zip(bucket.entries, counts, bucket.counts, strict=True)
+            written = [entry for entry, now, before in pairs if now != before]
+            bucket.counts = counts
+            if bucket.in_place:
+                kept += written
+            else:
+                lost = lost or written[0]
+    standing_in = unit.opened is not None and unit.opened.for_call
+    shown = unit.aliases if unit.showing is None or standing_in else unit.showing
+    try:
+        if unit.pointers is None:
+            fixed = not unit.dtensors and all(bucket.in_place for bucket in unit.gathered)
+            unit.pointers = list(map(_home, unit.entries)) if fixed else []
+        if unit.pointers and list(map(torch.Tensor.data_ptr, shown)) != unit.pointers:
+            kept += _keep_assigned(unit, shown, unit.pointers)
+        if kept:
+            _compare_replicas(unit, kept)
+    except RuntimeError as error:
+        return str(error)
+    kind = (torch.is_grad_enabled(), training)
+    if lost is None and (kind not in unit.inspected or is_debugging()):
+        lost = _find_unseen(unit, shown)
+        if lost is None:
+            unit.inspected.add(kind)
+            unit.lane.inspected.add(unit)
+            guard_attributes(unit)
+    elif unit.keeps_views:
+        guard_attributes(unit)
+    if lost is None:
+        return None
+    _tell_ranks(unit, lost)
+    return _LOST.format(fqn=lost.spec.fqn, unit=unit.name)
+
+
+def forget_written(unit: Unit) -> None:
+    """What was written is not for the next forward: it gathers again."""
+    drop(unit, Hold.KEPT)
+    unit.live = None
+    for bucket in unit.gathered:
+        bucket.stamp = object()
+
+
+def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:
+    """A forward in a scope or a functional call begins: it reads ``read``, by entry."""
+    opened.copies = [
+        (index, tensor, tensor._version)
+        for index, tensor in enumerate(read)
+        if tensor is not opened.tensors[index]
+    ]
+
+
+def leaf_versions_of(unit: Unit) -> list[int]:
+    """How often each parameter's shard was written, by entry."""
+    return [read_version(entry.param) for entry in unit.entries]
+
+
+def check_scope_is_current(unit: Unit, opened: Opened) -> None:
+    """Raise when shards were written since a scope gathered what its forwards read.
+
+    Raises:
+        RuntimeError: naming the first such parameter.
+    """
+    now = leaf_versions_of(unit)
+    if now == opened.leaf_versions:
+        return
+    pairs = zip(unit.entries, now, opened.leaf_versions, strict=True)
+    written = next(entry for entry, a, b in pairs if a != b)
+    raise RuntimeError(
+        f"unit {unit.name!r}: forward inside gathered() after the shard of {written.spec.fqn!r} "
+        "was written, by an optimizer's step for one. The scope shows what it gathered when it was "
+        "entered; leave it before the next forward, or use fsdp_compose.unshard(module), after "
+        "which forward reads what a step wrote."
+    )
+
+
+def find_lost_copies(unit: Unit, opened: Opened) -> Problem | None:
+    """That forward is over: whether it wrote tensors that were made for it alone."""
+    copies, opened.copies = opened.copies, []
+    for index, tensor, version in copies:
+        if tensor._version != version and sys.exc_info()[0] is None:
+            return _LOST.format(fqn=unit.entries[index].spec.fqn, unit=unit.name)
+    return None
+
+
+def raise_lost(problem: Problem | None) -> None:
+    """Raise what was found, if anything was.
+
+    Raises:
+        RuntimeError: the problem.
+    """
+    if problem is not None:
+        raise RuntimeError(problem)
+
+
+def _find_unseen(unit: Unit, shown: Sequence[torch.Tensor]) -> Entry | None:
+    """A weight whose values, memory or object were exchanged without any version showing it."""
+    lost: Entry | None = None
+    if unit.showing is shown:
+        for values, name, index in unit.places:
+            if values.get(name) is not shown[index] and not is_shown_by_another(unit, values, name):
+                return unit.entries[index]
+    for index, entry in enumerate(unit.entries):
+        bucket = owner_of(entry)
+        gathered = bucket.full.untyped_storage()
+        for tensor in (unit.aliases[index], part_of(shown[index])):
+            if bucket.in_place or tensor.untyped_storage()._cdata == gathered._cdata:
+                continue
+            lost = lost or entry
+            if tensor is unit.aliases[index]:
+                tensor.data = alias(bucket.full, entry.spec.offset, entry.spec)
+    return lost or next(filter(None, map(find_difference, unit.gathered)), None)
+
+
+def _home(entry: Entry) -> int:
+    """Where the entry lies in a bucket whose gathered buffer is its shard."""
+    full = owner_of(entry).full
+    return full.data_ptr() + entry.spec.offset * full.element_size() if entry.spec.numel else 0
+
+
+def _keep_assigned(
+    unit: Unit, shown: Sequence[torch.Tensor], pointers: Sequence[int]
+) -> list[Entry]:
+    """``weight.data = x`` in a forward whose buffer is the shard: the values of x are kept."""
+    kept: list[Entry] = []
+    for index, (tensor, pointer) in enumerate(zip(shown, pointers, strict=True)):
+        if tensor.data_ptr() == pointer:
+            continue
+        entry = unit.entries[index]
+        bucket = owner_of(entry)
+        home = alias(bucket.full, entry.spec.offset, entry.spec)
+        if tensor.shape != home.shape or tensor.dtype != home.dtype:
+            raise RuntimeError(
+                f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was assigned, through .data "
+                f"in a forward, a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; wanted "
+                f"{home.dtype} and {tuple(home.shape)}."
+            )
+        with torch.no_grad():
+            home.copy_(tensor.detach())
+        if tensor is unit.aliases[index]:
+            tensor.data = home
+        kept.append(entry)
+    return kept
+
+
+def _compare_replicas(unit: Unit, written: list[Entry]) -> None:
+    """Ranks that hold the same parameter must have written the same (D16)."""
+    for entry in written:
+        bucket = owner_of(entry)
+        log = log_of(unit.lane, bucket.mesh)
+        if log is None:
+            continue
+        value = alias(bucket.full, entry.spec.offset, entry.spec)
+        digest = checksum(value)
+        purpose = f"parameter {entry.spec.fqn!r}, values with checksum {digest:016x}"
+        log.note((code_of(WRITE, entry.spec.fqn, digest), WRITE, unit.name, purpose))
+
+
+def _tell_ranks(unit: Unit, lost: Entry) -> None:
+    """While ranks compare what they do step by step, one that will raise says so to the others."""
+    for bucket in unit.gathered[:1]:
+        log = log_of(unit.lane, bucket.mesh)
+        if log is None or not log.is_stepwise:
+            continue
+        purpose = f"parameter {lost.spec.fqn!r} inside a forward"
+        try:
+            log.note((code_of(WRITE, unit.number), WRITE, unit.name, purpose))
+        except RuntimeError:
+            return  # the others wrote nothing, and now know who did

@@ -1,0 +1,135 @@
+"""What units remember besides their buckets: small records, each of one matter, all declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.core.bucket import Bucket
+
+
+class Hold(Enum):
+    """Why a unit must stay gathered."""
+
+    __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
+
+    FORWARD = auto()  # its forward is running
+    BACKWARD = auto()  # its backward is running, or a recomputation for it
+    KEPT = auto()  # from forward to backward, by strategy
+    PREFETCH = auto()  # gathered ahead, not used yet
+    RETAINED = auto()  # a graph over its weights was created in backward (create_graph)
+    USER = auto()  # between the user's unshard and reshard
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Route:
+    """Where the gradients of a set of trained entries go: one bucket of them."""
+
+    bucket: Bucket
+    sources: list[int]  # by entry of the bucket: position among the gradients, -1 for none
+    trained: int  # bits of the entries that have a source
+
+    def pick(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [grads[i] if i >= 0 else None for i in self.sources]
+
+
+@dataclass(eq=False, repr=False)
+class Live:
+    """The parameters a unit's last forward computed with, connected to autograd."""
+
+    tensors: Sequence[torch.Tensor]
+    pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
+    trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
+    versions: list[tuple[int, ...]] = field(default_factory=list)  # of the shards they are from
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradBucket:
+    """The gradients of a bucket, as a communication hook is given them.
+
+    Attributes:
+        unit: name of the unit.
+        key: the same on every rank and in every step; for per-bucket state.
+        flat: packed gradients, real, in the reduce dtype; every parameter in full.
+        parts: ``flat`` by rank of ``shard``.
+        shard: the group over which gradients are reduced and scattered.
+        replicate: the group over which the scattered sum is reduced.
+        scale: what the sum over both groups is to be multiplied with, ``1 / ranks`` by default.
+        dtype: of the parameters' shards, in which the result is kept.
+    """
+
+    unit: str
+    key: str
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    shard: Group
+    replicate: Group
+    scale: float
+    dtype: torch.dtype
+
+
+@dataclass
+class Switches:
+    """What the user can change between steps; see the ``set_*`` functions."""
+
+    sync: bool = True
+    all_reduce: bool = True
+    last_backward: bool = True
+    keep_after_forward: bool | None = None  # None: only where the unit is outermost
+    keep_over_microbatches: bool = False
+    reshard_after_backward: bool = True
+    divide_factor: float | None = None
+    find_unused: bool = False
+    comm_hook: Callable[[Any, GradBucket], torch.Tensor] | None = None
+    comm_state: Any = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a backward brings gradients all the way to ``.grad``."""
+        return self.sync and self.all_reduce and self.last_backward
+
+
+@dataclass(eq=False, repr=False)
+class Opened:
+    """What a unit's modules hold instead of its leaves while a scope is open over it."""
+
+    tensors: list[torch.Tensor]  # by entry
+    in_forward: bool  # forward reads these too, and nothing is gathered for it
+    calls: int = 0  # such forwards that are running
+    outer: Opened | None = None  # what was open before
+    for_call: bool = False  # ends with the forward it was made for; see standin.py
+    stored: bool = False  # that forward computes in the shards' own dtype
+    given: dict[int, torch.Tensor] = field(default_factory=dict)  # read in place of the gathered
+    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)  # see writes.py
+    leaf_versions: list[int] = field(default_factory=list)  # when ``tensors`` were gathered
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Watch:
+    """What a unit's modules held when they were last looked through; see audit.py."""
+
+    tables: list[dict[str, Any]]  # their dictionaries of parameters and of children ...
+    lengths: list[int]
+    parents: list[dict[str, Any]]  # ... of which these hold children ...
+    children: list[nn.Module | None]  # ... namely these
+    strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
+    hooks: list[dict[int, Any]]  # forward hooks of the modules inside the unit's own
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Traced:
+    """What compiled graphs that a unit is part of refer to it by, and rest on; see traced.py."""
+
+    key: str
+    anchor: torch.Tensor  # empty; its gradient stands for those of the leaves
+    trained: tuple[bool, ...]  # by entry
+    sizes: tuple[tuple[int, ...], ...]  # cuts each gathered bucket into entries and gaps
+    views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    """By entry: its bucket, its piece there, the piece's shape and how to permute that."""
+    epoch: int

@@ -1,0 +1,354 @@
+"""Gradients: packed once into a flat buffer, reduced, cut, and handed to the parameters.
+
+The previous reduction is finished before the next pack, so that one flat buffer exists at a time,
+and its buffer is freed only behind the reduction that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_compose.base.policy import Offload
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import waiting
+from fsdp_compose.core.bucket import Bucket, Entry, make_grad_buffer
+from fsdp_compose.core.gathering import noted
+from fsdp_compose.core.guards.used import unite_early
+from fsdp_compose.core.guards.verify import code_of
+from fsdp_compose.core.guards.whole import at_rest
+from fsdp_compose.core.records import GradBucket
+from fsdp_compose.core.state import Lane, Reduction, unit_of
+from fsdp_compose.sharded import run_gradient_hooks, tag_all
+
+
+def _descriptor(name: str) -> Any:
+    return torch.Tensor.__dict__.get(name) or getattr(torch.Tensor, name)
+
+
+# Attribute access without the detour through a sharded tensor's own properties; use under raw().
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _descriptor("grad").__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("grad").__set__
+requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
+
+
+def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
+    """Copy or add the gradients of the bucket's entries into its flat buffer; None is zero."""
+    buffer = bucket.grads
+    if buffer is None:
+        buffer = bucket.grads = make_grad_buffer(bucket)
+    elif not bucket.packed:
+        buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
+    views: list[torch.Tensor] = buffer.views
+    given: Any = grads
+    zeros, used = buffer.gaps, bucket.every
+    if any(grad is None for grad in grads):
+        used = sum(1 << i for i, grad in enumerate(grads) if grad is not None)
+        pairs = list(zip(buffer.views, grads, strict=True))
+        views = [view for view, grad in pairs if grad is not None]
+        given = [grad for _, grad in pairs if grad is not None]
+        zeros = [view for view, grad in pairs if grad is None] + buffer.gaps
+    bucket.used |= used
+    if bucket.packed:
+        if given:
+            torch._foreach_add_(views, given)
+        return
+    bucket.packed = True
+    if given:
+        torch._foreach_copy_(views, given)
+    if zeros:
+        torch._foreach_zero_(zeros)
+
+
+def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
+    """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result.
+
+    Args:
+        unites: find out which of the parameters any rank used.
+    """
+    assert bucket.grads is not None
+    unit = unit_of(bucket)
+    if bucket in unit.reduce_events:
+        events, code, kept = unit.reduce_events[bucket]
+        number = code if unit.switches.all_reduce else kept
+        if bucket.trained != bucket.every:
+            number = code_of(number, bucket.trained)  # ranks that freeze other parameters differ
+        events.note((number, "reduce", unit.name, "backward"))
+    bucket.packed, bucket.trained = False, 0
+    mesh, streams = bucket.mesh, unit.lane.streams
+    factor = unit.switches.divide_factor
+    scale = 1.0 / (mesh.size if factor is None else factor)
+    reduction = Reduction(unit, bucket, None, scale, _take_used(bucket))
+    if unites:
+        unite_early(bucket, reduction.used)
+    flat, parts = bucket.grads.flat, bucket.grads.parts
+    nbytes = flat.numel() * flat.element_size()
+    with streams.on(streams.reduce), noted("reduce", bucket, nbytes):
+        if unit.switches.comm_hook is None:
+            # Half precision overflows at 65504: divide before the sum, by half of the factor.
+            if flat.dtype == torch.float16 and scale != 1.0:
+                before = 2.0 ** round(math.log2(scale) / 2)
+                flat *= before
+                reduction.scale = scale / before
+            reduction.scatter = comm.reduce_scatter_parts(
+                flat,
+                parts,
+                mesh.gather_axis,
+                f"reduce gradients of unit {unit.name!r}",
+                bucket.caller,
+                reduction.used,
+            )
+        if unit.switches.comm_hook is not None or streams.reduce is not None:
+            reduction.result = _combine(reduction)
+            reduction.done = streams.record(streams.reduce)
+    if reduction.done is not None:
+        purpose = f"reduce gradients of unit {unit.name!r}"
+        waiting.watch_mark(purpose, mesh.gather_axis.ranks, reduction.done)
+    return reduction
+
+
+def reduce_apart(
+    bucket: Bucket, grads: Sequence[torch.Tensor | None], trained: int
+) -> torch.Tensor:
+    """Average ``grads`` over all ranks now, leaving alone what waits for a later reduction."""
+    switches = unit_of(bucket).switches
+    packed, buffer, partial = bucket.packed, bucket.grads, bucket.partial
+    used, all_reduces = (bucket.used, bucket.trained), switches.all_reduce
+    if packed:
+        bucket.grads, bucket.packed = None, False
+    bucket.partial, switches.all_reduce, bucket.trained = None, True, trained
+    try:
+        pack(bucket, grads)
+        return finish_reduce(start_reduce(bucket, unites=False))
+    finally:
+        bucket.partial, switches.all_reduce = partial, all_reduces
+        bucket.used, bucket.trained = used
+        if packed:
+            bucket.grads, bucket.packed = buffer, True
+
+
+def _take_used(bucket: Bucket) -> comm.Flags:
+    flags, bucket.used = comm.Flags(bucket.used, len(bucket.entries)), 0
+    return flags
+
+
+def start_all_reduce(bucket: Bucket) -> Reduction:
+    """Finish over the replicas what was reduced over the shard group only."""
+    assert bucket.partial is not None
+    unit = unit_of(bucket)
+    streams = unit.lane.streams
+    reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
+    unite_early(bucket, reduction.used)
+    with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.partial.nbytes):
+        grad = _over_replicas(bucket, bucket.partial, reduction.used)
+        reduction.result = _typed(bucket, grad)
+        reduction.done = streams.record(streams.reduce)
+    bucket.partial = None
+    return reduction
+
+
+def _combine(reduction: Reduction) -> torch.Tensor:
+    """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
+    bucket, switches = reduction.bucket, reduction.unit.switches
+    real = _real_dtype(bucket.grad_dtype)
+    if switches.comm_hook is not None:
+        return _typed(bucket, _run_comm_hook(reduction).to(real))
+    assert reduction.scatter is not None
+    grad = reduction.scatter.result(real, reduction.scale)
+    if bucket.partial is not None:
+        grad += bucket.partial
+        bucket.partial = None
+    if bucket.mesh.replicate_axis.size > 1:
+        if not switches.all_reduce:
+            bucket.partial = grad
+        else:
+            grad = _over_replicas(bucket, grad, reduction.used)
+    return _typed(bucket, grad)
+
+
+def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
+    """The sum over the replicas of what each summed over its own ranks; of it, what is held."""
+    mesh = bucket.mesh
+    if mesh.axes is None:
+        return comm.all_reduce(grad, mesh.replicate, caller=bucket.caller, flags=used)
+    parts = grad.chunk(mesh.replicate_axis.size)
+    purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
+    axis = mesh.replicate_axis
+    scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, bucket.caller, used)
+    return scatter.result(grad.dtype, 1.0)
+
+
+def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+    """Gradients travel as real numbers; complex parameters get theirs back as complex ones."""
+    return torch.view_as_complex(grad.view(-1, 2)) if bucket.stored.is_complex() else grad
+
+
+def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
+    unit, bucket, hook = reduction.unit, reduction.bucket, reduction.unit.switches.comm_hook
+    assert hook is not None and bucket.grads is not None
+    given = GradBucket(
+        unit=unit.name,
+        key=f"{unit.name}/{unit.buckets.index(bucket) if bucket in unit.buckets else 'tied'}",
+        flat=bucket.grads.flat,
+        parts=bucket.grads.parts or [bucket.grads.flat],
+        shard=bucket.mesh.gather_axis,
+        replicate=bucket.mesh.replicate_axis,
+        scale=reduction.scale,
+        dtype=bucket.stored.dtype,
+    )
+    with torch.no_grad():
+        grad = hook(unit.switches.comm_state, given)
+    wanted = given.parts[0].numel()
+    if getattr(grad, "numel", int)() != wanted:
+        raise ValueError(
+            f"communication hook of unit {unit.name!r} returned "
+            f"{type(grad).__name__} {tuple(getattr(grad, 'shape', ()))}; wanted this rank's part "
+            f"of the averaged gradient, {wanted} elements."
+        )
+    grad = grad.reshape(-1)
+    if bucket.mesh.axes is None:
+        shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
+        return grad.clone() if shared and bucket.mesh.gather_axis.size > 1 else grad
+    return grad.chunk(given.replicate.size)[given.replicate.rank].clone()
+
+
+def finish_reduce(reduction: Reduction) -> torch.Tensor:
+    """Wait for a reduction and free the buffer it read."""
+    bucket, streams = reduction.bucket, reduction.unit.lane.streams
+    if reduction.result is None:
+        reduction.result = _combine(reduction)
+    streams.wait(reduction.done)
+    if not reduction.reads_buffer:
+        return reduction.result
+    assert bucket.grads is not None
+    if bucket.mesh.gather_axis.size == 1:
+        bucket.grads = None  # the result may be the buffer itself
+    elif not bucket.packed:
+        # Not before the current stream has waited for the reduction that reads it.
+        bucket.grads.flat.untyped_storage().resize_(0)
+    return reduction.result
+
+
+def drain(lane: Lane) -> None:
+    """Finish every reduction under way and hand its gradients to the parameters."""
+    while lane.reductions:
+        reduction = lane.reductions.pop(0)
+        grad = finish_reduce(reduction)
+        if reduction.bucket.partial is None:
+            _deliver(lane, reduction, grad)
+        else:
+            reduction.bucket.used |= reduction.used.bits
+
+
+def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
+    """Bring a reduced gradient to where the shards are, now or in the last backward of a step."""
+    bucket, last = reduction.bucket, reduction.unit.switches.last_backward
+    offload = bucket.offload
+    if not (offload.shards or offload.grads):
+        assign(reduction, grad)
+        return
+    if offload.grads and not (last and not offload.shards):
+        grad = _to_host(grad, offload)
+    if not last:
+        bucket.used |= reduction.used.bits
+        waiting = bucket.waiting_grad
+        _settle(lane)
+        bucket.waiting_grad = grad if waiting is None else waiting.add_(grad)
+        return
+    if bucket.waiting_grad is not None:
+        _settle(lane)
+        grad = bucket.waiting_grad.add_(grad.to(bucket.waiting_grad.device))
+        bucket.waiting_grad = None
+    if offload.shards:
+        grad = _to_host(grad, offload)
+    else:
+        grad = grad.to(bucket.stored.device, non_blocking=True)
+    lane.landing.append((reduction, grad, lane.streams.record(lane.streams.current)))
+
+
+def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=offload.pin_memory
+    )
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _settle(lane: Lane) -> None:
+    """Let the host see gradients that are being copied to it."""
+    if lane.streams.current is not None:
+        lane.streams.current.synchronize()
+
+
+def land(lane: Lane) -> None:
+    """Hand out gradients that were copied to the host, which has to wait for them here."""
+    while lane.landing:
+        reduction, grad, mark = lane.landing.pop(0)
+        if mark is not None:
+            mark.synchronize()
+        assign(reduction, grad)
+
+
+def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Slices of a sharded flat tensor by entry, each tagged as what it is."""
+    slices = flat.split_with_sizes(bucket.splits)
+    grads = [slices[piece] for piece in bucket.pieces]
+    tag_all(grads, [entry.spec for entry in bucket.entries])
+    return grads
+
+
+def assign(reduction: Reduction, flat: torch.Tensor) -> None:
+    """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
+    bucket, mirror = reduction.bucket, reduction.bucket.mirror
+    used = reduction.used.bits
+    if mirror is not None:
+        mirror.reconcile()
+    ready: list[Entry] = []
+    held: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    with raw():
+        for entry, grad in zip(bucket.entries, cut(bucket, flat), strict=True):
+            param, leaf_hooks = entry.param, entry.spec.hooks
+            if not used >> entry.index & 1:
+                continue
+            if leaf_hooks.gradient:
+                grad = run_gradient_hooks(leaf_hooks, grad)
+            previous = get_grad(param)
+            if previous is None:
+                set_grad(param, grad)
+            else:
+                held.append(previous)
+                added.append(grad)
+            ready.append(entry)
+        if held:
+            with torch.no_grad():
+                torch._foreach_add_(held, added)
+    if mirror is not None:
+        mirror.settle(flat)
+    for entry in ready:
+        for hook in tuple(entry.spec.hooks.accumulated.values()):
+            with at_rest([entry]):
+                hook.deliver(entry.held)
+    module = reduction.unit.modules[0]()
+    for reduced in tuple(reduction.unit.post_reduce_hooks.values()) if ready else ():
+        with at_rest(ready):
+            reduced(module, [entry.held for entry in ready])
+    if mirror is not None:
+        mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def discard_packed(bucket: Bucket) -> None:
+    """Forget gradients that were packed and not reduced."""
+    bucket.packed = False
+    bucket.used = bucket.trained = 0
+    assert bucket.grads is not None
+    bucket.grads.flat.untyped_storage().resize_(0)

@@ -1,0 +1,497 @@
+"""Everything the library remembers, declared: per module, per unit and per device.
+
+Ownership runs down the module tree: a module's ``__dict__`` owns its ``_FSDPState``, which owns a
+``Unit``, which owns ``Bucket``s, which own the shards. Every edge back up is weak, so that
+``del model`` frees its memory at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.base.policy import MixedPrecision, Prefetch
+from fsdp_compose.base.streams import Streams, make_streams
+from fsdp_compose.base.torch_private import untraced
+from fsdp_compose.comm.collectives import Flags, ReduceScatter
+from fsdp_compose.core.bucket import (
+    Bucket,
+    Entry,
+    Mirror,
+    Slot,
+    attributes_of,
+    is_dressed,
+    make_bucket,
+)
+from fsdp_compose.core.guards.verify import Log, code_of, is_alive, log_key
+from fsdp_compose.core.order import Order
+from fsdp_compose.core.records import (
+    Hold,
+    Live,
+    Opened,
+    Route,
+    Switches,
+    Traced,
+    Watch,
+)
+from fsdp_compose.sharded import Hooks, Residence, unit_finders
+
+STATE_KEY = "_fsdp_compose_state"
+
+
+@dataclass(eq=False, repr=False)
+class Asked:
+    """A scope in which gradients of ``entries`` alone arrive from compiled graphs; see asked.py."""
+
+    units: list[Unit]
+    entries: frozenset[Entry]
+    results: dict[Entry, torch.Tensor] | None  # for the caller; None: for ``.grad``
+
+    def __enter__(self) -> None:
+        for unit in self.units:
+            unit.asked = self
+
+    def __exit__(self, *_: object) -> None:
+        for unit in self.units:
+            unit.asked = None
+
+
+@dataclass(eq=False, repr=False)
+class Unit:
+    """Modules whose parameters are gathered, released and reduced together."""
+
+    name: str
+    modules: tuple[weakref.ref[nn.Module], ...]
+    buckets: list[Bucket]
+    borrowed: list[Entry]  # tied parameters that another unit owns
+    lane: Lane
+    mp: MixedPrecision
+    prefetch: Prefetch
+    switches: Switches
+    slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
+    holds: set[Hold] = field(default_factory=set)
+    calls: int = 0  # forwards of its modules that are running
+    showing: Sequence[torch.Tensor] | None = None  # what its modules read in a pass under way
+    finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
+    live: Live | None = None
+    nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Autograd nodes that gradients of its parameters arrive at."""
+    readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """What lives as long as graphs over its backward do, which read its weights (create_graph)."""
+    opened: Opened | None = None
+    shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
+    task: Task | None = None  # the backward that opened the unit
+    trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
+    warned: set[str] = field(default_factory=set)
+    eval_order: Order = field(default_factory=Order)
+    number: tuple[Any, ...] = ()  # the same on every rank; () where there is nothing to compare
+    copies: int = 0  # deep copies made of it
+    forward_list: list[weakref.ref[Unit]] | None = None  # to gather ahead; None: by the order
+    backward_list: list[weakref.ref[Unit]] | None = None
+    post_reduce_hooks: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+    unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
+    epoch: int = 0  # counts conversions to another dtype or device
+    options: Any = None  # it was sharded with these, collect.Options
+    groupless: bool = False  # mesh=None meant this rank alone: there was no process group
+    left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
+    traced: Traced | None = None  # set_traceable was called
+    asked: Asked | None = None
+    watch: Watch | None = None  # None: look through the modules at the next forward
+    is_forked: bool = False  # this process is a child of the one that sharded it
+    looked_around: bool = False  # for the module that its forward was called in
+    surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
+    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # of backwards, see inner.py
+    keepers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Attributes of its modules in which a forward left tensors of its graph."""
+    bound_at: int = -1  # when the last node before a unit that trains nothing was made
+    keeps_views: bool = False  # its modules hold views of gathered weights, see leftovers.py
+    inspected: set[tuple[bool, bool]] = field(default_factory=set)  # forwards, see writes.py
+
+    def __post_init__(self) -> None:
+        self.link()
+
+    def __repr__(self) -> str:
+        holds = ", ".join(sorted(hold.name for hold in self.holds)) or "nothing"
+        return f"Unit({self.name!r}, {self.buckets}, held by {holds})"
+
+    @cached_property
+    def recurrent(self) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
+        """As ``_recurrent_slots``; at first use, since a module that is being copied is empty."""
+        return _recurrent_slots(self)
+
+    def link(self) -> None:
+        """Work out what follows from the buckets; again after one of them was rebuilt."""
+        self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
+        self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
+        self.dressed = [i for i, entry in enumerate(self.entries) if is_dressed(entry)]
+        self.dtensors = [
+            (i, e.spec.parallel) for i, e in enumerate(self.entries) if e.spec.is_dtensor
+        ]
+        self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
+        self.heads = frozenset(id(ref()) for ref in self.modules)
+        lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
+        self.gathered = [*self.buckets, *lent.values()]
+        self.__dict__.pop("recurrent", None)
+        self.pointers: list[int] | None = None  # of the aliases if they never move; see writes.py
+        self.routes: dict[tuple[int, ...], list[Route]] = {}
+        self._watch()
+        self._meet_sharers()
+        for bucket in self.buckets:
+            bucket.unit = weakref.ref(self)
+        for bucket in lent.values():
+            bucket.borrowers.add(self)
+        self.lane.units.add(self)
+        self.lane.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
+
+    def _meet_sharers(self) -> None:
+        """Find units that read a parameter from the same place: a module reachable from both."""
+        self.sharers: list[weakref.ref[Unit]] = []
+        mine = {(id(values), name) for values, name, _ in self.places}
+        for other in self.lane.units:
+            if other is not self and (self.borrowed or other.borrowed):
+                theirs = {(id(values), name) for values, name, _ in other.places}
+                if not mine.isdisjoint(theirs):
+                    self.sharers.append(weakref.ref(other))
+                    other.sharers.append(weakref.ref(self))
+
+    def _watch(self) -> None:
+        """Number what the unit will communicate, alike on every rank."""
+        self.gather_events: list[tuple[Bucket, Log, int]] = []
+        self.reduce_events: dict[Bucket, tuple[Log, int, int]] = {}
+        self.logs: tuple[Log, ...] = ()  # of its groups
+        for index, bucket in enumerate(self.gathered):
+            log = log_of(self.lane, bucket.mesh)
+            bucket.caller = log
+            if log is None:
+                continue
+            if not self.number:
+                self.number = (*(g.size for g in log.groups), log.number_unit())
+            if log not in self.logs:
+                self.logs = (*self.logs, log)
+            key = (self.number, index)
+            if bucket.mesh.shard.size > 1:
+                self.gather_events.append((bucket, log, code_of("gather", key)))
+            codes = code_of("reduce", key), code_of("reduce and keep", key)
+            self.reduce_events[bucket] = (log, *codes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        self.copies += 1
+        modules = [copy.deepcopy(ref(), memo) for ref in self.modules]
+        buckets = [_copy_bucket(bucket, memo) for bucket in self.buckets]
+        copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
+        for old, new in zip(self.buckets, buckets, strict=True):
+            copied.update(zip(map(id, old.entries), new.entries, strict=True))
+        unit = Unit(
+            name=self.name,
+            modules=tuple(weakref.ref(module) for module in modules if module is not None),
+            buckets=buckets,
+            borrowed=[copied.get(id(entry), entry) for entry in self.borrowed],
+            lane=self.lane,
+            mp=self.mp,
+            prefetch=self.prefetch,
+            switches=replace(self.switches),
+            number=self.number and (*self.number, "copy", self.copies),
+            slots=[(_copy_slot(slot, memo), index) for slot, index in self.slots],
+            unready_buffers=[(name, _copy_slot(slot, memo)) for name, slot in self.unready_buffers],
+            options=self.options,
+            groupless=self.groupless,
+        )
+        for ref in self.left_alone.values():
+            twin = memo.get(id(ref()))
+            if twin is not None:
+                unit.left_alone[id(twin)] = weakref.ref(twin)
+        waiting: list[Unit] = memo.setdefault(id(Unit), [])
+        waiting.append(unit)
+        for other in waiting:  # copied before the unit that it borrows from
+            if any(id(entry) in copied for entry in other.borrowed):
+                other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]
+                other.link()
+        return unit
+
+
+def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What modules read, by entry, for full tensors: DTensors where tensor parallelism split."""
+    if not unit.dtensors:
+        return tensors
+    read = list(tensors)
+    for index, parallel in unit.dtensors:
+        assert parallel is not None
+        read[index] = parallel.wrap(tensors[index])
+    return read
+
+
+def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
+    """Routes for the gradients of the entries ``trained``, worked out once."""
+    routes = unit.routes.get(trained)
+    if routes is None:
+        position = {unit.entries[i]: k for k, i in enumerate(trained)}
+        sources = [(b, [position.get(e, -1) for e in b.entries]) for b in unit.gathered]
+        routes = unit.routes[trained] = [
+            Route(bucket, found, sum(1 << i for i, k in enumerate(found) if k >= 0))
+            for bucket, found in sources
+            if max(found, default=-1) >= 0
+        ]
+    return routes
+
+
+def unit_of(bucket: Bucket) -> Unit:
+    """The unit that a bucket belongs to."""
+    unit: Unit | None = bucket.unit() if bucket.unit is not None else None
+    assert unit is not None, "a bucket outside any unit"
+    return unit
+
+
+def units_with(bucket: Bucket) -> list[Unit]:
+    """Every unit that gathers ``bucket``."""
+    return [u for lane in _lanes.values() for u in list(lane.units) if bucket in u.gathered]
+
+
+def held_by_fewer(entries: Iterable[Entry]) -> list[Entry]:
+    """Those over fewer ranks than others, where the other ranks may hold other parameters.
+
+    Experts; not what tensor parallelism split, which says so by itself, and not what the user said
+    other ranks repeat, by dividing its gradients by the number of its own ranks.
+    """
+    sizes = {entry: owner_of(entry).mesh.size for entry in entries}
+    most = max(sizes.values(), default=0)
+    return [
+        entry
+        for entry, size in sizes.items()
+        if size < most
+        and entry.spec.parallel is None
+        and all(unit.switches.divide_factor != size for unit in units_with(owner_of(entry)))
+    ]
+
+
+def owner_of(entry: Entry) -> Bucket:
+    """The bucket that holds ``entry``."""
+    bucket = entry.owner() if entry.owner is not None else None
+    assert bucket is not None, f"parameter {entry.spec.fqn!r}: its bucket is gone"
+    return bucket
+
+
+def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
+    """The same place in the copied module, which may still be without its own dictionaries."""
+    module = copy.deepcopy(slot.module(), memo)
+    assert module is not None
+    return Slot(weakref.ref(module), slot.name, copy.deepcopy(slot.values, memo))
+
+
+def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
+    """An independent bucket around the copies that ``memo`` has or makes of the parameters."""
+    shard = bucket.shard.detach().clone()  # first, as it may make the bucket's buffers anew
+    residence = Residence()
+    entries = []
+    for entry in bucket.entries:
+        param = copy.deepcopy(entry.param, memo)
+        spec = replace(entry.spec, residence=residence, hooks=Hooks())
+        if entry.kind is not torch.nn.Parameter:
+            param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
+        entries.append(Entry(param, spec, entry.names, [], kind=entry.kind))
+    copied = make_bucket(
+        entries,
+        bucket.layout,
+        bucket.mesh,
+        shard,
+        bucket.mp,
+        bucket.offload,
+        bucket.spread,
+    )
+    copied.unready = [copied.entries[entry.index] for entry in bucket.unready]
+    for entry, old in zip(copied.entries, bucket.entries, strict=True):
+        entry.slots = [_copy_slot(slot, memo) for slot in old.slots]
+        if old.layers:  # a scope shows it in full, which a copy of the model does not inherit
+            for slot in entry.slots:
+                slot.values[slot.name] = entry.param
+    return copied
+
+
+def _recurrent_slots(
+    unit: Unit,
+) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
+    """Recurrent modules read a second list of parameters: (module, [(position, entry)])."""
+    found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
+    for slot, index in unit.slots:
+        module = slot.module()
+        if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
+            position = module._flat_weights_names.index(slot.name)
+            found.setdefault(id(module), (slot.module, []))[1].append((position, index))
+    return list(found.values())
+
+
+@dataclass(eq=False, repr=False)
+class Reduction:
+    """A gradient reduction under way."""
+
+    unit: Unit
+    bucket: Bucket
+    scatter: ReduceScatter | None
+    scale: float
+    used: Flags  # by entry: whose ``.grad`` to set
+    done: Any = None  # mark behind it, of the stream it runs on
+    result: torch.Tensor | None = None
+    reads_buffer: bool = True  # the bucket's packed gradients, which are freed behind it
+
+
+@dataclass(eq=False, repr=False)
+class Task:
+    """One run of the autograd engine that reached this library.
+
+    ``callback`` is owned by the engine's own record of the run and dies with it, which tells a run
+    that ended with an exception from one that is still going.
+    """
+
+    id: int
+    callback: weakref.ref[Any] | None = None
+    units: list[Unit] = field(default_factory=list)  # opened by it
+    reached: set[Unit] = field(default_factory=set)
+    packed: list[Bucket] = field(default_factory=list)  # to reduce at its end, unless before
+    consumed: list[tuple[Unit, Any]] = field(default_factory=list)
+    """Units whose weights it read last on behalf of a graph over an earlier backward."""
+    mirrors: list[Mirror] = field(default_factory=list)  # of gradients that autograd accumulates
+
+    @property
+    def alive(self) -> bool:
+        return self.callback is not None and self.callback() is not None
+
+
+@dataclass(eq=False, repr=False)
+class Lane:
+    """What all units on one device share: streams, and what is running on it."""
+
+    streams: Streams
+    units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
+    active: list[Unit] = field(default_factory=list)  # units in forward, outermost first
+    thread: int = 0  # that runs them
+    pass_id: int = 0  # counts outermost forwards
+    disagreements: int = 0  # of ranks, that were told so far
+    tasks: dict[int, Task] = field(default_factory=dict)
+    reductions: list[Reduction] = field(default_factory=list)
+    landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
+    retained: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for their readers
+    prefetched: list[Unit] = field(default_factory=list)
+    carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
+    inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for leftovers.py
+    forward_order: Order = field(default_factory=Order)
+    backward_order: Order = field(default_factory=Order)
+    eval_order: Order | None = None  # of the outermost unit, while an inference forward runs
+    surveyed: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
+    logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist
+    reached: set[Log] = field(default_factory=set)  # by the step under way
+
+
+@dataclass(eq=False)
+class _FSDPState:
+    """What ``fully_shard`` attaches to a module."""
+
+    unit: Unit
+    buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # before the cast
+    state_dict_type: Any = None  # what set_state_dict_type chose
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"unit {self.unit.name!r}: a sharded module cannot be pickled, since each rank holds a "
+            "part of it; save fsdp_compose.state_dict(module, kind='full') instead, or call "
+            "fsdp_compose.undo(module) first."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
+        unit = copy.deepcopy(self.unit, memo)
+        return _FSDPState(unit, dict(self.buffer_dtypes), self.state_dict_type)
+
+
+_lanes: dict[torch.device, Lane] = {}
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The lane of ``device``, made on first use."""
+    if device not in _lanes:
+        _lanes[device] = Lane(make_streams(device))
+    return _lanes[device]
+
+
+def log_of(lane: Lane, mesh: Mesh) -> Log | None:
+    """Where collectives over ``mesh`` are noted; None where there are no other ranks."""
+    # It lives as long as its groups: ranks may free a model at different times, yet number alike.
+    key = log_key(mesh)
+    log = lane.logs.get(key) if key else None
+    if log is None and key:
+        for other in [known for known in lane.logs if not all(map(is_alive, known))]:
+            del lane.logs[other]
+        log = lane.logs[key] = Log(mesh.groups, lane.streams, partial(_frozen, weakref.ref(lane)))
+    return log
+
+
+def _frozen(lane_ref: weakref.ref[Lane], log: Log) -> list[tuple[str, str]]:
+    """(unit, parameter) of all that is not trained, of units whose collectives ``log`` notes."""
+    lane = lane_ref()
+    units = [] if lane is None else list(lane.units)
+    return [
+        (unit.name, entry.spec.fqn)
+        for unit in units
+        for bucket in unit.buckets
+        if bucket.caller is log
+        for entry in bucket.entries
+        if not entry.param.requires_grad
+    ]
+
+
+@untraced
+def find_state(module: nn.Module) -> _FSDPState | None:
+    """The state ``fully_shard`` attached to ``module`` itself, if any."""
+    state: _FSDPState | None = module.__dict__.get(STATE_KEY)
+    return state
+
+
+def find_unit_name(module: nn.Module) -> str | None:
+    """The name of the unit that ``module`` heads, for errors that name it."""
+    state = find_state(module)
+    return None if state is None else state.unit.name
+
+
+unit_finders.append(find_unit_name)
+
+
+def get_state(module: nn.Module) -> _FSDPState:
+    """The state ``fully_shard`` attached to ``module``.
+
+    Raises:
+        ValueError: ``module`` is not a unit.
+    """
+    state = find_state(module)
+    if state is None:
+        raise ValueError(
+            f"{type(module).__name__} has no sharded state; pass a module that fully_shard was "
+            "called on, or that its units policy named."
+        )
+    return state
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` made ``module`` a unit."""
+    return find_state(module) is not None
+
+
+def iter_units(module: nn.Module) -> Iterator[Unit]:
+    """Units of ``module`` and its submodules, parents first, each once."""
+    seen: set[int] = set()
+    for submodule in module.modules():
+        state = find_state(submodule)
+        if state is not None and id(state.unit) not in seen:
+            seen.add(id(state.unit))
+            yield state.unit
+
+
+def leaves_of(unit: Unit) -> list[nn.Parameter]:
+    """The sharded leaves, by entry."""
+    return [entry.param for entry in unit.entries]

@@ -1,0 +1,491 @@
+"""Norms and clipping of sharded gradients, and the guard on optimizer steps (D12).
+
+A norm is taken over the gradients' own slices with one foreach call per dtype, then combined with
+one all-reduce of a few numbers per shard group. Nothing waits for a device, except where an error
+was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_compose.base.mesh import Group, group_of
+from fsdp_compose.build.parallel import find_parallel
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import Entry, find_entry
+from fsdp_compose.core.guards.surroundings import check_once
+from fsdp_compose.core.guards.whole import end_rests, leaf_of, rest
+from fsdp_compose.core.passes import drop_prefetched
+from fsdp_compose.core.reducing import get_grad, requires_grad
+from fsdp_compose.core.state import _lanes, held_by_fewer, owner_of
+from fsdp_compose.optim.strays import check_strays
+from fsdp_compose.scopes.unshard import is_open
+from fsdp_compose.sharded import (
+    QUANTIZING,
+    Parallel,
+    is_sharded,
+    is_sharded_parameter,
+    part_of,
+    spec_of,
+    to_local,
+)
+
+Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Grad:
+    """A gradient's elements on this rank, and the groups whose ranks hold the rest or the same."""
+
+    name: str
+    local: torch.Tensor
+    groups: tuple[Group, ...]
+    copies: int = 1  # ranks of the groups that hold the same elements
+    param: nn.Parameter | None = None  # that a unit has
+
+
+def grad_norm(
+    module_or_params: Params,
+    norm_type: float = 2.0,
+    expert_mesh: DeviceMesh | dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The norm of all gradients together, as if they were one vector: the same on every rank.
+
+    Args:
+        module_or_params: a module, a parameter or several. Sharded gradients count as the whole
+            that they are, gradients of plain parameters, equal on all ranks, once.
+        norm_type: any p, ``inf`` and ``-inf`` included. 0 counts, as
+            ``torch.nn.utils.clip_grad_norm_`` does, the parameters with a gradient that is not
+            all zero.
+        expert_mesh: the ranks that hold different experts, a DeviceMesh of one dimension or a
+            ProcessGroup: gradients that are spread over fewer ranks than others are counted on
+            each of them. Not for experts that are DTensors, or were declared with
+            ``declare_tensor_parallel``, which count over those ranks by themselves.
+
+    Returns:
+        0-dim, fp32 (fp64 where a gradient is), on the gradients' device; 0.0 without gradients.
+
+    Raises:
+        RuntimeError: gradients were accumulated without synchronisation and not reduced yet; or
+            some are spread over fewer ranks than others and nothing says what the other ranks hold.
+        ValueError: ``norm_type`` is 0 with ``expert_mesh``.
+    """
+    grads = _collect(module_or_params, "grad_norm")
+    return _norm(grads, float(norm_type), _experts_of(grads, expert_mesh))
+
+
+def clip_grad_norm_(
+    module_or_params: Params,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    expert_mesh: DeviceMesh | dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Scale all gradients in place so that their norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model. Every rank must call it.
+
+    Args:
+        module_or_params: as for ``grad_norm``.
+        max_norm: the largest norm left as it is.
+        norm_type: as for ``grad_norm``.
+        error_if_nonfinite: raise when the norm is infinite or NaN; waits for the device.
+        expert_mesh: as for ``grad_norm``.
+
+    Returns:
+        The norm before clipping, as ``grad_norm`` gives it.
+
+    Raises:
+        RuntimeError: on every rank, naming the first parameter whose gradient is not finite; or
+            gradients were accumulated without synchronisation and not reduced yet; or as for
+            ``grad_norm``.
+    """
+    grads = _collect(module_or_params, "clip_grad_norm_")
+    experts = _experts_of(grads, expert_mesh)
+    total = _norm(grads, float(norm_type), experts)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "
+            f"{_first_nonfinite(grads, experts)}. To clip anyway, pass error_if_nonfinite=False."
+        )
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for key, members in _by_kind([grad.local for grad in grads]).items():
+            torch._foreach_mul_(members, scale.to(key[0]))
+    return total
+
+
+def _collect(params: Params, caller: str) -> list[_Grad]:
+    named: Iterable[tuple[str, torch.Tensor]]
+    if isinstance(params, nn.Module):
+        check_once(params, caller)
+        named = params.named_parameters()
+    else:
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        named = ((f"parameter {i}", param) for i, param in enumerate(listed))
+    grads = []
+    for name, shown in named:
+        param = leaf_of(shown)
+        sharded = is_sharded(param)
+        owned = None
+        if isinstance(param, nn.Parameter) and is_sharded_parameter(param):
+            owned = param
+            _check_reduced(param, caller)
+        grad = param.grad
+        if grad is None:
+            continue
+        if sharded:
+            spec = spec_of(param)
+            grads.append(
+                _Grad(
+                    f"{spec.fqn!r} (unit {spec.unit!r})",
+                    to_local(grad),
+                    _several((spec.group, *_groups_beside(spec.parallel))),
+                    _copies(spec.parallel),
+                    owned,
+                )
+            )
+        else:
+            grads.append(_of_unsharded(repr(name), param, grad))
+    return grads
+
+
+def _several(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    return tuple(group for group in groups if group.size > 1)
+
+
+def _of_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> _Grad:
+    """The gradient of a plain parameter, or of one that only tensor parallelism splits."""
+    if not isinstance(param, nn.Parameter):
+        return _Grad(name, part_of(grad.detach()), ())
+    parallel = find_parallel(param, name, "")
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
+    return _Grad(name, part_of(grad.detach()), _groups_beside(parallel), _copies(parallel))
+
+
+def _groups_beside(parallel: Parallel | None) -> tuple[Group, ...]:
+    return () if parallel is None else parallel.groups
+
+
+def _copies(parallel: Parallel | None) -> int:
+    """How many ranks beside the shard group have what tensor parallelism left whole."""
+    axes = () if parallel is None else parallel.axes
+    return math.prod(axis.group.size for axis in axes if axis.dim is None)
+
+
+def _check_reduced(param: nn.Parameter, caller: str) -> None:
+    bucket = owner_of(find_entry(param))
+    if is_open(bucket):
+        spec = spec_of(param)
+        raise RuntimeError(
+            f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated without "
+            "synchronisation and is not in .grad; run the last backward outside no_sync(), or "
+            "call fsdp_compose.reduce_grads(module) first."
+        )
+
+
+def _by_kind(
+    tensors: Sequence[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds
+
+
+@dataclass(frozen=True, eq=False)
+class _Experts:
+    """Gradients that are not alike on the ranks of a group, which hold other parameters."""
+
+    group: Group
+    grads: list[_Grad]
+
+
+def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None) -> _Experts | None:
+    """Which gradients are experts'; check that every other one counts on all ranks alike."""
+    if mesh is None and len({grad.groups for grad in grads}) <= 1:
+        return None
+    held = {find_entry(grad.param): grad for grad in grads if grad.param is not None}
+    most = max((owner_of(entry).mesh.size for entry in held), default=1)
+    fewer = {entry: owner_of(entry).mesh.size for entry in held_by_fewer(held)}
+    if mesh is not None:
+        pg = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        group = group_of(pg, grads[0].local.device if grads else torch.device("cpu"))
+        for entry, ranks in fewer.items():
+            if ranks * group.size != most:
+                raise RuntimeError(
+                    _uneven(held[entry], ranks, most, f"an expert_mesh of {group.size}")
+                )
+        return _Experts(group, [held[entry] for entry in fewer])
+    for entry, ranks in fewer.items():
+        raise RuntimeError(_uneven(held[entry], ranks, most, "no expert_mesh"))
+    return None
+
+
+def _uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:
+    return (
+        f"the gradient of {grad.name} is spread over {ranks} of the {most} ranks that others are "
+        f"spread over, with {given}, so it is not known what the other ranks hold. If they hold "
+        "other experts, pass expert_mesh=mesh['ep'], or make the experts DTensors over that mesh, "
+        "or declare_tensor_parallel them, before fully_shard. If they hold the same parameters and "
+        f"see the same data, say so with set_gradient_divide_factor(module, {ranks})."
+    )
+
+
+def _norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.Tensor:
+    """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
+    if experts is not None and order == 0:
+        raise ValueError(
+            "norm_type 0 counts parameters, which expert_mesh cannot do; wanted p > 0."
+        )
+    if not grads and experts is None:
+        return torch.zeros(())
+    device = grads[0].local.device if grads else torch.device("cpu")
+    wide = torch.float64 if device.type != "mps" else torch.float32
+    result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
+    with torch.no_grad():
+        if experts is None:
+            total = _numbers(grads, order, wide, device)
+        else:
+            alike = _numbers([g for g in grads if g not in experts.grads], order, wide, device)
+            # One number on every rank, whatever experts it has and whether any was used.
+            own = _combined(_numbers(experts.grads, order, wide, device), order).reshape(1)
+            total = torch.cat([alike, _across(own, order, experts.group)])
+        if order == 0:
+            return (total != 0).sum().to(result)
+        total = _combined(total, order)
+        return (total if math.isinf(order) else total.pow(1.0 / order)).to(result)
+
+
+def _numbers(
+    grads: list[_Grad], order: float, wide: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Numbers over all ranks of each gradient's groups, to be combined to the norm's power."""
+    if not grads:
+        return torch.full((1,), _nothing(order), dtype=wide, device=device)
+    norms = _local_norms([grad.local for grad in grads], order, wide, device)
+    members: dict[tuple[tuple[Group, ...], int], list[int]] = {}
+    for index, grad in enumerate(grads):
+        members.setdefault((grad.groups, grad.copies), []).append(index)
+    pending: dict[tuple[Group, ...], torch.Tensor] = {}
+    for (groups, copies), found in members.items():
+        joined = _joined(norms[found], order)
+        if copies > 1 and not math.isinf(order):
+            joined /= (
+                copies  # each adds its share, so that all ranks get one norm even if they differ
+            )
+        pending[groups] = torch.cat([pending[groups], joined]) if groups in pending else joined
+    return torch.cat(_across_all(pending, order))
+
+
+def _combined(numbers: torch.Tensor, order: float) -> torch.Tensor:
+    if math.isinf(order):
+        return numbers.amax() if order > 0 else numbers.amin()  # NaN where one is
+    return numbers.sum()
+
+
+def _is_double(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float64, torch.complex128)
+
+
+def _local_norms(
+    locals_: list[torch.Tensor], order: float, wide: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """One number per tensor: its norm; of an empty slice, what changes nothing."""
+    norms = torch.full((len(locals_),), _nothing(order), dtype=wide, device=device)
+    for key in _by_kind(locals_):
+        positions = [i for i, t in enumerate(locals_) if t.numel() and (t.device, t.dtype) == key]
+        half = key[1] in (torch.float16, torch.bfloat16)
+        found = torch._foreach_norm(
+            [locals_[i] for i in positions], order, dtype=torch.float32 if half else None
+        )
+        values = torch.stack(found).to(device=device, dtype=wide)
+        norms[torch.tensor(positions, device=device)] = values
+    return norms
+
+
+def _nothing(order: float) -> float:
+    if math.isinf(order):
+        return 0.0 if order > 0 else math.inf
+    return 0.0 if order >= 0 else math.inf
+
+
+def _joined(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """What is combined over ranks: one number for all tensors; where they are counted, one each."""
+    if order == 0:
+        return norms
+    return _combined(norms if math.isinf(order) else norms.pow(order), order).reshape(1)
+
+
+def _across_all(pending: dict[tuple[Group, ...], torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Combine numbers over the groups of each, with one all-reduce per group and mesh dimension."""
+    done: list[torch.Tensor] = []
+    while pending:
+        rest: dict[tuple[Group, ...], list[torch.Tensor]] = {}
+        for group in dict.fromkeys(groups[0] for groups in pending if groups):
+            waiting = [groups for groups in pending if groups and groups[0] == group]
+            flat = _across(torch.cat([pending[groups] for groups in waiting]), order, group)
+            pieces = flat.split([pending[groups].numel() for groups in waiting])
+            for groups, piece in zip(waiting, pieces, strict=True):
+                rest.setdefault(groups[1:], []).append(piece)
+        done += [numbers for groups, numbers in pending.items() if not groups]
+        pending = {groups: torch.cat(found) for groups, found in rest.items()}
+    return done
+
+
+def _across(numbers: torch.Tensor, order: float, group: Group) -> torch.Tensor:
+    """Combine a group's numbers over its ranks with one all-reduce."""
+    if not math.isinf(order):
+        return comm.all_reduce(numbers.clone(), group)
+    # A collective's own maximum may lose a NaN, so whether there is one travels beside it.
+    sign = 1.0 if order > 0 else -1.0
+    extreme = torch.nan_to_num(sign * numbers, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    both = torch.cat([extreme, numbers.isnan().to(numbers.dtype)])
+    extreme, has_nan = comm.all_reduce(both, group, "max").chunk(2)
+    return torch.where(has_nan > 0, math.nan, sign * extreme)
+
+
+def _first_nonfinite(grads: list[_Grad], experts: _Experts | None) -> str:
+    """Name the first parameter whose gradient is not finite, on whatever rank."""
+    flags = [not bool(torch.isfinite(grad.local).all()) for grad in grads]
+    for group in dict.fromkeys(group for grad in grads for group in grad.groups):
+        members = [i for i, grad in enumerate(grads) if group in grad.groups]
+        device = grads[members[0]].local.device
+        shared = torch.tensor([float(flags[i]) for i in members], device=device)
+        for i, flag in zip(members, comm.all_reduce(shared, group, "max").tolist(), strict=True):
+            flags[i] = bool(flag)
+    name = grads[flags.index(True)].name if any(flags) else None
+    if experts is not None:
+        names = comm.gather_objects(name, experts.group)
+        name = next((found for found in names if found is not None), None)
+    if name is None:
+        return "every gradient is finite, but their norm is not"
+    return f"the gradient of {name} is not finite"
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """Let parameters that a scope shows in full hold their shards for the step, and check it."""
+    rested = _rest_parameters(optimizer)
+    try:
+        _check_step(optimizer, args, kwargs)
+    except BaseException:
+        end_rests(rested)
+        raise
+    if not rested:
+        return None
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], _in_full(args[1], rested), *args[2:]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _in_full(kwargs["closure"], rested)}
+    return None
+
+
+def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], Any]:
+    """``closure`` for a step inside a scope: its forward sees the parameters in full."""
+
+    def call() -> Any:
+        end_rests(rested)
+        result = closure()
+        for entry in rested:
+            rest(entry)
+        return result
+
+    return call
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    end_rests(_shown_entries())
+
+
+def _shown_entries() -> list[Entry]:
+    return [
+        entry
+        for lane in _lanes.values()
+        for unit in lane.units
+        if unit.opened is not None
+        for entry in unit.entries
+    ]
+
+
+def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
+    """The optimizer's parameters that a scope shows in full, which now hold their shards."""
+    shown = {id(entry.held): entry for entry in _shown_entries()}
+    if not shown:
+        return []
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [e for p in params if (e := shown.get(id(p))) is not None and rest(e)]
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step that would train nothing or without gradients that wait to be reduced, and drop
+    weights gathered ahead."""
+    if type(optimizer).__module__.startswith("torchao."):
+        _refuse_torchao(optimizer)
+    for lane in _lanes.values():
+        waits = any(is_open(bucket) for unit in lane.units for bucket in unit.buckets)
+        if not waits and not lane.prefetched:
+            continue
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if not is_sharded_parameter(param):
+                    continue
+                if waits:
+                    _check_reduced(param, f"{type(optimizer).__name__}.step()")
+                if lane.prefetched:
+                    drop_prefetched(lane)
+    check_strays(optimizer)
+    if len(args) < 2 and kwargs.get("closure") is None:
+        _check_any_gradient(optimizer)
+
+
+def _refuse_torchao(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where its compiled step would be given sharded parameters.
+
+    Raises:
+        RuntimeError: naming one.
+    """
+    for group in optimizer.param_groups:
+        for param in filter(is_sharded_parameter, group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): it was given {spec_of(param).fqn!r} (unit "
+                f"{spec_of(param).unit!r}), which is sharded. {QUANTIZING}"
+            )
+
+
+def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """Raise when no parameter has a gradient, though a sharded one is to be trained (D12)."""
+    idle: nn.Parameter | None = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if get_grad(param) is not None:
+                return
+            if idle is None and is_sharded_parameter(param) and requires_grad(param):
+                idle = param
+    if idle is not None:
+        spec = spec_of(idle)
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step(): no parameter has a gradient, so nothing would be "
+            f"trained; found .grad None for all, {spec.fqn!r} (unit {spec.unit!r}) among them. "
+            "Call loss.backward() between zero_grad() and step(), with a loss that depends on them."
+        )
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,59 @@
+"""Loss scaling whose ranks agree on whether a step overflowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import find_entry
+from fsdp_compose.core.state import owner_of
+from fsdp_compose.sharded import is_sharded_parameter, spec_of
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for sharded parameters, on the CPU as on other devices.
+
+    An infinity or NaN that any rank finds in its slices makes every rank of the optimizer's groups
+    skip the step and lower the scale. torch's own scaler agrees within the shard group of each
+    list of gradients it looks at; this one also agrees between parameters of different groups,
+    between replicas, and with plain parameters, with one small all-reduce per group.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, torch.Tensor]:
+        with raw():  # on the slices as they are; the ranks agree below, once
+            found = super()._unscale_grads_(optimizer, *args, **kwargs)
+        groups = _groups(optimizer)
+        if not groups:
+            return found
+        device = next(iter(found), None)
+        for group, home in groups.items():
+            flags = [flag.to(home) for flag in found.values()]
+            shared = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=home)
+            comm.all_reduce(shared, group, "max")
+            for flag in found.values():
+                flag.copy_(shared)
+            if device is None:
+                found[home] = shared
+        return found
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
+    """Groups of the optimizer's parameters and their device, small ones first.
+
+    What a small group found must reach the large one that contains it, in the same order on every
+    rank.
+    """
+    groups: dict[Group, torch.device] = {}
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            if is_sharded_parameter(param):
+                mesh = owner_of(find_entry(param)).mesh
+                found = (*mesh.groups, *spec_of(param).whole_groups)
+                groups.update((g, mesh.device) for g in found if g.size > 1 and g not in groups)
+    return dict(sorted(groups.items(), key=lambda item: item[0].size))

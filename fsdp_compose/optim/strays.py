@@ -1,0 +1,102 @@
+"""A step over sharded parameters and plain ones whose gradients nothing averages is an error (D18).
+
+Where no module stands around the units of a model, as in a script's own loop over blocks, nothing
+but the optimizer knows what is trained with them. Each optimizer is looked through once, and again
+when it was given more parameters or more was sharded.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.core.bucket import entry_of
+from fsdp_compose.core.guards.audit import listed
+from fsdp_compose.core.state import _lanes, owner_of
+from fsdp_compose.optim.flat import source_of
+from fsdp_compose.sharded import is_sharded_parameter
+
+_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def check_strays(optimizer: torch.optim.Optimizer) -> None:
+    """Raise when the optimizer also trains plain parameters that no unit was told to ignore.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    counts = tuple([len(lane.units) for lane in _lanes.values()])
+    counts += tuple([len(group["params"]) for group in optimizer.param_groups])
+    if _known.get(optimizer) == counts:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    unit = next((name for param in params if (name := _unit_over_ranks(param))), None)
+    strays = _plain(params) if unit is not None else []
+    ready = [param for param in strays if param.grad is not None]
+    names = [name for name in _names(ready) if name] if ready else []
+    if names:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step(): beside parameters of unit {unit!r}, which are "
+            f"sharded, it trains parameters that are in no unit: {listed(names)}. Nothing averages "
+            "their gradients, so every rank would train them on its own data. Call "
+            "fully_shard(module) on what they belong to, or freeze them; if their gradients are "
+            "averaged by other means, say so when sharding, fully_shard(..., ignored=[parameter, "
+            "...]), or give them an optimizer of their own."
+        )
+    if len(ready) == len(strays):
+        _known[optimizer] = counts
+
+
+def _unit_over_ranks(param: nn.Parameter) -> str | None:
+    """Name of the unit, if the parameter is one of several ranks."""
+    source = source_of(param)
+    bucket = None if source is None else source.bucket()
+    if is_sharded_parameter(param):
+        entry = entry_of(param)
+        bucket = None if entry is None else owner_of(entry)
+    if bucket is None or bucket.mesh.size == 1:
+        return None
+    return bucket.entries[0].spec.unit or "the model"
+
+
+def _plain(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that are trained, and neither sharded nor ignored; a DTensor has a mesh of its own."""
+    ignored: set[int] = set()
+    for lane in _lanes.values():
+        for unit in lane.units:
+            for ref in unit.left_alone.values():
+                item = ref()
+                found = item.parameters() if isinstance(item, nn.Module) else [item]
+                ignored.update(map(id, found))
+    return [
+        param
+        for param in params
+        if param.requires_grad
+        and id(param) not in ignored
+        and not isinstance(param, DTensor)
+        and not is_sharded_parameter(param)
+        and source_of(param) is None
+    ]
+
+
+def _names(params: list[torch.Tensor]) -> Iterator[str | None]:
+    """What to call each; None for one that DistributedDataParallel averages."""
+    owners: dict[int, str] = {}
+    averaged: set[int] = set()
+    for item in gc.get_objects():
+        kind = type(item)
+        if issubclass(kind, nn.Module):
+            slots = parameter_slots(item)
+            owners.update({id(p): f"{kind.__name__}.{name}" for name, p in slots.items()})
+            if issubclass(kind, DistributedDataParallel):
+                averaged.update(map(id, item.parameters()))
+    for param in params:
+        name = owners.get(id(param), "a parameter")
+        yield None if id(param) in averaged else f"{name} of shape {tuple(param.shape)}"

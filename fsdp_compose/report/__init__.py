@@ -1,0 +1,40 @@
+"""Look before and while you train: plans, explanations, traffic and a picture.
+
+Files, each importing only from those above it:
+
+    survey    a module's units and buckets as integers and names
+    text      numbers, tables, dataclasses as plain data
+    notes     what a plan points out
+    explain   explain: what is in memory now, and why
+    schedule  a training step played with integers
+    figures   a plan's figures, as data and as text
+    plan      plan: what sharding a module costs
+    plots     a plan as a picture
+    traffic   what was communicated
+"""
+
+from fsdp_compose.report.explain import Explanation, UnitState, explain
+from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
+from fsdp_compose.report.plan import plan
+from fsdp_compose.report.plots import plot_plan
+from fsdp_compose.report.schedule import Communication, Peak
+from fsdp_compose.report.survey import Loan, PlannedBucket
+from fsdp_compose.report.traffic import TrafficReport, count_traffic, traffic_report
+
+__all__ = [
+    "Communication",
+    "Explanation",
+    "Loan",
+    "Memory",
+    "Peak",
+    "Plan",
+    "PlannedBucket",
+    "PlannedUnit",
+    "TrafficReport",
+    "UnitState",
+    "count_traffic",
+    "explain",
+    "plan",
+    "plot_plan",
+    "traffic_report",
+]

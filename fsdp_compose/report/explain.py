@@ -1,0 +1,301 @@
+"""``explain``: what of a sharded module is in memory at this moment, why, and what happens next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.core.bucket import Bucket, Phase
+from fsdp_compose.core.gathering import stamp_of
+from fsdp_compose.core.records import Hold
+from fsdp_compose.core.reducing import get_grad
+from fsdp_compose.core.state import Lane, Unit, iter_units
+from fsdp_compose.report.notes import notes_on
+from fsdp_compose.report.survey import Survey, survey_units
+from fsdp_compose.report.text import plain, plural, size, table
+from fsdp_compose.sharded import part_of
+
+_REASONS = {
+    Hold.FORWARD: "its forward is running",
+    Hold.BACKWARD: "its backward is running",
+    Hold.KEPT: "kept for backward",
+    Hold.PREFETCH: "gathered ahead of use",
+    Hold.RETAINED: "a graph over its parameters was made in backward (create_graph)",
+    Hold.USER: "unshard(module) was called and reshard(module) was not",
+}
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """A unit at this moment; bytes of this rank.
+
+    Attributes:
+        phase: of its buckets: sharded, gathering or gathered; several where they differ.
+        reasons: why it is gathered.
+        gathered: full parameters in memory.
+        shards: parameter shards.
+        gradients: sharded gradients in ``.grad``.
+        packed: full gradients that wait to be reduced.
+        partial: gradients reduced over the shard group and not yet over the replicas.
+        waiting: gradients of microbatches that are not in ``.grad`` yet.
+        spread: parts of the parameters kept for backward.
+        weight_copies: kept in the compute dtype beside the shards, for gathers to read.
+        is_stale: it is gathered, and its shard has changed since.
+    """
+
+    name: str
+    phase: str
+    reasons: tuple[str, ...]
+    gathered: int
+    shards: int
+    gradients: int
+    packed: int
+    partial: int
+    waiting: int
+    spread: int
+    weight_copies: int
+    is_stale: bool
+
+    DERIVED: ClassVar = ("total",)
+
+    @property
+    def total(self) -> int:
+        kept = self.shards + self.gradients + self.partial + self.waiting + self.weight_copies
+        return kept + self.gathered + self.packed + self.spread
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found; ``print`` it, or take it as data with ``to_dict``.
+
+    Attributes:
+        units: parents first.
+        optimizer: bytes of the state of the optimizer that was passed; None without one.
+        other: bytes of buffers and of parameters in no unit, with their gradients.
+        now: what is running and what is under way.
+        next: what the next step will do about what is here, and what to call to prevent it.
+        notes: as in a plan: what makes the module big.
+    """
+
+    module: str
+    units: tuple[UnitState, ...]
+    optimizer: int | None
+    other: int
+    now: tuple[str, ...]
+    next: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    DERIVED: ClassVar = ("total", "gathered")
+
+    @property
+    def total(self) -> int:
+        """Everything in the report; activations are not in it."""
+        return sum(unit.total for unit in self.units) + (self.optimizer or 0) + self.other
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Names of units that are gathered."""
+        return tuple(unit.name for unit in self.units if unit.reasons)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dictionaries only."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    def __str__(self) -> str:
+        return _render(self)
+
+
+def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Explanation:
+    """Say what of ``module`` is in memory on this rank now, why, and what the next step will do.
+
+    Call it anywhere, inside a forward or a hook too: nothing is changed, nothing communicates.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+    """
+    units = list(iter_units(module))
+    if not units:
+        raise ValueError(
+            f"explain: {type(module).__name__} is not sharded, and neither is a module in it; "
+            "print(fsdp_compose.plan(module, world_size=...)) says what sharding it would cost."
+        )
+    survey = survey_units(module, units)
+    lanes = list({id(unit.lane): unit.lane for unit in units}.values())
+    return Explanation(
+        module=type(module).__name__,
+        units=tuple(_state_of(unit) for unit in units),
+        optimizer=None if optimizer is None else _state_bytes(optimizer),
+        other=_other(survey),
+        now=tuple(text for lane in lanes for text in _now(lane)),
+        next=tuple(_next(units)),
+        notes=notes_on(survey),
+    )
+
+
+def _state_of(unit: Unit) -> UnitState:
+    phases = list(dict.fromkeys(bucket.phase.name.lower() for bucket in unit.gathered))
+    gathered = [b for b in unit.buckets if b.phase is not Phase.SHARDED and not b.in_place]
+    return UnitState(
+        name=unit.name,
+        phase="+".join(phases) or "empty",
+        reasons=tuple(_reason(unit, why) for why in Hold if why in unit.holds),
+        gathered=sum(b.full.untyped_storage().nbytes() for b in gathered),
+        shards=sum(_nbytes(b.shard) for b in unit.buckets),
+        gradients=_held_gradients(unit),
+        packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
+        partial=sum(_nbytes(b.partial) for b in unit.buckets),
+        waiting=sum(_nbytes(b.waiting_grad) for b in unit.buckets),
+        spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner and b.spread),
+        weight_copies=sum(
+            _nbytes(b.inner.store if b.inner and not b.spread else b.device_shard)
+            for b in unit.buckets
+        ),
+        is_stale=any(_is_stale(unit, b) for b in unit.gathered),
+    )
+
+
+def _reason(unit: Unit, why: Hold) -> str:
+    if why is Hold.KEPT and not unit.switches.reshard_after_backward:
+        return "kept from backward on (set_reshard_after_backward)"
+    return _REASONS[why]
+
+
+def _held_gradients(unit: Unit) -> int:
+    """Bytes of the storages behind ``.grad``, each once: slices of a bucket share one."""
+    storages: dict[int, int] = {}
+    with raw():
+        for bucket in unit.buckets:
+            for entry in bucket.entries:
+                grad = get_grad(entry.param)
+                if grad is not None:
+                    storage = grad.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _nbytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _is_stale(unit: Unit, bucket: Bucket) -> bool:
+    """Whether a forward now would gather again what is gathered."""
+    if bucket.phase is not Phase.GATHERED or bucket.in_place or Hold.FORWARD in unit.holds:
+        return False
+    return bucket.stamp is not None and bucket.stamp != stamp_of(bucket)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    storages: dict[int, int] = {}
+    with raw():
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    storage = value.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _other(survey: Survey) -> int:
+    outside = list(survey.outside.values())
+    grads = [p.grad for p in outside if p.grad is not None]
+    return survey.buffer_bytes + sum(t.nbytes for t in map(part_of, [*outside, *grads]))
+
+
+def _now(lane: Lane) -> Iterator[str]:
+    if lane.active:
+        yield "in forward: " + " > ".join(repr(unit.name) for unit in lane.active)
+    alive = [task for task in lane.tasks.values() if task.alive]
+    dead = len(lane.tasks) - len(alive)
+    if alive:
+        opened = [unit.name for task in alive for unit in task.units if Hold.BACKWARD in unit.holds]
+        yield f"in backward: {', '.join(map(repr, dict.fromkeys(opened))) or 'no unit open'}"
+    if dead:
+        yield (
+            f"{plural(dead, 'backward')} ended with an error; the next forward or backward clears "
+            "what it left"
+        )
+    if lane.reductions:
+        names = list(dict.fromkeys(reduction.unit.name for reduction in lane.reductions))
+        yield f"being reduced: gradients of {', '.join(map(repr, names))}"
+    if lane.landing:
+        yield f"on its way to the host: {plural(len(lane.landing), 'gradient buffer')}"
+
+
+def _next(units: Sequence[Unit]) -> Iterator[str]:
+    def named(found: Sequence[Unit]) -> str:
+        shown = ", ".join(repr(unit.name) for unit in found[:4])
+        return f"{shown} and {len(found) - 4} more" if len(found) > 4 else shown
+
+    by_user = [unit for unit in units if Hold.USER in unit.holds]
+    if by_user:
+        yield f"stay gathered until reshard(module): {named(by_user)}"
+    retained = [unit for unit in units if Hold.RETAINED in unit.holds]
+    if retained:
+        yield f"stay gathered until the backward over their graph has run: {named(retained)}"
+    waits = [u for u in units if u.holds == {Hold.KEPT} and u.switches.reshard_after_backward]
+    if waits:
+        yield (
+            f"stay gathered until backward, or the next forward: {named(waits)}; if there is no "
+            "backward to come, run forward under torch.no_grad(), or call reshard(module)"
+        )
+    stale = [unit for unit in units if any(_is_stale(unit, b) for b in unit.gathered)]
+    if stale:
+        yield f"gathered again in the next forward, their shards have changed: {named(stale)}"
+    packed = [unit for unit in units if any(bucket.packed for bucket in unit.buckets)]
+    if packed:
+        action = (
+            "the next backward with gradient sync adds to them and reduces them once"
+            if any(not unit.switches.sync for unit in packed)
+            else "reduced when this backward, or the next, ends"
+        )
+        yield f"full gradients wait to be reduced: {named(packed)}; {action}"
+    partial = [u for u in units if any(b.partial is not None for b in u.buckets)]
+    if partial:
+        yield (
+            f"gradients wait for the all-reduce over replicas: {named(partial)}; the next backward "
+            "with set_requires_all_reduce(module, True) completes them"
+        )
+    waiting = [u for u in units if any(b.waiting_grad is not None for b in u.buckets)]
+    if waiting:
+        yield (
+            f"gradients of earlier microbatches are not in .grad: {named(waiting)}; the next "
+            "backward with set_is_last_backward(module, True) brings them there"
+        )
+    held = [unit for unit in units if _held_gradients(unit)]
+    if held:
+        yield (
+            f"have gradients: {named(held)}; the next backward adds to them unless zero_grad() is "
+            "called first"
+        )
+
+
+def _render(found: Explanation) -> str:
+    columns = ("shards", "gathered", "gradients", "packed", "partial", "waiting", "spread")
+    shown = [c for c in columns if c == "shards" or any(getattr(u, c) for u in found.units)]
+    rows = [("unit", "phase", *shown)]
+    for unit in found.units:
+        rows.append((unit.name, unit.phase, *(size(getattr(unit, c)) for c in shown)))
+    totals = [size(sum(getattr(u, c) for u in found.units)) for c in shown]
+    rows.append(("total", "", *totals))
+    optimizer = "" if found.optimizer is None else f", optimizer state {size(found.optimizer)}"
+    title = (
+        f"{found.module} on this rank: {size(found.total)}{optimizer}, buffers and parameters of "
+        f"no unit {size(found.other)}"
+    )
+    parts = [title, table(rows, left=2)]
+    why = [f"{u.name!r}: {'; '.join(u.reasons)}" for u in found.units if u.reasons]
+    for name, lines in (
+        ("gathered because", why),
+        ("now", found.now),
+        ("next", found.next),
+        ("why it is this big", found.notes),
+    ):
+        if lines:
+            parts.append("\n".join([name, *(f"  - {line}" for line in lines)]))
+    return "\n\n".join(parts)

@@ -1,0 +1,278 @@
+"""A plan's figures, as data and as text: units, memory, communication and notes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar
+
+from fsdp_compose.report.notes import work_of
+from fsdp_compose.report.schedule import Communication, Peak
+from fsdp_compose.report.survey import Loan, PlannedBucket
+from fsdp_compose.report.text import count, dtype_name, plain, plural, size, table
+
+_HEADER = (
+    "unit", "buckets", "storage", "compute", "reduce", "parameters", "trained", "frozen",
+    "shard/rank", "gathered", "padding",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank: what is kept, and the most that is there besides in a step.
+
+    Attributes:
+        shards: parameter shards, with padding.
+        gradients: sharded gradients, from backward to ``zero_grad``.
+        optimizer: its state; 0 where no optimizer was named.
+        buffers: the module's buffers, whole on every rank.
+        outside: parameters of no unit, whole on every rank, with gradients and optimizer state.
+        weight_copies: kept in the compute dtype beside the shards, for gathers to read: of shards
+            in host memory by ``Offload(optimizer=True)``, and by HYBRID_SHARD_OPTIMIZER.
+        host: how much of ``shards`` and ``optimizer`` is in host memory, as are the gradients then.
+        forward, backward: what is transient when it is most.
+    """
+
+    shards: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    outside: int
+    weight_copies: int
+    host: int
+    forward: Peak
+    backward: Peak
+
+    DERIVED: ClassVar = ("persistent", "total")
+
+    @property
+    def persistent(self) -> int:
+        """What is always in device memory: all but gradients and what the passes need."""
+        kept = self.shards + self.optimizer + self.buffers + self.outside + self.weight_copies
+        return kept - self.host
+
+    @property
+    def total(self) -> int:
+        """The most that is in device memory at once; activations not counted."""
+        return self.persistent + max(self.forward.total, self.backward.total)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit, what it communicates in a step, and what it borrows."""
+
+    name: str
+    classes: tuple[str, ...]
+    buckets: tuple[PlannedBucket, ...]
+    borrowed: tuple[Loan, ...]
+    keeps: bool  # stays gathered from forward to backward
+    forward: Communication
+    backward: Communication
+
+    DERIVED: ClassVar = ("numel", "trained_numel", "shard_bytes", "full_bytes", "padding_bytes")
+
+    @property
+    def numel(self) -> int:
+        """Elements of its own parameters."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(bucket.trained_numel for bucket in self.buckets)
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(bucket.shard_bytes for bucket in self.buckets)
+
+    @property
+    def full_bytes(self) -> int:
+        """While gathered; without what it borrows."""
+        return sum(bucket.full_bytes for bucket in self.buckets)
+
+    @property
+    def padding_bytes(self) -> int:
+        return sum(bucket.padding_bytes for bucket in self.buckets)
+
+    @property
+    def padding(self) -> float:
+        """Padding as a part of the parameters."""
+        return sum(bucket.padding for bucket in self.buckets) / max(1, self.numel)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``plan`` found; ``print`` it, or take it as data with ``to_dict``.
+
+    Attributes:
+        module: class of the module.
+        is_sharded: it was read from the sharded module, not from the arguments.
+        ranks, replicas: ranks that parameters are cut over, and groups of them with copies; the
+            most of any unit.
+        optimizer: as it was named.
+        units: outermost last, as they are built.
+        memory: of one rank; ranks differ by less than one unit's padding.
+        notes: what is worth knowing: ties, dtypes, frozen parameters, what was left out, sizes.
+    """
+
+    module: str
+    is_sharded: bool
+    ranks: int
+    replicas: int
+    optimizer: str | None
+    units: tuple[PlannedUnit, ...]
+    memory: Memory
+    notes: tuple[str, ...]
+
+    DERIVED: ClassVar = (
+        "forward", "backward", "step", "numel", "trained_numel", "owner_work", "owner_imbalance",
+    )  # fmt: skip
+
+    @property
+    def buckets(self) -> tuple[PlannedBucket, ...]:
+        return tuple(bucket for unit in self.units for bucket in unit.buckets)
+
+    @property
+    def forward(self) -> Communication:
+        """What one rank communicates in a forward."""
+        return sum((unit.forward for unit in self.units), Communication())
+
+    @property
+    def backward(self) -> Communication:
+        return sum((unit.backward for unit in self.units), Communication())
+
+    @property
+    def step(self) -> Communication:
+        return self.forward + self.backward
+
+    @property
+    def numel(self) -> int:
+        """Elements of all sharded parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(unit.trained_numel for unit in self.units)
+
+    @property
+    def owner_work(self) -> tuple[int, ...]:
+        """By rank, the work of an optimizer on the tensors that are never cut (granularity
+        ``"tensor"``), in the unit of ``layout.matrix_work``; empty where there are none."""
+        return work_of(self.buckets)
+
+    @property
+    def owner_imbalance(self) -> float:
+        """The most of ``owner_work`` over its mean; 1 is even, 0 where there is none."""
+        work = self.owner_work
+        return max(work) * len(work) / sum(work) if work else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dictionaries only."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def _text(plan: Plan) -> str:
+    ranks = f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
+    if plan.replicas > 1:
+        ranks = f"{plan.replicas} replicas of {ranks}"
+    title = (
+        f"{'sharded' if plan.is_sharded else 'plan for'} {plan.module}: "
+        f"{plural(len(plan.units), 'unit')}, {count(plan.numel)} parameter elements "
+        f"({count(plan.trained_numel)} trained) over {ranks}"
+    )
+    parts = [title, _units(plan.units), _memory(plan.memory, plan.optimizer), _traffic(plan)]
+    if plan.notes:
+        parts.append("\n".join(["notes", *(f"  - {note}" for note in plan.notes)]))
+    return "\n\n".join(parts)
+
+
+def _units(units: Sequence[PlannedUnit]) -> str:
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for _, run in groupby(units, key=_row):
+        alike = list(run)
+        name = alike[0].name
+        if len(alike) > 1:
+            name = f"{name} .. {alike[-1].name} ({len(alike)} alike)"
+        rows.append((name, *_row(alike[0])))
+    return table(rows)
+
+
+def _row(unit: PlannedUnit) -> tuple[str, ...]:
+    def kinds(attribute: str) -> str:
+        names = [dtype_name(getattr(bucket, attribute)) for bucket in unit.buckets]
+        return "+".join(dict.fromkeys(re.sub("float", "f", n) for n in names)) or "-"
+
+    padding = f"{size(unit.padding_bytes)} ({unit.padding:.2%})" if unit.padding_bytes else "0 B"
+    return (
+        str(len(unit.buckets)),
+        *(kinds(name) for name in ("storage", "compute", "reduce")),
+        count(unit.numel),
+        count(unit.trained_numel),
+        count(unit.numel - unit.trained_numel),
+        size(unit.shard_bytes),
+        size(unit.full_bytes),
+        padding,
+    )
+
+
+def _memory(memory: Memory, optimizer: str | None) -> str:
+    rows = [
+        ("memory per rank", "", ""),
+        ("parameter shards", size(memory.shards), ""),
+        ("gradient shards", size(memory.gradients), ""),
+        ("optimizer state", size(memory.optimizer), optimizer or "none named"),
+        ("buffers", size(memory.buffers), ""),
+    ]
+    for name in ("outside", "weight_copies", "host"):
+        value = getattr(memory, name)
+        if value:
+            comments = {
+                "outside": "parameters of no unit, with gradients and state",
+                "weight_copies": "in the compute dtype, for gathers to read",
+                "host": "of these in host memory",
+            }
+            rows.append((name.replace("_", " "), size(value), comments[name]))
+    rows += [
+        ("peak in forward", size(memory.forward.total), _parts(memory.forward)),
+        ("peak in backward", size(memory.backward.total), _parts(memory.backward)),
+        ("total", size(memory.total), "activations not counted"),
+    ]
+    widths = [max(len(row[i]) for row in rows[1:]) for i in range(2)]
+    lines = [rows[0][0]]
+    for name, value, comment in rows[1:]:
+        lines.append(f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {comment}".rstrip())
+    return "\n".join(lines)
+
+
+def _parts(peak: Peak) -> str:
+    names = ("gathered", "spread", "gradients", "packed", "received", "reduced")
+    return " + ".join(f"{n} {size(v)}" for n in names if (v := getattr(peak, n)))
+
+
+def _traffic(plan: Plan) -> str:
+    rows = [("communication", "gathers", "", "reduces", "", "all-reduces", "", "collectives", "")]
+    for name, found in (
+        ("forward", plan.forward),
+        ("backward", plan.backward),
+        ("step", plan.step),
+    ):
+        rows.append((name, *_counts(found)))
+    return "per rank and step\n" + table(rows)
+
+
+def _counts(found: Communication) -> tuple[str, str, str, str, str, str, str, str]:
+    return (
+        str(found.gathers),
+        size(found.gather_bytes),
+        str(found.reduces),
+        size(found.reduce_bytes),
+        str(found.all_reduces),
+        size(found.all_reduce_bytes),
+        str(found.collectives),
+        size(found.total_bytes),
+    )

@@ -1,0 +1,231 @@
+"""What a plan points out: ties, dtypes, frozen parameters, late gradients, what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_compose.report.survey import PlannedBucket, Record, Survey
+from fsdp_compose.report.text import count, dtype_name, plural, size
+from fsdp_compose.sharded import part_of
+
+MUCH_PADDING = 0.01
+LARGE_UNIT = 0.5
+_NAMED = 4
+
+
+def notes_on(survey: Survey) -> tuple[str, ...]:
+    """One sentence or two for each thing worth knowing, most consequential first."""
+    return (
+        *_left_out(survey),
+        *_largest(survey),
+        *_far_apart(survey),
+        *_meshes(survey),
+        *_split(survey),
+        *_ties(survey),
+        *_dtypes(survey),
+        *_frozen(survey),
+        *_owners(survey),
+        *_padding(survey),
+    )
+
+
+def some(names: Sequence[str]) -> str:
+    """``names``, quoted; of many, the first few and how many more."""
+    shown = ", ".join(repr(name) for name in names[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
+
+
+def _left_out(survey: Survey) -> Iterator[str]:
+    trained = [name for name, p in survey.outside.items() if p.requires_grad]
+    frozen = [name for name, p in survey.outside.items() if not p.requires_grad]
+    for names, consequence in (
+        (trained, "whole on every rank, their gradients are not averaged over ranks: do that "
+         "yourself, or do not ignore them and shard the module that contains them"),
+        (frozen, "whole on every rank"),
+    ):  # fmt: skip
+        if names:
+            nbytes = sum(
+                part_of(survey.outside[n]).numel() * survey.outside[n].dtype.itemsize for n in names
+            )
+            kind = "trained" if names is trained else "frozen"
+            yield (
+                f"in no unit, ignored or left out: {plural(len(names), f'{kind} parameter')} "
+                f"({size(nbytes)}): {some(names)}; {consequence}."
+            )
+
+
+def _own(survey: Survey, record: Record) -> list[PlannedBucket]:
+    return [survey.buckets[i] for i in record.held]
+
+
+def _split(survey: Survey) -> Iterator[str]:
+    """What tensor parallelism split before it was sharded."""
+    if survey.split:
+        ranks = " or ".join(str(n) for n in sorted(set(survey.split.values())))
+        yield (
+            f"tensor parallelism splits {plural(len(survey.split), 'parameter')} over {ranks} "
+            f"ranks: {some(list(survey.split))}; what is counted is this rank's part of them."
+        )
+
+
+def _meshes(survey: Survey) -> Iterator[str]:
+    """Gradients that are averaged over other numbers of ranks than the most."""
+    found: dict[int, list[str]] = {}
+    for bucket in survey.buckets:
+        if bucket.trained_numel:
+            found.setdefault(bucket.ranks * bucket.replicas, []).append(bucket.unit)
+    most = max(found, default=0)
+    for ranks, names in sorted(found.items(), reverse=True):
+        if ranks < most:
+            yield (
+                f"{_units(list(dict.fromkeys(names)))} over {ranks} of {most} ranks: say with "
+                f"set_gradient_divide_factor what gradients are divided by there ({most} for "
+                f"experts, which have the tokens of all of them, {ranks} where the other ranks "
+                "repeat the same data), or backward raises."
+            )
+
+
+def _largest(survey: Survey) -> Iterator[str]:
+    sizes = [sum(b.full_bytes for b in _own(survey, record)) for record in survey.records]
+    if not any(sizes):
+        return
+    largest = max(range(len(sizes)), key=lambda i: sizes[i])
+    name, share = survey.records[largest].name, sizes[largest] / sum(sizes)
+    text = f"largest unit: {name!r}, {size(sizes[largest])} gathered, {share:.0%} of all units"
+    if share > LARGE_UNIT and len(survey.records) == 1:
+        text += "; the whole model is gathered at once: name units inside it, as with units="
+        text += "wrap.by_class({Block})"
+    elif share > LARGE_UNIT:
+        text += "; split it, since what is gathered at once is set by the largest"
+    yield f"{text}."
+
+
+def _far_apart(survey: Survey) -> Iterator[str]:
+    """Parameters of a unit on both sides of a unit inside it."""
+    for record in survey.records:
+        before: list[str] = []
+        after: dict[str, int] = {}
+        inside = False
+        first: set[int] = set()
+        for event in survey.events:
+            if event.record is not record:
+                inside = inside or (event.enters and bool(before))
+            elif event.use is not None and event.use.grad_bytes:
+                if not inside:
+                    before.append(event.use.name)
+                    first.add(event.use.param)
+                else:
+                    after[event.use.name] = event.use.grad_bytes
+        if before and after:
+            nbytes = sum(after.values())
+            yield (
+                f"unit {record.name!r} holds parameters used far apart: gradients of "
+                f"{some(list(after))} ({size(nbytes)}) are made at the start of backward and kept "
+                f"to its end, when those of {some(before)} arrive. Make either a unit of its own "
+                "to reduce them at once."
+            )
+
+
+def _ties(survey: Survey) -> Iterator[str]:
+    for record in survey.records:
+        for names in record.ties:
+            yield (
+                f"tied inside unit {record.name!r}: {' = '.join(map(repr, names))}, stored and "
+                "reduced once."
+            )
+        for loan in record.loans:
+            yield (
+                f"tied across units: {loan.name!r} of unit {record.name!r} is {loan.lent_as!r} of "
+                f"unit {loan.lender!r}, whose bucket is gathered for both; its gradients are added "
+                "up and reduced once, when both have arrived."
+            )
+
+
+def _dtypes(survey: Survey) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for record in survey.records:
+        kinds: dict[str, list[PlannedBucket]] = {}
+        for bucket in _own(survey, record):
+            kinds.setdefault(_kind(bucket), []).append(bucket)
+        if len(kinds) > 1:
+            split = " and ".join(
+                f"{kind} ({plural(sum(len(b.parameters) for b in buckets), 'parameter')})"
+                for kind, buckets in kinds.items()
+            )
+            found.setdefault(split, []).append(record.name)
+    for split, names in found.items():
+        yield f"mixed dtypes, a bucket for each: {split}, in {_units(names)}."
+
+
+def _kind(bucket: PlannedBucket) -> str:
+    names = list(map(dtype_name, (bucket.storage, bucket.compute, bucket.reduce)))
+    if len(set(names)) == 1:
+        return names[0]
+    return f"{names[0]} computing in {names[1]}, reduced in {names[2]}"
+
+
+def _frozen(survey: Survey) -> Iterator[str]:
+    mixed: dict[tuple[int, int], list[str]] = {}
+    for record in survey.records:
+        own = _own(survey, record)
+        frozen = [b for b in own if b.trained_numel < b.numel]
+        if frozen and any(b.trained_numel for b in own):
+            numel = sum(b.numel - b.trained_numel for b in frozen)
+            nbytes = sum(b.full_bytes for b in frozen if not b.trained_numel)
+            mixed.setdefault((numel, nbytes), []).append(record.name)
+    for (numel, nbytes), names in mixed.items():
+        extra = (
+            f"their buckets are gathered with the trained ones, twice a step, {size(nbytes)} more "
+            "at once, and make no gradient, reduction or optimizer state"
+            if nbytes
+            else "gradient shards and reductions are as large as if they were trained"
+        )
+        yield (
+            f"frozen and trained parameters mixed in {_units(names)}: {count(numel)} frozen "
+            f"elements{' each' if len(names) > 1 else ''}; {extra}."
+        )
+
+
+def _units(names: Sequence[str]) -> str:
+    return f"unit {names[0]!r}" if len(names) == 1 else f"{len(names)} units ({some(names)})"
+
+
+def work_of(buckets: Sequence[PlannedBucket]) -> tuple[int, ...]:
+    """By rank, the work on tensors that are never cut; empty where there are none."""
+    found = [bucket for bucket in buckets if bucket.owned]
+    loads = [0] * max((bucket.ranks for bucket in found), default=0)
+    for bucket in found:
+        for rank, work in bucket.owned:
+            loads[rank] += work
+    return tuple(loads)
+
+
+def _owners(survey: Survey) -> Iterator[str]:
+    work = work_of(survey.buckets)
+    if not work:
+        return
+    number = sum(len(bucket.owned) for bucket in survey.buckets)
+    busiest = max(range(len(work)), key=work.__getitem__)
+    yield (
+        f"{plural(number, 'whole tensor')} over {plural(len(work), 'rank')}: the busiest, rank "
+        f"{busiest}, has {work[busiest] * len(work) / sum(work):.2f} times the mean work of an "
+        "optimizer of matrices (m n min(m, n) each); idle "
+        f"{plural(sum(not load for load in work), 'rank')}."
+    )
+
+
+def _padding(survey: Survey) -> Iterator[str]:
+    wasteful: list[str] = []
+    nbytes = worst = 0.0
+    for record in survey.records:
+        own = _own(survey, record)
+        part = sum(b.padding for b in own) / max(1, sum(b.numel for b in own))
+        if part > MUCH_PADDING:
+            wasteful.append(record.name)
+            nbytes += sum(b.padding_bytes for b in own)
+            worst = max(worst, part)
+    if wasteful:
+        yield (
+            f"padding is up to {worst:.1%} in {_units(wasteful)}, {size(int(nbytes))} over all "
+            "ranks; larger units, or a finer granularity, waste less."
+        )

@@ -1,0 +1,256 @@
+"""``plan``: what sharding a module costs in memory and communication, in integers, before a step.
+
+    a, r     bytes of the compute and the reduce dtype
+    P        elements of a unit
+    W        ranks its parameters are cut over
+
+    backward peak = a (P + P of the neighbour gathered ahead) + a P gradients + r P flat buffer
+                  + what the reduction under way receives: r P / W, on gloo r P (W - 1) / W
+
+and beside these whatever stays gathered, the outermost unit for instance. Which units really are
+neighbours, and what is under way at once, is found by playing a step with integers; see
+``schedule.py``. Activations, and what kernels and the allocator use, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.mesh import SELF, Group, Mesh, MeshLike, compute_device
+from fsdp_compose.base.policy import (
+    GranularityLike,
+    MixedPrecision,
+    MixedPrecisionLike,
+    Offload,
+    Prefetch,
+    ShardingStrategy,
+    place,
+)
+from fsdp_compose.build.collect import plan_shards
+from fsdp_compose.build.plans import Ignored, Options
+from fsdp_compose.build.wrap import Policy
+from fsdp_compose.core.state import iter_units
+from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
+from fsdp_compose.report.notes import notes_on
+from fsdp_compose.report.schedule import Communication, Step, play
+from fsdp_compose.report.survey import (
+    Record,
+    Survey,
+    survey_plans,
+    survey_units,
+)
+
+STATES: Mapping[str, int] = {
+    "sgd": 0,
+    "sgd_momentum": 1,
+    "adagrad": 1,
+    "lion": 1,
+    "muon": 1,
+    "rmsprop": 1,
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adamax": 2,
+    "adam_amsgrad": 3,
+    "adamw_amsgrad": 3,
+}
+"""Tensors of a parameter's size and dtype that optimizers keep."""
+
+_FULL_PRECISION = MixedPrecision()
+_NO_OFFLOAD = Offload()
+_NEXT_UNIT = Prefetch()
+
+
+def plan(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    world_size: int | tuple[int, int] | None = None,
+    mesh: MeshLike | None = None,
+    units: Policy | None = None,
+    strategy: ShardingStrategy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionLike = _FULL_PRECISION,
+    offload_policy: Offload = _NO_OFFLOAD,
+    ignored: Iterable[nn.Parameter | nn.Module] = (),
+    granularity: GranularityLike = 1,
+    prefetch: Prefetch = _NEXT_UNIT,
+    optimizer: str | int | torch.optim.Optimizer | None = None,
+    backend: str = "nccl",
+) -> Plan:
+    """Say what sharding ``module`` costs; nothing is changed, and nothing communicates.
+
+    The module may be on the meta device. One that is sharded already, or has units in it, is
+    described as it is. The step that is described is a steady one: a forward that runs each module
+    once in the order of registration, its backward with every gradient synchronised, an optimizer
+    step, and gradients set to None.
+
+    Args:
+        module: as for ``fully_shard``; of a sequence, the modules of one unit.
+        world_size: ranks to plan for, or (replicas, shards) for the hybrid strategies, without a
+            process group. None: those of ``mesh``, or of the default group.
+        mesh, units, strategy, reshard_after_forward, mp_policy, offload_policy, ignored,
+            granularity, prefetch: as for ``fully_shard``.
+        optimizer: a name out of ``STATES``, the number of tensors of a parameter's size that it
+            keeps, an optimizer of ``torch.optim``, or None for no state.
+        backend: which one ``world_size`` ranks use: on ``"gloo"`` a reduction receives every
+            rank's contribution.
+
+    Raises:
+        ValueError: an option is wrong, as in ``fully_shard``; options were passed for a module that
+            is sharded already; or the optimizer is not known.
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    states, named = _states_of(optimizer)
+    left_alone = list(ignored)
+    options = Options(
+        mesh=mesh,
+        placement=place(strategy, reshard_after_forward),
+        offload=offload_policy,
+        mp=mp_policy,
+        granularity=granularity,
+        prefetch=prefetch,
+        init="as_is",
+        device=torch.device("cpu"),
+    )
+    chosen = {
+        "world_size": world_size is not None,
+        "mesh": mesh is not None,
+        "units": units is not None,
+        "strategy": strategy is not None,
+        "reshard_after_forward": reshard_after_forward is not None,
+        "mp_policy": mp_policy is not _FULL_PRECISION,
+        "offload_policy": offload_policy is not _NO_OFFLOAD,
+        "ignored": bool(left_alone),
+        "granularity": granularity != 1,
+        "prefetch": prefetch is not _NEXT_UNIT,
+    }
+    known = list(iter_units(module)) if isinstance(module, nn.Module) else []
+    if known:
+        passed = [name for name, was_passed in chosen.items() if was_passed]
+        if passed:
+            raise ValueError(
+                f"plan: {type(module).__name__} is sharded already, so {', '.join(passed)} would "
+                "change nothing; call plan(module) alone, or plan a module that is not sharded."
+            )
+        survey = survey_units(modules[0], known)
+    else:
+        if world_size is not None:
+            if mesh is not None:
+                raise ValueError("plan: pass world_size or mesh, not both.")
+            options = replace(options, mesh=imagine(world_size, backend))
+        if _is_on_meta(modules):
+            options = replace(options, device=compute_device(options.mesh, options.device))
+        plans = plan_shards(modules, options, units, Ignored.of(left_alone))
+        survey = survey_plans(modules, plans)
+    step = play(survey)
+    return Plan(
+        module="+".join(type(m).__name__ for m in modules),
+        is_sharded=bool(known),
+        ranks=max((bucket.ranks for bucket in survey.buckets), default=1),
+        replicas=max((bucket.replicas for bucket in survey.buckets), default=1),
+        optimizer=named,
+        units=tuple(_unit(record, survey, step) for record in survey.records),
+        memory=_memory(survey, step, states),
+        notes=notes_on(survey),
+    )
+
+
+def imagine(world_size: int | tuple[int, int], backend: str) -> Mesh:
+    """A mesh of so many ranks, or (replicas, shards), seen from rank 0, that cannot communicate."""
+    numbers: Any = world_size if isinstance(world_size, tuple) else (None, world_size)
+    if len(numbers) != 2 or any(
+        type(number) is not int or number < 1 for number in numbers if number is not None
+    ):
+        raise ValueError(
+            f"plan: world_size is {world_size!r}; wanted a number of ranks, 1 or more, or "
+            "(replicas, shards)."
+        )
+    replicas, shards = numbers
+    found: Any = backend
+    if not isinstance(found, str):
+        raise TypeError(f'plan: backend is {found!r}; wanted a name, such as "nccl" or "gloo".')
+    shard = Group(None, 0, shards, backend, tuple(range(shards)))
+    replicate = SELF
+    if replicas is not None:
+        replicate = Group(None, 0, replicas, backend, tuple(range(0, replicas * shards, shards)))
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    return Mesh(shard, replicate, device)
+
+
+def _is_on_meta(modules: Any) -> bool:
+    """Before ``modules`` has been checked."""
+    given = modules if isinstance(modules, Sequence) else ()
+    return any(p.is_meta for m in given if isinstance(m, nn.Module) for p in m.parameters())
+
+
+def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int, str | None]:
+    """(tensors per parameter, name)."""
+    if optimizer is None:
+        return 0, None
+    found: Any = optimizer
+    if isinstance(found, bool) or not isinstance(found, str | int | torch.optim.Optimizer):
+        raise TypeError(
+            f"plan: optimizer is {found!r}; wanted one of {sorted(STATES)}, the number of tensors "
+            "of a parameter's size that it keeps, an optimizer of torch.optim, or None."
+        )
+    if isinstance(optimizer, int):
+        if optimizer < 0:
+            raise ValueError(f"plan: optimizer is {optimizer}; wanted a number of tensors >= 0.")
+        return optimizer, f"{optimizer} tensors per parameter"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        settings: dict[str, Any] = optimizer.defaults
+        name = type(optimizer).__name__.lower()
+        if name in ("sgd", "rmsprop") and settings.get("momentum"):
+            return (1 if name == "sgd" else 2), f"{name} with momentum"
+        if settings.get("amsgrad"):
+            name = f"{name}_amsgrad"
+    else:
+        name = optimizer.lower()
+    if name not in STATES:
+        raise ValueError(
+            f"plan: optimizer {name!r} is not known; wanted one of {sorted(STATES)}, or the number "
+            "of tensors of a parameter's size that it keeps."
+        )
+    return STATES[name], name
+
+
+def _unit(record: Record, survey: Survey, step: Step) -> PlannedUnit:
+    outermost = any(event.leaves and event.outermost for event in survey.events_of(record))
+    own = [survey.buckets[i] for i in record.held]
+    return PlannedUnit(
+        name=record.name,
+        classes=record.classes,
+        buckets=tuple(own),
+        borrowed=record.loans,
+        keeps=outermost if record.keep is None else record.keep,
+        forward=sum((step.traffic_forward[i] for i in record.held), Communication()),
+        backward=sum((step.traffic_backward[i] for i in record.held), Communication()),
+    )
+
+
+def _memory(survey: Survey, step: Step, states: int) -> Memory:
+    buckets = survey.buckets
+    state = {
+        id(b): states * b.shard_numel * b.storage.itemsize * (b.trained_numel > 0) for b in buckets
+    }
+    outside = 0
+    for param in survey.outside.values():
+        tensors = 1 + (1 + states) * param.requires_grad
+        outside += tensors * param.numel() * param.dtype.itemsize
+    return Memory(
+        shards=sum(b.shard_bytes for b in buckets),
+        gradients=sum(b.grad_shard_bytes for b in buckets),
+        optimizer=sum(state.values()),
+        buffers=survey.buffer_bytes,
+        outside=outside,
+        weight_copies=sum(b.weight_copy_bytes for b in buckets),
+        host=sum(b.shard_bytes + state[id(b)] for b in buckets if b.on_host),
+        forward=step.forward,
+        backward=step.backward,
+    )

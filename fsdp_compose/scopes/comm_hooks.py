@@ -1,0 +1,206 @@
+"""Communication hooks: how a unit's packed gradients become this rank's averaged part of them.
+
+A hook is ``hook(state, grads: GradBucket) -> Tensor``: it returns part ``grads.shard.rank`` of the
+gradients, summed over ``grads.shard`` and ``grads.replicate`` and times ``grads.scale``, in any
+floating-point dtype. ``grads.flat`` is the hook's to overwrite, and is freed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.records import GradBucket
+from fsdp_compose.core.state import Unit, iter_units
+
+CommHook = Callable[[Any, GradBucket], torch.Tensor]
+
+
+def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> None:
+    """Let ``hook`` reduce the gradients of every unit in ``module``; None restores the default.
+
+    Args:
+        state: passed to every call of ``hook``, None if it needs none. One with ``state_dict`` and
+            ``load_state_dict`` methods is saved in checkpoints, each rank's own.
+        hook: see the top of this file; runs in backward, on the reduce stream of a device.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+        TypeError: ``hook`` cannot be called.
+    """
+    if hook is not None and not callable(hook):
+        raise TypeError(f"register_comm_hook: hook is {hook!r}; wanted a function (state, grads).")
+    for unit in _units(module, "register_comm_hook"):
+        unit.switches.comm_hook, unit.switches.comm_state = hook, state
+
+
+def register_post_reduce_hook(
+    module: nn.Module, fn: Callable[[nn.Module, list[nn.Parameter]], None]
+) -> RemovableHandle:
+    """Call ``fn(unit's module, parameters)`` when the sharded gradients of a bucket are in place.
+
+    It runs in backward, so an optimizer can step on those parameters and drop their gradients.
+
+    Returns:
+        a handle whose ``remove()`` takes the hook back.
+    """
+    units = _units(module, "register_post_reduce_hook")
+    handle = RemovableHandle(
+        units[0].post_reduce_hooks, extra_dict=[unit.post_reduce_hooks for unit in units[1:]]
+    )
+    for unit in units:
+        unit.post_reduce_hooks[handle.id] = fn
+    return handle
+
+
+def comm_hook_state_dict(module: nn.Module) -> dict[str, Any]:
+    """What the communication hooks of ``module``'s units remember, by unit name; rank-local.
+
+    ``save_checkpoint`` saves it and ``load_checkpoint`` loads it.
+    """
+    return _states(_units(module, "comm_hook_state_dict"))
+
+
+def load_comm_hook_state_dict(module: nn.Module, saved: dict[str, Any]) -> None:
+    """Restore what ``comm_hook_state_dict`` returned on this rank; register the hooks first."""
+    for unit in _units(module, "load_comm_hook_state_dict"):
+        if unit.name in saved and _has_state(unit.switches.comm_state):
+            unit.switches.comm_state.load_state_dict(saved[unit.name])
+
+
+def snapshot(module: nn.Module) -> dict[str, Any] | None:
+    """For a checkpoint: what the hooks remember and the layout that it is for; None for nothing."""
+    units = list(iter_units(module))
+    states = _states(units)
+    return {"layout": _layout(units), "states": states} if states else None
+
+
+def restore(module: nn.Module, saved: dict[str, Any]) -> bool:
+    """Restore a ``snapshot`` of this rank; False where the layout is another, which it cannot fit.
+
+    A module without hooks that remember something needs none of it.
+    """
+    units = list(iter_units(module))
+    if not _states(units):
+        return True
+    if saved["layout"] != _layout(units):
+        return False
+    load_comm_hook_state_dict(module, saved["states"])
+    return True
+
+
+def remembers(module: nn.Module) -> bool:
+    """Whether a hook of ``module`` has state that a checkpoint keeps."""
+    return any(_has_state(unit.switches.comm_state) for unit in iter_units(module))
+
+
+def _states(units: list[Unit]) -> dict[str, Any]:
+    found = {unit.name: unit.switches.comm_state for unit in units}
+    return {name: state.state_dict() for name, state in found.items() if _has_state(state)}
+
+
+def _layout(units: list[Unit]) -> dict[str, Any]:
+    """What a rank's packed gradients are, by unit."""
+    return {
+        unit.name: [
+            (b.mesh.gather_axis.size, b.mesh.gather_axis.rank, b.layout.offsets)
+            for b in unit.buckets
+        ]
+        for unit in units
+    }
+
+
+def _has_state(state: Any) -> bool:
+    return callable(getattr(state, "state_dict", None))
+
+
+def _units(module: nn.Module, caller: str) -> list[Unit]:
+    units = list(iter_units(module))
+    if not units:
+        raise ValueError(f"{caller}: nothing in {type(module).__name__} is sharded.")
+    return units
+
+
+def default_hook(state: object, grads: GradBucket) -> torch.Tensor:
+    """What happens without a hook: sum over both groups, then scale."""
+    real = grads.dtype.to_real() if grads.dtype.is_complex else grads.dtype
+    part = comm.reduce_scatter_parts(grads.flat, grads.parts, grads.shard).result(real, grads.scale)
+    return comm.all_reduce(part, grads.replicate)
+
+
+def fp16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
+    """Gradients travel as float16, divided beforehand so that their sum does not overflow."""
+    return _compressed(grads, torch.float16)
+
+
+def bf16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
+    """Gradients travel as bfloat16."""
+    return _compressed(grads, torch.bfloat16)
+
+
+def _compressed(grads: GradBucket, dtype: torch.dtype) -> torch.Tensor:
+    small = grads.flat.mul_(grads.scale).to(dtype)
+    parts = list(small.chunk(grads.shard.size))
+    part = comm.reduce_scatter_parts(small, parts, grads.shard).result(torch.float32, 1.0)
+    if grads.replicate.size > 1:
+        part = comm.all_reduce(part.to(dtype), grads.replicate).float()
+    return part
+
+
+@dataclass
+class Int8ErrorFeedback:
+    """State of ``int8_error_feedback_hook``: what rounding has cost each bucket so far.
+
+    Args:
+        block: elements that share a scale.
+    """
+
+    block: int = 256
+    errors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"block": self.block, "errors": dict(self.errors)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.block = saved["block"]
+        self.errors = {key: error.clone() for key, error in saved["errors"].items()}
+
+
+def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> torch.Tensor:
+    """Gradients travel as int8 with a float32 scale per block, a quarter of the bytes of float32.
+
+    What rounding takes away is added to the next step's gradient (error feedback: Seide et al.,
+    "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD",
+    2019). Sums are formed in float32.
+    """
+    wanted = grads.flat.float()
+    if grads.key in state.errors:
+        wanted = wanted + state.errors[grads.key].to(wanted.device)
+    numel = grads.parts[0].numel()
+    packed = [_quantize(part, state.block) for part in wanted.split(numel)]
+    sent = torch.cat([_dequantize(part, state.block)[:numel] for part in packed])
+    state.errors[grads.key] = wanted - sent
+    received = comm.exchange_parts(packed, grads.shard)
+    total = torch.stack([_dequantize(part, state.block) for part in received]).sum(0)
+    total = total[:numel] * grads.scale
+    return comm.all_reduce(total, grads.replicate)
+
+
+def _quantize(values: torch.Tensor, block: int) -> torch.Tensor:
+    """float32 values to bytes: for each block its scale, then its values, rounded to nearest."""
+    blocks = nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
+    scale = blocks.abs().amax(1, keepdim=True).clamp_(min=1e-30) / 127
+    levels = (blocks / scale).round_().to(torch.int8)
+    return torch.cat([scale.view(torch.uint8), levels.view(torch.uint8)], 1).reshape(-1)
+
+
+def _dequantize(packed: torch.Tensor, block: int) -> torch.Tensor:
+    rows = packed.view(-1, block + 4)
+    scale = rows[:, :4].contiguous().view(torch.float32)
+    return (rows[:, 4:].view(torch.int8) * scale).reshape(-1)

@@ -1,0 +1,309 @@
+"""Units inside a compiled graph: gather and reduce as operators, one graph over many units.
+
+Ordinarily hooks and gathers stay outside compiled graphs, which end at every unit. What
+``set_traceable`` was called on can be part of a larger graph instead (``fullgraph=True``): there a
+forward reads what ``Show`` returns, whose backward hands the gradients to the engine. Releasing is
+implied: what was gathered is freed with its last use, and unless the unit is kept after forward,
+the compiler is told to gather again in backward instead of saving it.
+
+    fsdp_compose::gather(anchor, unit)         the unit's full buckets; parameters are views of them
+    fsdp_compose::reduce(grads, given, unit)   what the anchor receives; ``.grad`` of leaves is set
+
+``Show`` itself stands in the graph that Dynamo makes, and is taken apart when autograd is traced:
+its backward sees then which parameters the graph uses, which becomes a constant (``given``).
+
+The anchor is an empty tensor that requires grad: sharded leaves cannot be inputs of a graph.
+The unit is named by a key that changes whenever what was compiled for it does not hold any more.
+This file alone may be traced; everything it calls in a trace must be, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose.base.torch_private import (
+    remove_forward_hooks,
+    replace_forward_hooks,
+    tree_map,
+    uncompiled_as_frame,
+    wanted_leaves,
+)
+from fsdp_compose.core.autograd import trained_entries
+from fsdp_compose.core.bucket import Bucket, Entry
+from fsdp_compose.core.gathering import admit, check_slots
+from fsdp_compose.core.guards.audit import check_additions
+from fsdp_compose.core.hooks import after_forward, attachments, before_forward
+from fsdp_compose.core.passes import running_task
+from fsdp_compose.core.receiving import Tensors, gather_flat, reduce_at_once, take
+from fsdp_compose.core.records import Traced
+from fsdp_compose.core.state import STATE_KEY, Unit, iter_units, owner_of
+
+_keys = itertools.count()
+_units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
+_library = torch.library.Library("fsdp_compose", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the ranks meet in them
+_library.define("gather(Tensor anchor, str unit) -> Tensor[]", tags=_tags)
+_library.define("reduce(Tensor[] grads, int[] given, str unit) -> Tensor", tags=_tags)
+
+
+def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -> None:
+    """Whether units become part of the compiled graphs around them, as ``fullgraph=True`` needs.
+
+    By default a compiled graph ends where a unit begins. With this, gathering and reducing are
+    operators in it, without prefetch: each gather is awaited where it stands. A unit that is
+    released after forward is gathered again in backward. Outside compiled code, and for a unit
+    that is itself what was compiled, nothing changes. Call it again when parameters were frozen,
+    unfrozen or converted since: graphs are compiled anew then.
+
+    Args:
+        module: a unit, or with ``recurse`` a module that contains units.
+        value: True, or False, the default state.
+        recurse: also set it for the units nested in ``module``.
+
+    Raises:
+        ValueError: there is no such unit, or a unit's options cannot be followed in a graph.
+    """
+    units = [unit for unit in iter_units(module) if recurse or _is_own(unit, module)]
+    if not units:
+        raise ValueError(
+            f"set_traceable: {type(module).__name__} is not a unit"
+            f"{' and contains none' if recurse else ''}; pass a module that fully_shard was called "
+            "on."
+        )
+    for unit in units if value else ():
+        _require_traceable(unit)
+    torch.compiler.allow_in_graph(_show)
+    for unit in units:
+        unit.traced = _record(unit) if value else None
+        for ref in unit.modules:
+            if (member := ref()) is not None:
+                old, new = (_PLAIN, _TRACED) if value else (_TRACED, _PLAIN)
+                replace_forward_hooks(member, dict(zip(old, new, strict=True)))
+
+
+def _is_own(unit: Unit, module: nn.Module) -> bool:
+    return any(ref() is module for ref in unit.modules)
+
+
+def _require_traceable(unit: Unit) -> None:
+    mp = unit.mp
+    problem = None
+    if mp.cast_forward_inputs == "root":
+        problem = 'MixedPrecision(cast_forward_inputs="root"); use True or False'
+    elif mp.full_precision_in_eval:
+        problem = "MixedPrecision(full_precision_in_eval=True)"
+    elif unit.recurrent:
+        problem = "a recurrent module, which torch.compile does not trace"
+    elif unit.dtensors:
+        problem = "tensor parallel parameters; compile its blocks instead: block.compile()"
+    if problem is not None:
+        raise ValueError(
+            f"set_traceable: unit {unit.name!r} has {problem}, which cannot be followed in a "
+            "compiled graph; leave this unit out, with set_traceable(unit, recurse=False) on the "
+            "others."
+        )
+
+
+def _record(unit: Unit) -> Traced:
+    with torch.enable_grad():
+        trained = trained_entries(unit)
+    shapes = [(e.spec.shape, e.spec.stride, e.spec.offset) for e in unit.entries]
+    buffers = [(b.layout.numel, b.full.dtype, b.mesh.device) for b in unit.gathered]
+    # Compiled code is cached on disk by the text of its graph, which these would not be part of.
+    digest = hashlib.sha256(repr((shapes, buffers, trained)).encode()).hexdigest()[:16]
+    key = f"{next(_keys)}:{digest}"
+    _units[key] = unit
+    device = unit.gathered[0].mesh.device if unit.gathered else None
+    cuts = [_cut(bucket) for bucket in unit.gathered]
+    places = [(unit.gathered.index(owner_of(e)), e) for e in unit.entries]
+    return Traced(
+        key=key,
+        anchor=torch.empty(0, device=device, requires_grad=bool(trained)),
+        trained=tuple([index in trained for index in range(len(unit.entries))]),
+        sizes=tuple([sizes for sizes, _ in cuts]),
+        views=tuple([(b, cuts[b][1][e.index], *_permutation(e)) for b, e in places]),
+        epoch=unit.epoch,
+    )
+
+
+def _cut(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
+    """Sizes that split a full bucket, and the position of each entry's piece."""
+    sizes: list[int] = []
+    pieces = [0] * len(bucket.entries)
+    position = 0
+    for entry in sorted(bucket.entries, key=lambda e: (e.spec.offset, e.spec.numel)):
+        offset = entry.spec.offset if entry.spec.numel else position
+        if offset > position:
+            sizes.append(offset - position)
+        pieces[entry.index] = len(sizes)
+        sizes.append(entry.spec.numel)
+        position = offset + entry.spec.numel
+    sizes.append(bucket.layout.numel - position)
+    return tuple(sizes), pieces
+
+
+def _permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape in which an entry is stored, and the order that makes it the parameter's."""
+    shape, stride = entry.spec.shape, entry.spec.stride
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
+    inverse = sorted(range(len(shape)), key=order.__getitem__)
+    return tuple([shape[d] for d in order]), tuple(inverse)
+
+
+def _indices(traced: Traced) -> tuple[int, ...]:
+    return tuple(itertools.compress(itertools.count(), traced.trained))
+
+
+@uncompiled_as_frame
+def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let the unit's modules read the outputs of the operator, in a trace; else as ever."""
+    unit = getattr(module, STATE_KEY).unit
+    traced = unit.traced
+    if not torch.compiler.is_compiling() or traced is None or unit.opened is not None:
+        return before_forward(module, args, kwargs)
+
+    key = traced.key
+
+    def show(anchor: torch.Tensor) -> list[torch.Tensor]:
+        return _show(anchor, key)
+
+    if unit.switches.keep_after_forward is True or not torch.is_grad_enabled():
+        shown = show(traced.anchor)
+    else:  # in a region of its own, whose outputs the compiler makes again instead of saving
+        shown = checkpoint(show, traced.anchor, use_reentrant=False, preserve_rng_state=False)
+    for values, name, index in unit.places:
+        values[name] = shown[index]
+    if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
+        return None
+    return tree_map(partial(_cast, unit.mp.param_dtype), (args, kwargs))
+
+
+@uncompiled_as_frame
+def after_traced(module: nn.Module, args: Any, output: Any) -> Any:
+    """Put the leaves back, in a trace; else as ever."""
+    unit = getattr(module, STATE_KEY).unit
+    if not torch.compiler.is_compiling() or unit.traced is None or unit.opened is not None:
+        return after_forward(module, args, output)
+    for values, name, index in unit.places:
+        values[name] = unit.entries[index].held
+    if unit.mp.output_dtype is None:
+        return output
+    return tree_map(partial(_cast, unit.mp.output_dtype), output)
+
+
+_PLAIN = (before_forward, after_forward)
+_TRACED = (before_traced, after_traced)
+attachments.append((lambda module: None, lambda module: remove_forward_hooks(module, *_TRACED)))
+
+
+class Show(torch.autograd.Function):
+    """The anchor to what the unit's modules read, by entry; their gradients to the reduction."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, key: str) -> tuple[torch.Tensor, ...]:
+        traced = _find(key)[1]
+        ctx.key = key
+        ctx.set_materialize_grads(False)
+        fulls = torch.ops.fsdp_compose.gather(anchor, key)
+        cut = [f.split_with_sizes(sizes) for f, sizes in zip(fulls, traced.sizes, strict=True)]
+        shown = [cut[b][piece].view(shape).permute(dims) for b, piece, shape, dims in traced.views]
+        frozen = itertools.compress(shown, [not trained for trained in traced.trained])
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(shown)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Runs while a graph is made: a gradient that is None is one that the graph never makes."""
+        given = {index: grad for index, grad in enumerate(grads) if grad is not None}
+        return torch.ops.fsdp_compose.reduce([*given.values()], [*given], ctx.key), None
+
+
+def _show(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
+    """One operation to Dynamo, which would give zeros for the gradients that are None."""
+    return list(Show.apply(anchor, key))
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def _find(key: str) -> tuple[Unit, Traced]:
+    unit = _units.get(key)
+    if unit is None or unit.traced is None:
+        raise RuntimeError(
+            "a compiled graph reached a sharded module that was deleted, or is not traceable any "
+            "more; keep a reference to the model until backward has run."
+        )
+    return unit, unit.traced
+
+
+def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
+    unit, traced = _find(key)
+    admit(unit)
+    check_slots(unit)
+    check_additions(unit)
+    with torch.enable_grad():
+        trained = trained_entries(unit)
+    if traced.epoch != unit.epoch or trained != _indices(traced):
+        raise RuntimeError(
+            f"parameters of unit {unit.name!r} were frozen, unfrozen or converted since a graph "
+            "was compiled for it; call fsdp_compose.set_traceable(model) again on every rank."
+        )
+    for _, events, code in unit.gather_events:
+        events.note((code, "gather", unit.name, "a compiled graph"))
+    with torch.no_grad():
+        return [
+            gather_flat(bucket, bucket.shard.to(bucket.mesh.device), bucket.full.dtype)
+            for bucket in unit.gathered
+        ]
+
+
+def _fake_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
+    return [anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in _find(key)[0].gathered]
+
+
+def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
+    unit, traced = _find(key)
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"unit {unit.name!r}: a graph over the backward of a compiled graph was asked for "
+            "(create_graph=True), which torch.compile does not support; run it uncompiled."
+        )
+    received = torch.zeros_like(traced.anchor, requires_grad=False)
+    node = torch.autograd.graph.get_gradient_edge(traced.anchor).node
+    asked = unit.asked
+    if asked is None and wanted_leaves([node]) != [True]:
+        return received  # gradients of other tensors were asked for
+    trained = _indices(traced)
+    by_entry: dict[int, torch.Tensor] = dict(zip(given, grads, strict=True))
+    if asked is not None:
+        by_entry = {i: g for i, g in by_entry.items() if unit.entries[i] in asked.entries}
+    arrived: Tensors = tuple([by_entry.get(index) for index in trained])
+    task = running_task(unit)
+    if asked is None or asked.results is None:
+        take(unit, task, trained, arrived, None)
+        return received
+    for entry, grad in reduce_at_once(unit, task, trained, arrived).items():
+        known = asked.results.get(entry)
+        asked.results[entry] = grad if known is None else known + grad
+    return received
+
+
+def _fake_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
+    return torch.empty(0, device=_find(key)[1].anchor.device)
+
+
+_library.impl("gather", _run_gather, "CompositeExplicitAutograd")
+_library.impl("reduce", _run_reduce, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdp_compose::gather", _fake_gather, lib=_library)
+torch.library.register_fake("fsdp_compose::reduce", _fake_reduce, lib=_library)

@@ -1,0 +1,201 @@
+"""A rank that skips a unit joins what the others communicate for it, with zero gradients.
+
+The unit's own hooks run, around a body that computes nothing: it is gathered, prefetched, watched
+and recorded as in a forward, and its ``Gather`` node gets undefined gradients, which pack as zeros.
+So the ranks' events match one by one, in forward and in backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import raw, wanted_leaves
+from fsdp_compose.core.hooks import call_as_forward
+from fsdp_compose.core.order import Ref
+from fsdp_compose.core.state import Lane, Unit, find_state, iter_units
+
+__all__ = ["participate"]
+
+
+def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tensor:
+    """Join the collectives of a forward of ``module``, and of its backward, without running it.
+
+    Call it in place of ``module(...)`` on a rank that skips the module while other ranks run it, at
+    the same position among the units that the rank runs::
+
+        x = unit(x) if mine else fsdp_compose.participate(unit, x)     # in the middle of a model
+        loss = loss + fsdp_compose.participate(unit)                   # or wherever it ran
+        loss = participate(model)                                      # no batch on this rank
+
+    Units nested in ``module`` are joined too: in the order in which they ran last inside it, or in
+    the order they are registered in where they never ran. The unit's parameters get the same
+    gradients as on the other ranks, averaged over all ranks, those that skipped counted with zero
+    (``set_gradient_divide_factor`` changes that). What forward does besides is not done: no buffer
+    is updated, and collectives of the module's own, such as those of tensor parallelism, are not
+    joined. Inside activation checkpointing, call it inside the checkpointed function. A unit that
+    trains nothing is gathered for backward only where an input of it needs a gradient, so pass
+    ``x`` for such units. Without gradients it joins the gathers alone.
+
+    Args:
+        module: a unit, or a module that contains units.
+        x: a floating-point activation that is handed through, cast as the unit casts its inputs and
+            outputs.
+
+    Returns:
+        ``x``, or a zero to add to the loss. Backward must reach it, as on the other ranks it
+        reaches the unit's output.
+
+    Raises:
+        ValueError: ``module`` is not a unit and contains none.
+        TypeError: ``x`` is not a floating-point tensor.
+    """
+    units = list(iter_units(module))
+    if not units:
+        raise ValueError(
+            f"participate: {type(module).__name__} is not a unit and contains none; pass a module "
+            "that fully_shard was called on, or one that contains such modules."
+        )
+    given: Any = x
+    if x is not None and not (isinstance(given, torch.Tensor) and given.is_floating_point()):
+        found = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+        raise TypeError(
+            f"participate: x is {found}; wanted a floating-point activation, which is handed "
+            "through, or nothing."
+        )
+    if find_state(module) is not None:
+        return _join(module, x)
+    lane = units[0].lane
+    visits = _upcoming(lane, set(units)) if lane.active else None
+    pending = deque(units if visits is None else visits)
+    while pending:
+        x = _join_unit(pending, x)
+    assert x is not None
+    return x
+
+
+def _join(module: nn.Module, x: torch.Tensor | None, visits: deque[Unit] | None = None) -> Any:
+    """A forward of ``module``, which is a unit's, that computes nothing."""
+    return call_as_forward(module, partial(_body, module, visits), () if x is None else (x,), {})
+
+
+def _join_unit(visits: deque[Unit], x: torch.Tensor | None) -> torch.Tensor | None:
+    """The next of ``visits``, with those of the following that are inside it."""
+    unit = visits.popleft()
+    for ref in unit.modules:
+        module = ref()
+        if module is not None:
+            x = _join(module, x, visits)
+    return x
+
+
+def _body(
+    module: nn.Module, visits: deque[Unit] | None, x: torch.Tensor | None = None
+) -> torch.Tensor:
+    state = find_state(module)
+    assert state is not None
+    unit = state.unit
+    # What the modules read now: the outputs of Gather, or what a scope over the unit put there.
+    held = [values[name] for values, name, _ in unit.places]
+    linked = list({id(tensor): tensor for tensor in held if tensor.requires_grad}.values())
+    inner = set(iter_units(module)) - {unit}
+    if inner:
+        if visits is None:
+            visits = deque(_recorded(unit, inner))
+        while visits and visits[0] in inner:
+            x = _join_unit(visits, x)
+    if x is None:
+        x = _zero(unit)
+    if not torch.is_grad_enabled():
+        return x.view_as(x)  # not the caller's tensor, whose backward is not this unit's
+    with torch.inference_mode(False):
+        joined: torch.Tensor = Join.apply(weakref.ref(unit), x, *linked)
+    return joined
+
+
+def _recorded(unit: Unit, inner: set[Unit]) -> list[Unit]:
+    """The units of ``inner`` in the order of their last forwards, else as they are registered."""
+    lane = unit.lane
+    found = _upcoming(lane, inner)
+    if found is not None:
+        return found
+    for order in filter(None, (lane.eval_order, lane.forward_order)):
+        for refs in (*reversed(order.current[:-1]), *order.recorded):
+            visited = _existing(refs)
+            if unit in visited:
+                return _while_inside(visited[visited.index(unit) + 1 :], inner)
+    members = [u for u in iter_units_of(unit) if u in inner]
+    return list(dict.fromkeys(members))
+
+
+def iter_units_of(unit: Unit) -> list[Unit]:
+    """The unit's own and nested units, in the order its modules register them."""
+    return [u for ref in unit.modules if (m := ref()) is not None for u in iter_units(m)]
+
+
+def _upcoming(lane: Lane, inner: set[Unit]) -> list[Unit] | None:
+    """Those of ``inner`` that are expected next in the pass under way; None: nothing is known."""
+    order = lane.forward_order if lane.eval_order is None else lane.eval_order
+    if order.place is None:
+        return None
+    return _while_inside(_existing(order.recorded[order.place][order.cursor :]), inner)
+
+
+def _existing(refs: list[Ref]) -> list[Unit]:
+    return [unit for ref in refs if (unit := ref()) is not None]
+
+
+def _while_inside(units: list[Unit], inner: set[Unit]) -> list[Unit]:
+    stop = next((i for i, unit in enumerate(units) if unit not in inner), len(units))
+    return units[:stop]
+
+
+def _zero(unit: Unit) -> torch.Tensor:
+    """A scalar zero in the unit's compute dtype, where that is a floating-point one."""
+    dtypes = [b.full.dtype for b in unit.gathered if b.full.dtype.is_floating_point]
+    device = unit.gathered[0].mesh.device if unit.gathered else unit.lane.streams.device
+    return torch.zeros((), dtype=dtypes[0] if dtypes else torch.float32, device=device)
+
+
+class Join(torch.autograd.Function):
+    """Identity that depends on a unit's parameters and gives them no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, unit_ref: weakref.ref[Unit], x: torch.Tensor, *linked: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.unit_ref = unit_ref
+        ctx.kinds = [(t.shape, t.dtype, t.device) for t in linked]
+        # Something saved, so that checkpointing recomputes here, as it does for the unit's weights.
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        _ = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True reached a unit that this rank skipped with "
+                "participate(), which cannot join what the other ranks communicate in a backward "
+                "through that graph; run the unit here too, with its output times zero."
+            )
+        unit = ctx.unit_ref()
+        if unit is not None and ctx.kinds and wanted_leaves([_some_leaf(unit)]) is None:
+            # autograd.grad is to return what this rank has of the average, not None.
+            return None, grad, *(torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.kinds)
+        return None, grad, *(None for _ in ctx.kinds)
+
+
+def _some_leaf(unit: Unit) -> Any:
+    """The node that accumulates the gradient of a trained parameter of the unit."""
+    for entry in unit.entries:
+        with raw(), torch.enable_grad():
+            if entry.param.requires_grad:
+                return torch.autograd.graph.get_gradient_edge(entry.param).node
+    raise AssertionError(f"unit {unit.name!r} trains nothing")

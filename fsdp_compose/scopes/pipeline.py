@@ -1,0 +1,121 @@
+"""Pipeline stages of ``torch.distributed.pipelining`` that reduce gradients once per step.
+
+A schedule runs forwards and backwards of several microbatches in an order of its own, for which a
+sharded module needs nothing. What a stage adds is when to reduce: gradients of all microbatches but
+the last add up unsharded, and those of the last take them along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from fsdp_compose.core.gathering import drop
+from fsdp_compose.core.records import Hold
+from fsdp_compose.core.state import iter_units
+from fsdp_compose.scopes.switches import no_sync
+from fsdp_compose.scopes.unshard import reduce_grads
+
+
+class Stage(Protocol):
+    """What is used of a ``PipelineStage``."""
+
+    submod: nn.Module
+    backward_maybe_with_nosync: Callable[..., Any]
+    perform_reduce_grad: Callable[[int], None]
+
+
+StageT = TypeVar("StageT", bound=Stage)
+
+
+def pipeline_stage(stage: StageT) -> StageT:
+    """Have ``stage`` reduce each bucket's gradients once per ``schedule.step()``.
+
+    ::
+
+        fully_shard(part, mesh=mesh["dp"], units=wrap.by_class({Block}))
+        stage = PipelineStage(part, index, stages, device, group=mesh.get_group("pp"))
+        schedule = Schedule1F1B(pipeline_stage(stage), microbatches, loss_fn)
+
+    Without it results are the same, and every microbatch reduces. The reductions run beside the
+    backward of the last microbatch; the schedule divides by the number of microbatches after them,
+    so choose its ``scale_grads`` by the loss, as ever. ``FULL_SHARD`` gathers for each microbatch,
+    in forward and in backward; ``ZERO1`` gathers once a step and keeps the whole stage until its
+    last backward. Schedules that split a backward into inputs and weights (zero bubble) do both
+    in the first part here, since a unit's gradients arrive together: results are the same, the
+    bubble stays.
+
+    Args:
+        stage: made by ``PipelineStage`` or ``pipe.build_stage``, of a module that contains units.
+            Where a rank has several, each.
+
+    Returns:
+        ``stage``.
+
+    Raises:
+        ValueError: the stage's module contains no unit.
+        RuntimeError: in ``schedule.step()``: inside ``no_sync`` or another scope that postpones
+            reductions, or with gradients of an earlier step still in ``.grad``, if the schedule
+            divides gradients, which would then be divided never or twice.
+    """
+    if not any(True for _ in iter_units(stage.submod)):
+        raise ValueError(
+            f"pipeline_stage: {type(stage.submod).__name__} contains no unit; call fully_shard on "
+            "the stage's module first."
+        )
+    run, finish = stage.backward_maybe_with_nosync, stage.perform_reduce_grad
+    held: list[str] = []  # what had a gradient before the step that runs
+    is_first = True  # of the step's backwards
+
+    def backward(kind: str, kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            held[:] = [n for n, p in stage.submod.named_parameters() if p.grad is not None][:1]
+        if kind == "weight":
+            return (), None  # done in the backward for the inputs
+        if kind == "full" and last_backward:
+            return run(kind, kwargs, last_backward=True)
+        if kind == "input" and kwargs["output_grads"] is None:
+            kwargs = {**kwargs, "stage_output": kwargs["stage_output"][0]}  # the loss
+        with no_sync(stage.submod):
+            grads, _ = run("full", kwargs, last_backward=False)
+        return grads, []
+
+    def reduce(scale: int) -> None:
+        nonlocal is_first
+        is_first = True
+        if scale != 1:
+            _check_scaling(stage.submod, held)
+        units = list(iter_units(stage.submod))
+        if all(unit.switches.sync for unit in units):
+            reduce_grads(stage.submod)  # what the last microbatch did not use
+        for unit in units:
+            if unit.switches.reshard_after_backward and unit.switches.sync:
+                drop(unit, Hold.KEPT)
+        finish(scale)
+
+    stage.backward_maybe_with_nosync = backward
+    stage.perform_reduce_grad = reduce
+    return stage
+
+
+def _check_scaling(module: nn.Module, held: list[str]) -> None:
+    """Raise where dividing ``.grad`` does not divide this step's gradients and no others."""
+    remedy = "or give the schedule scale_grads=False and divide the loss instead."
+    if held:
+        raise RuntimeError(
+            f"pipeline_stage: {held[0]!r} had a gradient before schedule.step(), which the "
+            "schedule would divide by the number of microbatches again; call zero_grad() before "
+            f"each step, {remedy}"
+        )
+    for unit in iter_units(module):
+        if not (unit.switches.sync and unit.switches.all_reduce):
+            raise RuntimeError(
+                f"pipeline_stage: unit {unit.name!r} postpones its reductions, so that the "
+                "schedule cannot divide the gradients by the number of microbatches; call "
+                "schedule.step() outside no_sync() and accumulate(), since it reduces once by "
+                f"itself, {remedy}"
+            )

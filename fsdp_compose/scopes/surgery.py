@@ -1,0 +1,72 @@
+"""Surgery inside a scope is taken over whole or not at all: modules are given back what they were.
+
+Parametrisations replace a layer's weight by what they compute it from. Of a layer that tensor
+parallelism split, that may be a partial sum, which nothing could shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.core.state import Unit
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """What a module was: its class, and its attributes with a copy of each dictionary."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+    copies: dict[str, dict[Any, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Before:
+        attributes = dict(module.__dict__)
+        copies = {key: dict(value) for key, value in attributes.items() if isinstance(value, dict)}
+        return cls(module, type(module), attributes, copies)
+
+    def restore(self) -> None:
+        self.module.__class__ = self.kind
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.attributes)
+        for key, copied in self.copies.items():
+            current = self.attributes[key]
+            current.clear()
+            current.update(copied)
+
+
+def remember_modules(module: nn.Module, units: Iterable[Unit]) -> list[Before]:
+    """What ``check_surgery`` gives back: nothing where tensor parallelism split no parameter."""
+    if not any(unit.dtensors for unit in units):
+        return []
+    return [Before.of(submodule) for submodule in module.modules()]
+
+
+def check_surgery(module: nn.Module, before: Sequence[Before]) -> None:
+    """Raise where a parameter that was put into a module is a partial sum.
+
+    Raises:
+        ValueError: naming it; the modules are what they were.
+    """
+    if not before:
+        return
+    for path, submodule in module.named_modules():
+        for key, param in parameter_slots(submodule).items():
+            if isinstance(param, DTensor) and any(p.is_partial() for p in param.placements):
+                placements = param.placements
+                for one in before:
+                    one.restore()
+                raise ValueError(
+                    f"gathered: parameter {f'{path}.{key}' if path else key!r} was made in the "
+                    f"scope, with placements {placements}; wanted Shard and Replicate only. Weight "
+                    "norm of a row-parallel layer is taken over the dimension that is split, and "
+                    "torch computes no gradient for it: leave it off layers that tensor "
+                    "parallelism splits. The modules are as they were before the scope."
+                )

@@ -1,0 +1,213 @@
+"""What the user switches between passes: when gradients are reduced, and when units are released.
+
+All of these take effect at the next forward or backward. ``no_sync`` and ``accumulate`` restore
+what they found, also when the body raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from fsdp_compose.core.records import Switches
+from fsdp_compose.core.reducing import discard_packed
+from fsdp_compose.core.state import Unit, find_state, iter_units
+from fsdp_compose.scopes.unshard import reduce_grads
+
+Keep: TypeAlias = Literal["sharded", "unsharded", "no_all_reduce"]
+KEEPS: tuple[Keep, ...] = ("sharded", "unsharded", "no_all_reduce")
+
+
+def _units(module: nn.Module, recurse: bool, caller: str) -> list[Unit]:
+    state = find_state(module)
+    if recurse:
+        units = list(iter_units(module))
+    else:
+        units = [] if state is None else [state.unit]
+    if not units:
+        raise ValueError(
+            f"{caller}: {type(module).__name__} is not a unit"
+            f"{' and contains none' if recurse else ''}; pass a module that fully_shard was called "
+            "on."
+        )
+    return units
+
+
+def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = True) -> None:
+    """Whether backward reduces gradients; if not, they add up unsharded until a backward that does.
+
+    Args:
+        module: a unit, or with ``recurse`` a module that contains units.
+        value: True, the default state, or False.
+        recurse: also set it for the units nested in ``module``.
+
+    Raises:
+        ValueError: there is no such unit.
+    """
+    for unit in _units(module, recurse, "set_requires_gradient_sync"):
+        unit.switches.sync = bool(value)
+
+
+def set_requires_all_reduce(module: nn.Module, value: bool, recurse: bool = True) -> None:
+    """Whether a backward that reduces over the shard group goes on to the replicas.
+
+    If not, gradients add up as shards, outside ``.grad``, until a backward that does. Without
+    effect where there are no replicas. Arguments and errors as ``set_requires_gradient_sync``.
+    """
+    for unit in _units(module, recurse, "set_requires_all_reduce"):
+        unit.switches.all_reduce = bool(value)
+
+
+def set_is_last_backward(module: nn.Module, value: bool, recurse: bool = True) -> None:
+    """Whether the next backward is a step's last; only then offloaded gradients cross to the host.
+
+    Arguments and errors as ``set_requires_gradient_sync``.
+    """
+    for unit in _units(module, recurse, "set_is_last_backward"):
+        unit.switches.last_backward = bool(value)
+
+
+def set_reshard_after_forward(module: nn.Module, value: bool, recurse: bool = True) -> None:
+    """Whether full parameters are released between forward and backward.
+
+    Arguments and errors as ``set_requires_gradient_sync``.
+    """
+    for unit in _units(module, recurse, "set_reshard_after_forward"):
+        unit.switches.keep_after_forward = not value
+
+
+def set_reshard_after_backward(module: nn.Module, value: bool, recurse: bool = True) -> None:
+    """Whether full parameters are released after backward.
+
+    If not, they stay gathered, over the next forward too, which gathers them again only when they
+    were written. Arguments and errors as ``set_requires_gradient_sync``.
+    """
+    for unit in _units(module, recurse, "set_reshard_after_backward"):
+        unit.switches.reshard_after_backward = bool(value)
+
+
+def set_find_unused_parameters(module: nn.Module, value: bool, recurse: bool = True) -> None:
+    """Whether ranks on an accelerator ask each other at every reduction what they used.
+
+    A parameter that no rank used in a unit that ran keeps ``grad is None``; one that some ranks
+    used counts as zero on the others. On a CPU this is known in every step. On an accelerator it
+    is what the ranks found in the first step, and a step in which that is wrong is an error at the
+    end of the next one. Say True where what ranks use changes from step to step: each reduction
+    then has a small all-reduce before it, for which the host waits.
+
+    Arguments and errors as ``set_requires_gradient_sync``.
+    """
+    for unit in _units(module, recurse, "set_find_unused_parameters"):
+        unit.switches.find_unused = bool(value)
+
+
+def set_gradient_divide_factor(
+    module: nn.Module, value: float | None, recurse: bool = True
+) -> None:
+    """Divide summed gradients by ``value`` instead of the number of ranks; None restores that.
+
+    For experts on a mesh of their own, beside dense parameters over more ranks: their gradients
+    bring, through the all-to-all, the tokens of all of those ranks, so they are divided by that
+    number too. A backward that reaches units over different numbers of ranks raises where this was
+    not said. The number of the unit's own ranks says that the others repeat the same data::
+
+        fully_shard(layer.experts, mesh=mesh["edp"])
+        set_gradient_divide_factor(layer.experts, dist.get_world_size())
+        fully_shard(model)
+
+    Arguments and errors as ``set_requires_gradient_sync``.
+
+    Raises:
+        ValueError: ``value`` is not a positive finite number.
+    """
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(
+            f"set_gradient_divide_factor: value is {value!r}; wanted a positive finite number, or "
+            "None for the number of data-parallel ranks."
+        )
+    for unit in _units(module, recurse, "set_gradient_divide_factor"):
+        unit.switches.divide_factor = None if value is None else float(value)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Inside, backward communicates no gradients: they add up unsharded, in the reduce dtype.
+
+    The first backward after the scope reduces them with its own, or ``reduce_grads(module)`` does.
+    An optimizer step before that raises. ``zero_grad`` does not reach them, since they are not in
+    ``.grad`` yet: to drop them, call ``reduce_grads`` first, or let an exception leave an
+    ``accumulate`` scope. Memory: one flat gradient buffer per bucket.
+
+    Raises:
+        ValueError: ``module`` contains no unit.
+    """
+    units = _units(module, True, "no_sync")
+    found = [unit.switches.sync for unit in units]
+    for unit in units:
+        unit.switches.sync = False
+    try:
+        yield
+    finally:
+        for unit, sync in zip(units, found, strict=True):
+            unit.switches.sync = sync
+
+
+@contextmanager
+def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
+    """Gradient accumulation as one scope: all backwards of a step inside, the step after it.
+
+    On leaving, ``.grad`` holds the sum over the backwards, averaged over ranks. When the body
+    raises, gradients that were not reduced are dropped; those already in ``.grad`` stay.
+
+    Args:
+        module: a unit or a module that contains units.
+        keep: what microbatches leave behind. With ``k`` backwards, and per unit:
+
+            ============== ================================= ==========================
+            keep           collectives                       memory
+            ============== ================================= ==========================
+            sharded        k reduce-scatters, k all-reduces  the sharded gradients
+            no_all_reduce  k reduce-scatters, 1 all-reduce   twice the sharded gradients
+            unsharded      1 reduce-scatter, 1 all-reduce    plus full gradients
+            ============== ================================= ==========================
+
+            All-reduces are over replicas, where there are any. With ``"unsharded"`` nothing hides
+            the reduction at the end; ``no_sync`` around all backwards but the last one does.
+
+    Raises:
+        ValueError: ``module`` contains no unit, or ``keep`` is none of the above.
+    """
+    if keep not in KEEPS:
+        raise ValueError(f"accumulate: keep is {keep!r}; wanted one of {KEEPS}.")
+    units = _units(module, True, "accumulate")
+    found = [_flags(unit.switches) for unit in units]
+    for unit in units:
+        unit.switches.sync = keep != "unsharded"
+        unit.switches.all_reduce = keep != "no_all_reduce"
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        for unit, (sync, all_reduce) in zip(units, found, strict=True):
+            unit.switches.sync, unit.switches.all_reduce = sync, all_reduce
+            if not done:
+                _discard(unit)
+    if all(sync and all_reduce for sync, all_reduce in found):
+        reduce_grads(module)
+
+
+def _flags(switches: Switches) -> tuple[bool, bool]:
+    return switches.sync, switches.all_reduce
+
+
+def _discard(unit: Unit) -> None:
+    for bucket in unit.buckets:
+        if bucket.packed:
+            discard_packed(bucket)
+        bucket.partial = bucket.waiting_grad = None
+        bucket.used = bucket.trained = 0

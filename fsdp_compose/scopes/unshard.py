@@ -1,0 +1,271 @@
+"""Keep units gathered between passes, gather them ahead of one, reduce what they accumulated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from fsdp_compose.core.bucket import Bucket, Entry
+from fsdp_compose.core.gathering import drop, install_leaves, keep, refresh_stale, wait_gathered
+from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
+from fsdp_compose.core.guards.whole import as_parameter, hide, new_layer, show
+from fsdp_compose.core.passes import prefetch
+from fsdp_compose.core.records import Hold, Opened
+from fsdp_compose.core.reducing import drain, land, pack, start_all_reduce, start_reduce
+from fsdp_compose.core.state import (
+    Lane,
+    Unit,
+    as_read,
+    find_state,
+    iter_units,
+    owner_of,
+    units_with,
+)
+
+
+def own_units(module: nn.Module, caller: str) -> list[Unit]:
+    """The unit of ``module``, or of what is in it when it is not a unit itself."""
+    state = find_state(module)
+    units = [state.unit] if state is not None else list(iter_units(module))
+    if not units:
+        raise ValueError(
+            f"{caller}: {type(module).__name__} is not a unit and contains none; pass a module "
+            "that fully_shard was called on, or one that contains such modules. To reach the "
+            "parameters of a part of a unit, use fsdp_compose.gathered(module)."
+        )
+    return units
+
+
+@dataclass(eq=False)
+class Unsharded(Opened):
+    """A unit between ``unshard`` and ``reshard``."""
+
+    versions: list[int] = field(default_factory=list)
+
+
+_graphs: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[Reach]] = weakref.WeakKeyDictionary()
+"""Graphs over the gathered parameters of a unit, which must not be released before they are."""
+
+
+class UnshardHandle:
+    """An ``unshard`` under way."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Make the parameters readable on the current stream, and let the modules hold them."""
+        units, self._units = self._units, []
+        for unit in units:
+            if Hold.USER in unit.holds:
+                wait_gathered(unit)
+                _show(unit)
+
+
+def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
+    """Gather a unit, in its compute dtype, and keep it gathered until ``reshard(module)``.
+
+    Its forwards then gather nothing, and its modules hold full tensors between them, through which
+    gradients flow to the sharded parameters. To write, use ``gathered(module, writeback=True)``.
+    After an optimizer step the next forward gathers the new values, and so does ``unshard``.
+
+    Args:
+        module: a unit, or a module that contains units: all of them are gathered.
+        async_op: return at once, with a handle whose ``wait()`` is called before parameters are
+            read; a forward waits by itself.
+
+    Raises:
+        ValueError: ``module`` is not a unit and contains none.
+    """
+    units = own_units(module, "unshard")
+    for unit in units:
+        if unit.holds & {Hold.KEPT, Hold.RETAINED, Hold.USER} and not is_running(unit):
+            refresh_stale(unit)
+        keep(unit, Hold.USER)
+    handle = UnshardHandle(units)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def _show(unit: Unit) -> None:
+    if unit.opened is not None:
+        return
+    reaches: list[Reach] = []
+    fulls = dict(zip(unit.entries, as_read(unit, unit.aliases), strict=True))
+    with torch.inference_mode(False), torch.enable_grad():
+        shown = connect(owners(unit), fulls, reaches)
+    _watch_graphs(unit, reaches)
+    opened = Unsharded(tensors=[], in_forward=False)
+    for entry in unit.entries:
+        full = shown[entry]
+        full = full if full.grad_fn else as_parameter(full)
+        show(entry, full, new_layer(opened, partial(_rebuild, weakref.ref(unit))))
+    opened.tensors = [entry.held for entry in unit.entries]
+    opened.versions = [tensor._version for tensor in opened.tensors]
+    unit.opened = opened
+    if not is_running(unit):
+        install_leaves(unit)
+
+
+def _watch_graphs(unit: Unit, reaches: list[Reach]) -> None:
+    graphs = _graphs.setdefault(unit, weakref.WeakSet())
+    for reach in reaches:
+        graphs.add(reach)
+        weakref.finalize(reach, _graph_is_gone, weakref.ref(unit)).atexit = False
+
+
+def _rebuild(ref: weakref.ref[Unit], entry: Entry, trained: bool) -> torch.Tensor:
+    unit, reaches = ref(), list[Reach]()
+    assert unit is not None
+    full = reconnect(entry, entry.held.detach(), trained, reaches)
+    _watch_graphs(unit, reaches)
+    return full
+
+
+def reconnect(
+    entry: Entry, full: torch.Tensor, trained: bool, reaches: list[Reach]
+) -> torch.Tensor:
+    """A full tensor of a scope after its parameter was set free, or frozen."""
+    if not trained:
+        return as_parameter(full)
+    owner = owner_of(entry)
+    units = [unit for unit in units_with(owner) if owner in unit.buckets]
+    with torch.enable_grad():
+        return connect(units, {entry: full}, reaches)[entry]
+
+
+def _graph_is_gone(ref: weakref.ref[Unit]) -> None:
+    unit = ref()
+    if unit is not None and not _is_unsharded(unit) and not _has_graphs(unit):
+        drop(unit, Hold.USER)
+
+
+def _has_graphs(unit: Unit) -> bool:
+    return any(True for _ in _graphs.get(unit, ()))
+
+
+def _is_unsharded(unit: Unit) -> bool:
+    opened = unit.opened
+    while opened is not None and not isinstance(opened, Unsharded):
+        opened = opened.outer
+    return opened is not None
+
+
+def reshard(module: nn.Module) -> None:
+    """Withdraw ``unshard`` and release what is gathered, as soon as nothing needs it any more.
+
+    What a running forward or backward reads stays until it is done, and so does what a graph over
+    parameters that were read directly still needs.
+
+    Raises:
+        ValueError: ``module`` is not a unit and contains none.
+        RuntimeError: a parameter was written since ``unshard``, which would be lost.
+    """
+    edited: Entry | None = None
+    units = own_units(module, "reshard")
+    for unit in units:
+        opened = unit.opened
+        around = None  # the innermost scope that was opened over the unsharded unit
+        while opened is not None and not isinstance(opened, Unsharded):
+            around, opened = opened, opened.outer
+        if isinstance(opened, Unsharded):
+            for entry, before in zip(unit.entries, opened.versions, strict=True):
+                full = hide(entry, opened)
+                if full is not None and full._version != before:
+                    edited = edited or entry
+                del full  # and with it, perhaps, a graph that keeps the unit gathered
+            if around is not None:
+                around.outer = None
+            else:
+                unit.opened = None
+                if not is_running(unit):
+                    install_leaves(unit)
+            opened.tensors = []
+        reasons = [Hold.PREFETCH]
+        if not _has_graphs(unit):
+            reasons.append(Hold.USER)
+        if "hidden" not in unit.warned:
+            reasons.append(Hold.KEPT)
+        for reason in reasons:
+            drop(unit, reason)
+    if edited is not None:
+        raise RuntimeError(
+            f"reshard: parameter {edited.spec.fqn!r} of unit {edited.spec.unit!r} was written "
+            "between unshard and reshard, and the edit would be lost; edit parameters inside "
+            "`with fsdp_compose.gathered(module, writeback=True):`."
+        )
+
+
+def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) -> None:
+    """Start gathering the units of ``modules`` now, ahead of their use in the pass of ``module``.
+
+    What the pass does not use is released at its end, and by an optimizer step.
+
+    Raises:
+        ValueError: one of them is not a unit and contains none.
+    """
+    own_units(module, "prefetch_units")
+    wanted = [modules] if isinstance(modules, nn.Module) else list(modules)
+    for target in wanted:
+        for unit in own_units(target, "prefetch_units"):
+            prefetch(unit.lane, [unit])
+
+
+def reduce_grads(module: nn.Module) -> None:
+    """Reduce the gradients that ``module``'s units accumulated without synchronisation.
+
+    Afterwards they are in ``.grad``, averaged over all ranks. Every rank must call it, outside
+    backward; where nothing waits it does nothing.
+
+    Raises:
+        ValueError: ``module`` contains no unit.
+    """
+    units = list(iter_units(module)) or own_units(module, "reduce_grads")
+    lanes: dict[int, Lane] = {}
+    for unit in units:
+        lanes[id(unit.lane)] = unit.lane
+        drain(unit.lane)
+        switches = unit.switches
+        found = switches.all_reduce, switches.last_backward
+        switches.all_reduce = switches.last_backward = True
+        try:
+            for bucket in unit.buckets:
+                if bucket.waiting_grad is not None and not is_pending(bucket):
+                    pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
+                if bucket.packed:
+                    unit.lane.reductions.append(start_reduce(bucket))
+                elif bucket.partial is not None:
+                    unit.lane.reductions.append(start_all_reduce(bucket))
+                drain(unit.lane)
+        finally:
+            switches.all_reduce, switches.last_backward = found
+    for lane in lanes.values():
+        land(lane)
+
+
+def check_reduced(unit: Unit, caller: str) -> None:
+    """Raise when gradients of the unit wait to be reduced (D12)."""
+    for bucket in unit.buckets:
+        if is_open(bucket):
+            raise RuntimeError(
+                f"{caller}: the gradient of {bucket.entries[0].spec.fqn!r} (unit {unit.name!r}) "
+                "was accumulated without synchronisation and is not in .grad yet; run the last "
+                "backward outside no_sync(), or call fsdp_compose.reduce_grads(module) first."
+            )
+
+
+def is_open(bucket: Bucket) -> bool:
+    """Whether the bucket holds gradients that are not in ``.grad``."""
+    return is_pending(bucket) or bucket.waiting_grad is not None
+
+
+def is_pending(bucket: Bucket) -> bool:
+    """Whether it holds gradients that were not reduced, or not over the replicas."""
+    return bucket.packed or bucket.partial is not None
