@@ -10,12 +10,6 @@ _is_used: bool = globals().get("_is_used", False)  # set by lazy.py, which runs 
 if _is_used:
     from fsdp_compose import wrap
     from fsdp_compose.base.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
-    from fsdp_compose.build.fully_shard import fully_shard, undo
-    from fsdp_compose.build.init import seeded_init
-    from fsdp_compose.build.names import clean_name, parameter_names, parameters_by_name, units_of
-    from fsdp_compose.build.parallel import declare_tensor_parallel
-    from fsdp_compose.build.refresh import refresh
-    from fsdp_compose.build.trace import ExecutionOrder, TracingConfig, trace_execution_order
     from fsdp_compose.checkpoint import (
         Saving,
         get_state_dict_type,
@@ -31,6 +25,17 @@ if _is_used:
         state_dict,
         state_dict_type,
     )
+    from fsdp_compose.construct.fully_shard import fully_shard, undo
+    from fsdp_compose.construct.init import seeded_init
+    from fsdp_compose.construct.names import (
+        clean_name,
+        parameter_names,
+        parameters_by_name,
+        units_of,
+    )
+    from fsdp_compose.construct.parallel import declare_tensor_parallel
+    from fsdp_compose.construct.refresh import refresh
+    from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
     from fsdp_compose.core.guards.methods import register_forward_method
     from fsdp_compose.core.guards.replicas import verify_replicas
     from fsdp_compose.core.guards.verify import set_debug

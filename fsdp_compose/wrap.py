@@ -1,6 +1,6 @@
 """Policies that choose which submodules become units: ``fully_shard(model, units=...)``."""
 
-from fsdp_compose.build.wrap import (
+from fsdp_compose.construct.wrap import (
     Classes,
     Decide,
     Decision,

@@ -19,7 +19,7 @@ FOLDERS = [
     "comm",
     "sharded",
     "core",
-    "build",
+    "construct",
     "scopes",
     "optim",
     "report",

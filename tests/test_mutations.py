@@ -32,10 +32,10 @@ from fsdp_compose import (
     optim_state_dict,
     verify_replicas,
 )
-from fsdp_compose.build.plans import UnitPlan
 from fsdp_compose.checkpoint import metadata, optim_agree
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
+from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.core.guards import whole
 from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
@@ -487,7 +487,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
     ),
     "start not verified": (
-        lambda: replace("sum_bytes", lambda of: lambda t: of(torch.zeros(1)), "build.agree"),
+        lambda: replace("sum_bytes", lambda of: lambda t: of(torch.zeros(1)), "construct.agree"),
         check_replicas_verified, 2,
     ),
     "writes in forward lost": (

@@ -19,9 +19,9 @@ from torch import nn
 
 from fsdp_compose.base.mesh import SELF, Group, require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
-from fsdp_compose.build.names import parameters_by_name
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import messages, waiting
+from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.guards.surroundings import check_surroundings
 from fsdp_compose.core.state import held_by_fewer, iter_units, owner_of

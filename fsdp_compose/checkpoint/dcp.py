@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.build.names import clean_name
 from fsdp_compose.checkpoint import optim as optimizers
 from fsdp_compose.checkpoint.consensus import (
     Shared,
@@ -46,6 +45,7 @@ from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.write import write_checkpoint
 from fsdp_compose.comm.messages import to_bytes
+from fsdp_compose.construct.names import clean_name
 from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import is_sharded
 

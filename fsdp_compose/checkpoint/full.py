@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.build.names import clean_name
 from fsdp_compose.checkpoint.consensus import (
     Shared,
     assemble,
@@ -50,6 +49,7 @@ from fsdp_compose.checkpoint.tensorfile import (
 from fsdp_compose.checkpoint.transfer import broadcast_object
 from fsdp_compose.checkpoint.values import storage_dims, whole, whole_shape
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 
 PathLike = str | os.PathLike[str]

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.base.torch_private import foreign_load_hooks
-from fsdp_compose.build.names import name_cleaner
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.names import Names, aliases_of, bare, cleaned, listing, names_of
 from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.transfer import broadcast_state
 from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
+from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 

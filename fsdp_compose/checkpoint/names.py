@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.build import names
-from fsdp_compose.build.names import name_cleaner
-from fsdp_compose.build.parallel import check_declared
+from fsdp_compose.construct import names
+from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.parallel import check_declared
 from fsdp_compose.core.bucket import Bucket, find_entry
 from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.build.names import clean_name
 from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
 from fsdp_compose.checkpoint.names import listing, parameter_names
@@ -29,6 +28,7 @@ from fsdp_compose.checkpoint.structure import Owned, block_spec, complete, fits,
 from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
 from fsdp_compose.checkpoint.values import fit, needs_gather, whole, whole_shape
 from fsdp_compose.checkpoint.watch import ELEMENTWISE, watch
+from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose.base.torch_private import remove_state_dict_hooks, strict_of_load
-from fsdp_compose.build.names import clean_name, name_cleaner
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.consensus import groups_of, settle
 from fsdp_compose.checkpoint.model import (
@@ -30,6 +29,7 @@ from fsdp_compose.checkpoint.model import (
 from fsdp_compose.checkpoint.names import CHECKPOINTED, bare, is_bare
 from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.values import as_whole, install_protocol, is_ready
+from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.core import hooks
 from fsdp_compose.core.state import Unit, find_state, get_state
 from fsdp_compose.sharded import is_sharded

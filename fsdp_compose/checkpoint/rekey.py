@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_compose.build.names import clean_name
 from fsdp_compose.checkpoint.members import OptimLike, members_of, optimizers_of
 from fsdp_compose.checkpoint.names import parameter_names
+from fsdp_compose.construct.names import clean_name
 
 
 def rekey_optim_state_dict(

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.build.names import clean_name
 from fsdp_compose.checkpoint.consensus import Shared, groups_of, several
 from fsdp_compose.checkpoint.names import names_of
 from fsdp_compose.checkpoint.stream import each_full
 from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.values import whole, whole_shape
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.guards.verify import code_of
 from fsdp_compose.core.state import iter_units

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.build.names import named_leaves
+from fsdp_compose.construct.names import named_leaves
 from fsdp_compose.core.bucket import Bucket, Entry, find_entry, mark_entry
 from fsdp_compose.core.reducing import get_grad, requires_grad, set_grad
 from fsdp_compose.core.state import Unit, iter_units, owner_of

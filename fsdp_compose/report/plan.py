@@ -31,9 +31,9 @@ from fsdp_compose.base.policy import (
     ShardingStrategy,
     place,
 )
-from fsdp_compose.build.collect import plan_shards
-from fsdp_compose.build.plans import Ignored, Options
-from fsdp_compose.build.wrap import Policy
+from fsdp_compose.construct.collect import plan_shards
+from fsdp_compose.construct.plans import Ignored, Options
+from fsdp_compose.construct.wrap import Policy
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.notes import notes_on

@@ -17,10 +17,10 @@ from torch import nn
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload, Prefetch
 from fsdp_compose.base.torch_private import buffer_slots, parameter_slots, raw
-from fsdp_compose.build.collect import unit_precision
-from fsdp_compose.build.names import clean_name
-from fsdp_compose.build.plans import BucketPlan, UnitPlan
 from fsdp_compose.comm.messages import is_point_to_point
+from fsdp_compose.construct.collect import unit_precision
+from fsdp_compose.construct.names import clean_name
+from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.layout.plan import Layout, whole_owners

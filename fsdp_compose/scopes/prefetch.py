@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fsdp_compose.build.trace import ExecutionOrder
+from fsdp_compose.construct.trace import ExecutionOrder
 from fsdp_compose.core.state import Unit, find_state, get_state
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fsdp_compose.build.agree import agree
-from fsdp_compose.core.guards.audit import is_ignored, managed, remember
-from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
-from fsdp_compose.build.collect import lay_out
-from fsdp_compose.core.guards.connect import is_running
-from fsdp_compose.core.passes import begin_forward_pass
-from fsdp_compose.build.fully_shard import (
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.policy import INITS, Init
+from fsdp_compose.base.torch_private import parameter_slots, raw
+from fsdp_compose.construct.agree import agree
+from fsdp_compose.construct.collect import lay_out
+from fsdp_compose.construct.fully_shard import (
     Made,
     _build_bucket,
     _cast_buffers,
@@ -27,17 +26,18 @@ from fsdp_compose.build.fully_shard import (
     _make_values,
     _restore,
 )
-from fsdp_compose.build.init import InitFn
-from fsdp_compose.base.mesh import Group
-from fsdp_compose.build.names import clean_name
-from fsdp_compose.build.parallel import tensor_parallel_groups
-from fsdp_compose.build.plans import Found, Ignored, Options, UnitPlan
-from fsdp_compose.base.policy import INITS, Init
-from fsdp_compose.core.reducing import drain
+from fsdp_compose.construct.init import InitFn
+from fsdp_compose.construct.names import clean_name
+from fsdp_compose.construct.parallel import tensor_parallel_groups
+from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
+from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
 from fsdp_compose.core.gathering import drop
-from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
+from fsdp_compose.core.guards.audit import is_ignored, managed, remember
+from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.passes import begin_forward_pass
+from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, iter_units, owner_of
-from fsdp_compose.base.torch_private import parameter_slots, raw
+from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
 
 __all__ = ["refresh"]
 

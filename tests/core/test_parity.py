@@ -41,7 +41,7 @@ from models import (
     whole,
 )
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
 from gpt import Block as GPTBlock
 

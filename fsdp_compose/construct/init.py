@@ -16,13 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import flatten, storage_order
 from fsdp_compose.base.mesh import Mesh
-from fsdp_compose.build.names import owners, walk_named
-from fsdp_compose.build.parallel import find_parallel
-from fsdp_compose.build.plans import UnitPlan
-from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
 from fsdp_compose.base.torch_private import (
     buffer_slots,
     non_persistent,
@@ -31,6 +25,12 @@ from fsdp_compose.base.torch_private import (
     swap_contents,
 )
 from fsdp_compose.base.unwritten import is_unwritten, mark_unwritten
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct.names import owners, walk_named
+from fsdp_compose.construct.parallel import find_parallel
+from fsdp_compose.construct.plans import UnitPlan
+from fsdp_compose.core.bucket import flatten, storage_order
+from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
 
 InitFn = Callable[[nn.Module], object]
 

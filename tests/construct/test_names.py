@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compose as fc
 from fsdp_compose import fully_shard, undo, wrap
-from fsdp_compose.build.names import clean_name, parameter_names, parameters_by_name, units_of
+from fsdp_compose.construct.names import clean_name, parameter_names, parameters_by_name, units_of
 from fsdp_compose.scopes.apply import apply
 
 from harness import rank_errors, run_ranks

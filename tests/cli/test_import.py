@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HEAVY = "torch._dynamo sympy torch.distributed.checkpoint torch.distributed.tensor optree numpy"
 
 LIGHT = f"""
@@ -41,11 +41,11 @@ assert main(["checkpoint", "show", "no_such_folder"]) == 1
 
 FILES_FIRST = """
 import sys, torch
-from fsdp_compose.build.fully_shard import fully_shard
+from fsdp_compose.construct.fully_shard import fully_shard
 from fsdp_compose.scopes.apply import apply
-import fsdp_compose.build.refresh, fsdp_compose.scopes.unshard, fsdp_compose.wrap
+import fsdp_compose.construct.refresh, fsdp_compose.scopes.unshard, fsdp_compose.wrap
 from fsdp_compose.wrap import by_class
-assert by_class is fsdp_compose.build.wrap.by_class
+assert by_class is fsdp_compose.construct.wrap.by_class
 model = fully_shard(torch.nn.Linear(2, 2))
 assert isinstance(model.state_dict()["weight"].full_tensor(), torch.Tensor)
 import fsdp_compose as fc

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
 from fsdp_compose.base.mesh import SELF, Mesh
-from fsdp_compose.build import init
-from fsdp_compose.build.init import seeded_init
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct import init
+from fsdp_compose.construct.init import seeded_init
 from fsdp_compose.core.guards import replicas
 from fsdp_compose.core.guards.replicas import checksum
 

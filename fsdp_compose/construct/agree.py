@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import Slot
-from fsdp_compose.build.collect import unit_precision
 from fsdp_compose.base.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
-from fsdp_compose.build.parallel import tensor_parallel_groups
-from fsdp_compose.build.plans import UnitPlan
 from fsdp_compose.base.policy import Placement
+from fsdp_compose.base.torch_private import buffer_slots
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct.collect import unit_precision
+from fsdp_compose.construct.parallel import tensor_parallel_groups
+from fsdp_compose.construct.plans import UnitPlan
+from fsdp_compose.core.bucket import Slot
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.sharded import Parallel
-from fsdp_compose.base.torch_private import buffer_slots
 
 
 @dataclass(frozen=True)

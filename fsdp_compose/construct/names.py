@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from fsdp_compose.core.state import find_state, iter_units
 from fsdp_compose.base.torch_private import child_slots, parameter_slots
+from fsdp_compose.core.state import find_state, iter_units
 
 PREFIXES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes that only wrappers have."""

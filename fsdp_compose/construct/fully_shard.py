@@ -18,26 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.core import hooks
-from fsdp_compose.build.agree import Value, agree, agree_on_values, values_of
-from fsdp_compose.core.guards.audit import remember
-from fsdp_compose.core.bucket import (
-    Bucket,
-    Entry,
-    find_entry,
-    flatten,
-    forget_entry,
-    make_bucket,
-    storage_order,
-)
-from fsdp_compose.build.collect import plan_shards, unit_precision
-from fsdp_compose.core.passes import begin_forward_pass
-from fsdp_compose.build.init import InitFn, broadcast, is_on_meta, materialise
 from fsdp_compose.base.lazy import import_all
 from fsdp_compose.base.mesh import SELF, Mesh, MeshLike, compute_device, fuse, subgroup_of
-from fsdp_compose.core.guards.methods import attach_methods, check_methods
-from fsdp_compose.build.names import name_cleaner
-from fsdp_compose.build.plans import BucketPlan, Ignored, Options, UnitPlan
 from fsdp_compose.base.policy import (
     INITS,
     GranularityLike,
@@ -49,11 +31,48 @@ from fsdp_compose.base.policy import (
     ShardingStrategy,
     place,
 )
+from fsdp_compose.base.torch_private import (
+    buffer_slots,
+    give_leaf_hooks,
+    hide_from_traces,
+    raw,
+    take_leaf_hooks,
+)
+from fsdp_compose.base.unwritten import is_unwritten
+from fsdp_compose.construct.agree import Value, agree, agree_on_values, values_of
+from fsdp_compose.construct.collect import plan_shards, unit_precision
+from fsdp_compose.construct.init import InitFn, broadcast, is_on_meta, materialise
+from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.plans import BucketPlan, Ignored, Options, UnitPlan
+from fsdp_compose.construct.wrap import Policy
+from fsdp_compose.core import hooks
+from fsdp_compose.core.bucket import (
+    Bucket,
+    Entry,
+    find_entry,
+    flatten,
+    forget_entry,
+    make_bucket,
+    storage_order,
+)
+from fsdp_compose.core.gathering import check_slots, drop, install_leaves
+from fsdp_compose.core.guards.audit import remember
+from fsdp_compose.core.guards.methods import attach_methods, check_methods
+from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.guards.whole import hide_all
+from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.receiving import gather_flat
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.reducing import drain
-from fsdp_compose.core.guards.replicas import checksum
-from fsdp_compose.core.gathering import check_slots, drop, install_leaves
+from fsdp_compose.core.state import (
+    STATE_KEY,
+    Unit,
+    _FSDPState,
+    find_state,
+    iter_units,
+    lane_of,
+    owner_of,
+)
 from fsdp_compose.sharded import (
     Residence,
     ShardedDTensor,
@@ -69,25 +88,6 @@ from fsdp_compose.sharded import (
     take_over_hooks,
     untag,
 )
-from fsdp_compose.core.state import (
-    STATE_KEY,
-    Unit,
-    _FSDPState,
-    find_state,
-    iter_units,
-    lane_of,
-    owner_of,
-)
-from fsdp_compose.base.torch_private import (
-    buffer_slots,
-    give_leaf_hooks,
-    hide_from_traces,
-    raw,
-    take_leaf_hooks,
-)
-from fsdp_compose.base.unwritten import is_unwritten
-from fsdp_compose.core.guards.whole import hide_all
-from fsdp_compose.build.wrap import Policy
 
 _FULL_PRECISION = MixedPrecision()
 _NO_OFFLOAD = Offload()

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.core.bucket import Slot
-from fsdp_compose.layout.plan import Layout
 from fsdp_compose.base.mesh import Mesh, MeshLike
 from fsdp_compose.base.policy import (
     ByName,
@@ -23,6 +21,8 @@ from fsdp_compose.base.policy import (
     Placement,
     Prefetch,
 )
+from fsdp_compose.core.bucket import Slot
+from fsdp_compose.layout.plan import Layout
 from fsdp_compose.sharded import Parallel, part_of
 
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
 from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
-from fsdp_compose.build.parallel import declare_tensor_parallel
+from fsdp_compose.construct.parallel import declare_tensor_parallel
 from fsdp_compose.sharded import ShardedWeightError, as_own_file, is_sharded
 
 from harness import rank_errors, run_ranks

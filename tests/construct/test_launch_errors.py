@@ -17,7 +17,7 @@ from fsdp_compose.cli.launch import PORTS, free_port
 from harness import run_ranks, single_process
 from models import Tower, by_block, data, seeded, square, units
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LINE = r"torch\.distributed\.init_process_group\(\)"
 
 

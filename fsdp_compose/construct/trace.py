@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 from torch.fx import PH  # type: ignore[attr-defined]
 
-from fsdp_compose.core.state import iter_units
 from fsdp_compose.base.tree import map_tensors
+from fsdp_compose.core.state import iter_units
 
 _HERE: Any = PH  # stands for a tensor inside a container
 

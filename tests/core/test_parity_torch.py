@@ -23,7 +23,7 @@ from fsdp_compose import MixedPrecision, fully_shard, wrap
 from harness import run_ranks
 from models import whole
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, Block, GPTConfig
 
 STEPS = 10

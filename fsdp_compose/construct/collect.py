@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.core.bucket import Slot, find_entry
-from fsdp_compose.layout.plan import Extent, Granularity, plan_layout, spread_work
 from fsdp_compose.base.mesh import (
     Group,
     check_fusable,
@@ -20,14 +18,6 @@ from fsdp_compose.base.mesh import (
     require_group,
     resolve_mesh,
 )
-from fsdp_compose.build.names import clean_name, name_cleaner
-from fsdp_compose.build.parallel import (
-    check_meshes,
-    find_parallel,
-    note_repeated,
-    tensor_parallel_groups,
-)
-from fsdp_compose.build.plans import BucketPlan, Found, Ignored, Options, UnitPlan
 from fsdp_compose.base.policy import (
     INITS,
     ByName,
@@ -39,10 +29,20 @@ from fsdp_compose.base.policy import (
     check_function,
     place,
 )
-from fsdp_compose.sharded import is_sharded
-from fsdp_compose.core.state import find_state, lane_of, owner_of
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots, steps_in_backward
-from fsdp_compose.build.wrap import Decide, Policy, matches_nothing, near
+from fsdp_compose.construct.names import clean_name, name_cleaner
+from fsdp_compose.construct.parallel import (
+    check_meshes,
+    find_parallel,
+    note_repeated,
+    tensor_parallel_groups,
+)
+from fsdp_compose.construct.plans import BucketPlan, Found, Ignored, Options, UnitPlan
+from fsdp_compose.construct.wrap import Decide, Policy, matches_nothing, near
+from fsdp_compose.core.bucket import Slot, find_entry
+from fsdp_compose.core.state import find_state, lane_of, owner_of
+from fsdp_compose.layout.plan import Extent, Granularity, plan_layout, spread_work
+from fsdp_compose.sharded import is_sharded
 
 
 def plan_shards(

@@ -21,7 +21,7 @@ from fsdp_compose import (
     undo,
     wrap,
 )
-from fsdp_compose.build.collect import _OVERRIDABLE
+from fsdp_compose.construct.collect import _OVERRIDABLE
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded
 

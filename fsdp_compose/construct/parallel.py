@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_compose.base.mesh import Group, Mesh, group_of
+from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.bucket import contiguous_strides, storage_order
-from fsdp_compose.base.mesh import Group, Mesh, group_of
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, part_of, spec_of, split_axes
-from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
 
 TPGroup: TypeAlias = "DeviceMesh | dist.ProcessGroup"
 

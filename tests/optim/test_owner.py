@@ -681,7 +681,7 @@ def test_the_sharded_module_has_the_owners_that_were_planned() -> None:
 
 @pytest.mark.slow
 def test_the_example_trains_and_resumes_on_other_ranks(tmp_path: Path) -> None:
-    script = Path(__file__).parent.parent / "examples" / "muon.py"
+    script = Path(__file__).parents[2] / "examples" / "muon.py"
 
     def run(*args: str) -> str:
         command = [sys.executable, str(script), *args]

@@ -15,8 +15,8 @@ import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
 from fsdp_compose.base import mesh as mesh_module
 from fsdp_compose.base import torch_private
-from fsdp_compose.build.wrap import by_fn
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct.wrap import by_fn
 
 from harness import rank_errors, run_ranks
 from models import (

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compose.build.names import name_cleaner
 from fsdp_compose.base.policy import check_function, name_pattern
-from fsdp_compose.build.trace import ExecutionOrder, TracingConfig, trace_execution_order
+from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
 
 UnitOptions = dict[str, Any]
 Decision = bool | UnitOptions
