@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for text in options.seeds:
         first, _, last = text.partition(":")
         seeds += range(int(first), int(last)) if last else [int(first)]
-    worlds = [options.world] if options.world else [2, 1, 3, 4, 2]
+    worlds = [options.world] if options.world else [2, 1, 3, 4]
     started, ran, failed = time.monotonic(), 0, 0
     size = len(seeds)
     while True:

@@ -125,7 +125,7 @@ class NodeModule(nn.Module):
             x = child(x)
         if self.fail:
             raise OnPurpose
-        if self.fail_backward and x.requires_grad:
+        if self.fail_backward and x.requires_grad and torch.is_grad_enabled():
             x = x * 1
             x.register_hook(_raise)
         return x

@@ -23,6 +23,14 @@ FOUND = {
     "a gradient penalty leaves nothing gathered": Case(
         Node((Leaf("single", frozen=True),)), 2, "FULL_SHARD", (("penalty", 0),),
     ),
+    "seed 149: a backward that fails where nothing was computed": Case(
+        Node((Leaf("matrix"),), recompute="reentrant", calls=2), 2, "FULL_SHARD",
+        (("skip", 0), ("fail backward", 0)),
+    ),
+    "seed 188: a step in which nothing was trained": Case(
+        Node((Leaf("matrix"), Leaf("matrix"))), 2, "FULL_SHARD",
+        (("skip", 0), ("toggle", 5), ("step", 0)),
+    ),
 }  # fmt: skip
 
 
