@@ -393,6 +393,12 @@ def is_asked_for_gradient() -> bool:
     return sys._getframe(2).f_code in _asking
 
 
+def is_asked_for_node() -> bool:
+    """Whether the caller's caller looks for a tensor's node of the graph, to hook it or to stop
+    a backward there: ``get_gradient_edge``, ``register_multi_grad_hook``, pipeline schedules."""
+    return sys._getframe(2).f_code.co_name == "_get_grad_fn_or_grad_acc"
+
+
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 """``(cls, tensor, requires_grad)``: another object of class ``cls`` over the tensor's storage."""
 

@@ -19,7 +19,7 @@ Files, each importing only from those above it:
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
-from fsdp_compose.sharded.advice import PRIVACY, QUANTIZING, unit_finders
+from fsdp_compose.sharded.advice import EDGE, PRIVACY, QUANTIZING, unit_finders
 from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import (
@@ -55,6 +55,7 @@ from fsdp_compose.sharded.tensor import (
 from fsdp_compose.sharded.torchstate import checked_state
 
 __all__ = [
+    "EDGE",
     "HANDLERS",
     "PRIVACY",
     "QUANTIZING",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fsdp_compose.sharded.ops import MEMORY
 
 __all__ = [
+    "EDGE",
     "EXPORT",
     "PRIVACY",
     "QUANTIZING",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.testing import assert_close
 
 import fsdp_compose as fc
@@ -319,5 +320,37 @@ def test_closures_in_a_scope_see_whole_parameters() -> None:
             search.step(closure)
         with pytest.raises(ShardedWeightError, match="LBFGS takes all parameters as one vector"):
             search.step(lambda: (loss := square(model, data(0, rank))).backward() or loss)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_nodes_of_the_graph_are_refused(scope: Callable[..., Any]) -> None:
+    """They see this rank's own gradient; asked for before the scope or for other tensors, as ever.
+
+    Hooks on the parameter itself, which the error names, see the reduced gradient.
+    """
+
+    def check(rank: int) -> None:
+        model, plain = pair(rank)
+        model.zero_grad(), plain.zero_grad()
+        seen: list[Tensor] = []
+        with scope(model):
+            p = model.head.weight
+            for ask in (
+                lambda: get_gradient_edge(p),
+                lambda: register_multi_grad_hook([p], print),
+                lambda: p.view_as(p).grad_fn,
+                lambda: p.expand_as(p).grad_fn,
+            ):
+                with pytest.raises(ShardedWeightError, match=r"'head\.weight' .* own gradient"):
+                    ask()
+            hidden = model.head(torch.ones(1, 6, dtype=torch.float64))
+            assert get_gradient_edge(hidden).node is hidden.grad_fn
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad)))
+        square(model, data(0, rank)).backward()
+        sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+        assert len(seen) == 1
+        assert_close(seen[0], plain.head.weight.grad)
 
     run_ranks(check, 2)

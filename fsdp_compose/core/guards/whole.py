@@ -12,10 +12,11 @@ So the usual loops over ``model.parameters()`` clip, clear and freeze what the o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,18 +26,21 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_compose.base.torch_private import (
     call_raw,
     is_asked_for_gradient,
+    is_asked_for_node,
     is_called_by_parameter,
+    is_in_call,
     make_subclass,
     raw,
     swap_contents,
     swap_dtensor_slots,
 )
 from fsdp_compose.core.bucket import Entry, find_entry
-from fsdp_compose.sharded import HANDLERS, refuse_export
+from fsdp_compose.sharded import EDGE, HANDLERS, ShardedWeightError, refuse_export
 
 _plain: Any = torch.Tensor
 _grad_get, _grad_set = _plain.grad.__get__, _plain.grad.__set__
 _requires_set = _plain.requires_grad.__set__
+_node_get = _plain.grad_fn.__get__
 
 if TYPE_CHECKING:
     _Base: Any = object  # a mixin: what it does not define, the parameter class beside it does
@@ -115,6 +119,23 @@ class _Whole(_Base):
     def retains_grad(self) -> bool:
         return False
 
+    @property
+    def grad_fn(self) -> Any:
+        """The node that connects it to its shard; torch's functions over nodes are refused."""
+        if is_asked_for_node():
+            _refuse_node(self)
+        return call_raw(_node_get, (), (self,))
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        if other is self and not is_in_call(sys._getframe()):
+            _refuse_node(self)
+        return call_raw(_plain.view_as, (), (self, other))
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        if other is self and not is_in_call(sys._getframe()):
+            _refuse_node(self)
+        return call_raw(_plain.expand_as, (), (self, other))
+
     def retain_grad(self) -> None:
         """As on any leaf, nothing: gradients of leaves are kept."""
 
@@ -152,6 +173,20 @@ class _Whole(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__copy__().__reduce_ex__(protocol)
+
+
+def _refuse_node(shown: Any) -> NoReturn:
+    """Raise for the idioms by which a leaf's node of the graph is found.
+
+    Raises:
+        ShardedWeightError: naming the parameter.
+    """
+    spec = find_entry(shown).spec
+    raise ShardedWeightError(
+        f"{spec.fqn!r} (unit {spec.unit!r}) is shown in full by gathered() or unshard(), where its "
+        "node in the graph (get_gradient_edge(p), register_multi_grad_hook, p.view_as(p).grad_fn) "
+        f"sees this rank's own gradient alone. {EDGE}"
+    )
 
 
 def _ask(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
