@@ -31,6 +31,13 @@ FOUND = {
         Node((Leaf("matrix"), Leaf("matrix"))), 2, "FULL_SHARD",
         (("skip", 0), ("toggle", 5), ("step", 0)),
     ),
+    **{
+        f"seed 496: recomputed ({how}) from a scope, kept from a forward before it": Case(
+            Node((Node((Leaf("matrix"),), True),), recompute=how), 2, "SHARD_GRAD_OP",
+            (("dropped", 0), ("write data", 0), ("gathered loss", 0)),
+        )
+        for how in ("reentrant", "saved")
+    },
 }  # fmt: skip
 
 

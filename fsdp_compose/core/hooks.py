@@ -311,7 +311,7 @@ def _open_forward(unit: Unit, lane: Lane, recomputing: bool, trained: tuple[int,
         find_surroundings(unit)
     if unit.watch is not None and any(unit.watch.hooks):
         watch_hooked(unit)
-    if not recomputing:
+    if not recomputing or unit.task is None:
         refresh_stale(unit)
     if lane.carried and unit in lane.carried:
         use_carried(unit)
