@@ -24,6 +24,8 @@ from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, raw
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of
 
+from harness import run_ranks
+
 WIDTH = 6
 BATCH = 3
 
@@ -55,6 +57,10 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def two_blocks() -> Tower:
+    return Tower(2)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -89,6 +95,10 @@ def nested(model: nn.Module, **options: Any) -> nn.Module:
         if isinstance(module, Block):
             fully_shard(module, **options)
     return fully_shard(model, **options)
+
+
+SHARDS = {"blocks": by_block, "one": one_unit}
+EVERY_SHARD = SHARDS | {"nested": nested}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -253,6 +263,19 @@ class Twin:
         mine = dict(self.mine.named_buffers())
         for name, buffer in self.model.named_buffers():
             compare(name, buffer, mine[name], self.tolerance)
+
+
+def train_twin(
+    build: Callable[[], nn.Module] = Tower,
+    forward: Forward = square,
+    shard: Callable[[nn.Module], Any] = by_block,
+    optimizer: MakeOptimizer = sgd,
+    *,
+    world: int = 2,
+    steps: int = 3,
+) -> None:
+    """Trains a twin on ranks: the whole of many tests."""
+    run_ranks(lambda rank: Twin(rank, world, build, shard, optimizer).train(forward, steps), world)
 
 
 def mean_loss(output: Any) -> Tensor:

@@ -22,6 +22,7 @@ from fsdp_compose.core.guards.replicas import checksum
 
 from harness import rank_errors, run_ranks
 from models import (
+    EVERY_SHARD,
     WIDTH,
     Block,
     Ledger,
@@ -39,8 +40,6 @@ from models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-SHARDS = {"blocks": by_block, "one": one_unit, "nested": nested}
 
 
 class Buffered(Tower):
@@ -97,7 +96,7 @@ def test_broadcast_takes_parameters_and_buffers_from_rank_0(
     def ranks(rank: int) -> None:
         model = unlike(rank)
         ids = [id(p) for p in model.parameters()]
-        SHARDS[shard](model, init="broadcast", mesh=mesh_for(world, hybrid))
+        EVERY_SHARD[shard](model, init="broadcast", mesh=mesh_for(world, hybrid))
         equal(full(model), full(unlike(0)))
         assert [id(p) for p in model.parameters()] == ids
         assert model.shared is model.table
@@ -371,7 +370,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-@pytest.mark.parametrize("shard", list(SHARDS))
+@pytest.mark.parametrize("shard", list(EVERY_SHARD))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_reset_parameters_initialises_a_model_from_meta(shard: str, world: int) -> None:
     def ranks(rank: int) -> Any:
@@ -379,7 +378,7 @@ def test_reset_parameters_initialises_a_model_from_meta(shard: str, world: int) 
         before = list(model.parameters())
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         torch.manual_seed(0)
-        SHARDS[shard](model)
+        EVERY_SHARD[shard](model)
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
         assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
         start = full(model)
@@ -689,7 +688,7 @@ def children_first(model: nn.Module, **options: Any) -> nn.Module:
 def test_the_same_weights_for_every_world_and_choice_of_units(world: int) -> None:
     def ranks(rank: int) -> list[dict[str, Tensor]]:
         found = []
-        for shard in (*SHARDS.values(), children_first):
+        for shard in (*EVERY_SHARD.values(), children_first):
             torch.manual_seed(rank)  # of no consequence
             state = torch.get_rng_state()
             model = on_meta(Tied)

@@ -17,11 +17,9 @@ from fsdp_compose.construct.names import clean_name, parameter_names, parameters
 from fsdp_compose.scopes.apply import apply
 
 from harness import rank_errors, run_ranks
-from models import Block, Tower, by_block, data, nested, one_unit, square, units, whole
+from models import EVERY_SHARD, Block, Tower, by_block, data, square, units, whole
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-SHARDS = {"blocks": by_block, "one": one_unit, "nested": nested}
 
 
 class Tied(Tower):
@@ -45,11 +43,11 @@ def plain_names(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-@pytest.mark.parametrize("shard", list(SHARDS))
+@pytest.mark.parametrize("shard", list(EVERY_SHARD))
 def test_names_are_those_of_the_plain_module(shard: str) -> None:
     model = Shared()
     wanted = plain_names(model)
-    SHARDS[shard](model)
+    EVERY_SHARD[shard](model)
     found = parameters_by_name(model)
     assert set(found) == set(wanted)
     assert all(found[name] is param for name, param in wanted.items())
@@ -161,7 +159,7 @@ def test_a_unit_of_several_modules_is_listed_once() -> None:
 # apply
 
 
-@pytest.mark.parametrize("shard", list(SHARDS))
+@pytest.mark.parametrize("shard", list(EVERY_SHARD))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_apply_is_that_of_the_plain_module(shard: str, world: int) -> None:
     def reset(module: nn.Module) -> None:
@@ -172,7 +170,7 @@ def test_apply_is_that_of_the_plain_module(shard: str, world: int) -> None:
     def ranks(rank: int) -> None:
         model, plain = Shared(), Shared()
         before = list(model.parameters())
-        SHARDS[shard](model)
+        EVERY_SHARD[shard](model)
         orders: list[list[str]] = [[], []]
         for order, m, run in zip(orders, (model, plain), (apply, nn.Module.apply)):
             torch.manual_seed(4)

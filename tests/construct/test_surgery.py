@@ -59,6 +59,7 @@ from models import (
     seeded,
     sgd,
     square,
+    train_twin,
     units,
     whole,
 )
@@ -91,19 +92,6 @@ class Built(Twin):
             for mine, first in zip(other.modules(), model.modules()):
                 mine._parameters.update(first._parameters)
         return [model, *others]
-
-
-def trains(
-    build: Callable[[], nn.Module],
-    shard: Any = by_block,
-    optimizer: MakeOptimizer = sgd,
-    forward: Callable[[nn.Module, Tensor], Tensor] = square,
-    world: int = 2,
-) -> None:
-    run_ranks(
-        lambda rank: Twin(rank, world, build, shard, optimizer).train(forward),
-        world,
-    )
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -309,7 +297,7 @@ def test_low_bit_bases(bits: int, signed: bool, shard: Any) -> None:
         return blocks_with(change)()
 
     for optimizer in (sgd, adamw):
-        trains(build, shard, optimizer)
+        train_twin(build, shard=shard, optimizer=optimizer)
 
 
 def test_low_bit_bases_are_cut_in_bytes_and_never_cast() -> None:
@@ -778,7 +766,7 @@ def test_parametrised_values_may_be_cached() -> None:
         with parametrize.cached():
             return square(model, x) + square(model, 2 * x)
 
-    trains(blocks_with(lambda b: CHANGES["parametrize"](b.up)), by_block, adamw, forward)
+    train_twin(blocks_with(lambda b: CHANGES["parametrize"](b.up)), forward, optimizer=adamw)
 
 
 def test_spectral_vectors_agree_between_ranks() -> None:
@@ -1035,8 +1023,8 @@ def own_embedding(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_weight_read_from_another_unit(optimizer: MakeOptimizer) -> None:
     """In one unit with its reader, or inside a scope in forward; gradients of both uses add up."""
-    trains(Reader, lambda m: fully_shard(m, units=wrap.by_class({Block})), optimizer, read_loss)
-    trains(GatheringReader, own_embedding, optimizer, read_loss)
+    train_twin(Reader, read_loss, by_block, optimizer)
+    train_twin(GatheringReader, read_loss, own_embedding, optimizer)
 
 
 class Speaker(Tower):

@@ -45,6 +45,7 @@ from fsdp_compose.sharded import own_slice
 
 from harness import run_ranks
 from models import (
+    SHARDS,
     WIDTH,
     Block,
     Tower,
@@ -56,6 +57,8 @@ from models import (
     one_unit,
     seeded,
     square,
+    train_twin,
+    two_blocks,
     units,
     whole,
 )
@@ -64,23 +67,8 @@ with warnings.catch_warnings():  # torch imports it in the first dual level, wit
     warnings.simplefilter("ignore")
     import torch._decomp.decompositions_for_jvp
 
-SHARDS = {"blocks": by_block, "one": one_unit}
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 Forward = Callable[[nn.Module, Tensor], Any]
-
-
-def tower() -> nn.Module:
-    return Tower(2)
-
-
-def train(
-    forward: Forward,
-    build: Callable[[], nn.Module] = tower,
-    shard: Callable[[nn.Module], Any] = by_block,
-    world: int = 2,
-    steps: int = 2,
-) -> None:
-    run_ranks(lambda rank: Twin(rank, world, build, shard).train(forward, steps), world)
 
 
 def agree(twin: Twin, fn: Forward, seed: int = 3) -> None:
@@ -105,7 +93,7 @@ def fulls(model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("shard", "world"), [("blocks", 2), ("one", 2), ("blocks", 4)])
 def test_grad_of_parameters_and_inputs_in_one_call(shard: str, world: int) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, world, tower, SHARDS[shard])
+        twin = Twin(rank, world, two_blocks, SHARDS[shard])
         xs = [x.requires_grad_() for x in twin.inputs(1)]
         ys = [x.detach().clone().requires_grad_() for x in xs]
         plain = torch.stack([square(m, y) for m, y in zip(twin.plain, ys)]).mean()
@@ -125,7 +113,7 @@ def test_grad_of_parameters_and_inputs_in_one_call(shard: str, world: int) -> No
 @pytest.mark.parametrize("shard", SHARDS)
 def test_gradients_of_several_calls_added_up_by_the_user(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for step in range(2):
             for micro in range(3):
                 losses = twin.losses(square, 10 * step + micro)
@@ -144,7 +132,7 @@ def test_grad_while_gradients_wait_to_be_reduced(shard: str, inside: bool) -> No
     """It returns the gradient of its own loss, and what waits is reduced as if it had not run."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
 
         def look() -> None:
             loss, plain = twin.losses(square, 7)
@@ -170,7 +158,7 @@ def test_grad_while_gradients_wait_to_be_reduced(shard: str, inside: bool) -> No
 def test_grad_while_gradients_wait_for_the_replicas() -> None:
     def ranks(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        twin = Twin(rank, 4, tower, lambda m: by_block(m, mesh=mesh))
+        twin = Twin(rank, 4, two_blocks, lambda m: by_block(m, mesh=mesh))
         with accumulate(twin.model, keep="no_all_reduce"):
             twin.backward(square, 0)
             loss, plain = twin.losses(square, 1)
@@ -187,7 +175,7 @@ def test_grad_while_gradients_wait_for_the_replicas() -> None:
 
 def test_grad_in_a_scope_while_gradients_wait() -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower)
+        twin = Twin(rank, 2, two_blocks)
         with no_sync(twin.model):
             twin.backward(square, 0)
         x = data(1, rank)
@@ -247,7 +235,7 @@ def test_grad_of_parameters_that_were_not_used(shard: str, option: str) -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_batches_of_gradients_reach_inputs_and_are_refused_for_parameters(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         rows = torch.eye(6, dtype=torch.float64).reshape(6, 3, 2)
 
         def rows_of(model: nn.Module, x: Tensor) -> Any:
@@ -271,7 +259,7 @@ def test_forward_mode_over_inputs(shard: str, frozen: bool) -> None:
     """A dual number goes through, and what comes out has a gradient of its own."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: tower().requires_grad_(not frozen), SHARDS[shard])
+        twin = Twin(rank, 2, lambda: two_blocks().requires_grad_(not frozen), SHARDS[shard])
 
         def tangent(model: nn.Module, x: Tensor) -> Tensor:
             with fwd.dual_level():
@@ -320,11 +308,11 @@ def test_gradient_penalty(shard: str, strategy: ShardingStrategy, build: type[To
     def apply(model: nn.Module) -> Any:
         return SHARDS[shard](model, strategy=strategy)
 
-    train(penalty, lambda: build(2), apply)
+    train_twin(lambda: build(2), penalty, apply, steps=2)
 
 
 def test_gradient_penalty_on_four_ranks() -> None:
-    train(penalty, world=4)
+    train_twin(two_blocks, penalty, world=4, steps=2)
 
 
 def test_gradient_penalty_in_mixed_precision() -> None:
@@ -332,7 +320,7 @@ def test_gradient_penalty_in_mixed_precision() -> None:
 
     def ranks(rank: int) -> None:
         mp = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        twin = Twin(rank, 2, tower, lambda m: by_block(m.float(), mp_policy=mp))
+        twin = Twin(rank, 2, two_blocks, lambda m: by_block(m.float(), mp_policy=mp))
         xs = [x.float() for x in twin.inputs(0)]
         penalty(twin.model, xs[rank]).backward()
         torch.stack([penalty(m.float(), x) for m, x in zip(twin.plain, xs)]).mean().backward()
@@ -375,7 +363,7 @@ def test_functional_call_computes_with_what_it_is_given(shard: str) -> None:
     """Nothing is gathered, and the caller's dictionary still holds the caller's tensors."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         given = fulls(twin.model, 1.1)
         before = dict(given)
         comm.traffic.reset()
@@ -404,7 +392,7 @@ def test_functional_call_with_some_parameters(
     """The others are gathered and trained; what was given gets its gradient where it lies."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, lambda m: SHARDS[shard](m, strategy=strategy))
+        twin = Twin(rank, 2, two_blocks, lambda m: SHARDS[shard](m, strategy=strategy))
         shapes = {name: twin.reference.get_parameter(name).shape for name in names}
         given = {n: data(5, 0, *shape).requires_grad_() for n, shape in shapes.items()}
         for seed in range(2):
@@ -430,7 +418,7 @@ def test_functional_call_with_the_sharded_leaves(shard: str) -> None:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         return functional_call(model, dict(model.named_parameters()), (x,)).square().mean()
 
-    train(forward, shard=SHARDS[shard])
+    train_twin(two_blocks, forward, SHARDS[shard], steps=2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -444,7 +432,7 @@ def test_inner_step_on_shards(shard: str, strategy: ShardingStrategy) -> None:
         return {name: p - 0.1 * g for (name, p), g in zip(named.items(), grads)}
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, lambda m: SHARDS[shard](m, strategy=strategy))
+        twin = Twin(rank, 2, two_blocks, lambda m: SHARDS[shard](m, strategy=strategy))
         for seed in range(2):
             inner, plain = twin.losses(square, seed)
             fast, full = adapt(twin.model, inner), adapt(twin.reference, plain)
@@ -484,7 +472,7 @@ def test_inner_step_on_gathered_weights(shard: str, way: str) -> None:
             fast = {name: p - 0.1 * grads[name] for name, p in named.items()}
             return loss(model, fast, x * 2)
 
-    train(forward, shard=SHARDS[shard])
+    train_twin(two_blocks, forward, SHARDS[shard], steps=2)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -492,7 +480,7 @@ def test_functional_call_with_another_models_parameters(shard: str) -> None:
     """Plain ``nn.Parameter`` stand-ins, which outside functional_call would be a mistake (D5)."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         given = [{n: nn.Parameter(v) for n, v in fulls(twin.model, 1.2).items()} for _ in range(2)]
         for model, params in zip((twin.model, twin.mine), given):
             functional_call(model, params, (data(0, rank),)).square().mean().backward()
@@ -508,7 +496,7 @@ def test_functional_call_with_another_models_parameters(shard: str) -> None:
 
 def test_functional_call_with_slices_of_something_else_is_refused() -> None:
     def ranks(rank: int) -> None:
-        twin, other = Twin(rank, 2, tower), Twin(rank, 2, tower, one_unit)
+        twin, other = Twin(rank, 2, two_blocks), Twin(rank, 2, two_blocks, one_unit)
         wrong = {"head.weight": other.model.get_parameter("head.weight")}
         with pytest.raises(RuntimeError, match=r"'head.weight' .* is sharded otherwise than it"):
             functional_call(twin.model, wrong, (data(0, rank),))
@@ -523,7 +511,7 @@ def test_functional_call_with_slices_of_something_else_is_refused() -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_functional_call_inside_scopes(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         given = fulls(twin.model, 1.1)
         some = {"head.weight": given["head.weight"]}
         for params in (given, some):
@@ -541,7 +529,7 @@ def test_functional_call_inside_scopes(shard: str) -> None:
 def test_a_parameter_replaced_in_a_scope_is_what_forward_reads() -> None:
     def ranks(rank: int) -> None:
         for shard in SHARDS.values():
-            twin = Twin(rank, 2, tower, shard)
+            twin = Twin(rank, 2, two_blocks, shard)
             new = torch.ones(2, WIDTH, dtype=torch.float64)
             with torch.no_grad():
                 twin.reference.head.weight.copy_(new)
@@ -557,7 +545,7 @@ def test_a_parameter_replaced_in_a_scope_is_what_forward_reads() -> None:
 def test_functional_call_with_full_precision_in_eval(training: bool) -> None:
     def ranks(rank: int) -> None:
         mp = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
-        twin = Twin(rank, 2, tower, lambda m: by_block(m, mp_policy=mp))
+        twin = Twin(rank, 2, two_blocks, lambda m: by_block(m, mp_policy=mp))
         for model in (twin.model, *twin.plain):
             model.train(training)
         given = fulls(twin.model, 1.1)
@@ -664,7 +652,7 @@ TRANSFORMS: dict[str, Forward] = {
 def test_transforms_over_inputs(kind: str, frozen: bool) -> None:
     def ranks(rank: int) -> None:
         for shard in SHARDS.values():
-            twin = Twin(rank, 2, lambda: tower().requires_grad_(not frozen), shard)
+            twin = Twin(rank, 2, lambda: two_blocks().requires_grad_(not frozen), shard)
             agree(twin, TRANSFORMS[kind])
             with torch.no_grad():
                 agree(twin, TRANSFORMS[kind])
@@ -681,7 +669,7 @@ def test_training_through_transforms(kind: str) -> None:
 
     def ranks(rank: int) -> None:
         for shard in SHARDS.values():
-            twin = Twin(rank, 2, tower, shard)
+            twin = Twin(rank, 2, two_blocks, shard)
 
             def forward(model: nn.Module, x: Tensor) -> Tensor:
                 found = tree_leaves(TRANSFORMS[kind](model, x))
@@ -694,7 +682,7 @@ def test_training_through_transforms(kind: str) -> None:
 
 def test_a_transform_gathers_and_reduces_each_unit_once() -> None:
     def ranks(rank: int) -> tuple[int, int]:
-        twin = Twin(rank, 2, tower)
+        twin = Twin(rank, 2, two_blocks)
         comm.traffic.reset()
         grad(lambda z: square(twin.model, z))(data(0, rank)).square().sum().backward()
         return comm.traffic.gathers, comm.traffic.reduces
@@ -705,7 +693,7 @@ def test_a_transform_gathers_and_reduces_each_unit_once() -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_transforms_over_full_weights(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         given = fulls(twin.model)
         pair = {name: torch.stack([v, 2 * v]) for name, v in given.items()}
         call = lambda m, x: lambda p: functional_call(m, p, (x,))  # noqa: E731
@@ -729,9 +717,9 @@ def test_transforms_over_full_weights(shard: str) -> None:
 
 def test_ensemble_through_a_sharded_skeleton() -> None:
     def ranks(rank: int) -> None:
-        members = [seeded(tower, seed) for seed in range(3)]
+        members = [seeded(two_blocks, seed) for seed in range(3)]
         params, buffers = torch.func.stack_module_state(members)
-        skeleton = by_block(seeded(tower))
+        skeleton = by_block(seeded(two_blocks))
         x = data(0, rank)
         run = lambda p, b: functional_call(skeleton, (p, b), (x,))  # noqa: E731
         out = vmap(run)(params, buffers)
@@ -766,7 +754,7 @@ class Energy(nn.Module):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_transforms_inside_a_forward(shard: str, strategy: ShardingStrategy) -> None:
-    train(square, Energy, lambda m: SHARDS[shard](m, strategy=strategy))
+    train_twin(Energy, shard=lambda m: SHARDS[shard](m, strategy=strategy), steps=2)
 
 
 class Recursive(nn.Module):
@@ -814,7 +802,8 @@ def on_cpu(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_saved_tensor_hooks(shard: str, strategy: ShardingStrategy, forward: Forward) -> None:
     build = Recomputed if forward is copied else Tower
-    train(forward, lambda: build(2), lambda m: SHARDS[shard](m, strategy=strategy))
+    apply = lambda m: SHARDS[shard](m, strategy=strategy)  # noqa: E731
+    train_twin(lambda: build(2), forward, apply, steps=2)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -822,7 +811,7 @@ def test_saved_tensor_hooks_see_activations_and_no_weights(shard: str) -> None:
     """What the plain model's hooks see, less its weights, in the same order."""
 
     def ranks(rank: int, world: int) -> None:
-        twin = Twin(rank, world, tower, SHARDS[shard])
+        twin = Twin(rank, world, two_blocks, SHARDS[shard])
 
         def seen(model: nn.Module, weights: bool) -> list[Tensor]:
             found: list[Tensor] = []
@@ -864,7 +853,7 @@ def test_wrappers_that_offload_and_recompute(kind: str) -> None:
         return fully_shard(model, units=wrap.by_fn(lambda _, m: id(m) in wrapped))
 
     for shard in (by_block, one_unit, as_unit):
-        train(square, Wrapped, shard)
+        train_twin(Wrapped, shard=shard, steps=2)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -884,7 +873,8 @@ def test_selective_checkpointing(shard: str) -> None:
             return self.head(x)
 
     for strategy in STRATEGIES:
-        train(square, lambda: Selective(2), lambda m, s=strategy: SHARDS[shard](m, strategy=s))
+        apply = lambda m, s=strategy: SHARDS[shard](m, strategy=s)  # noqa: E731
+        train_twin(lambda: Selective(2), shard=apply, steps=2)
 
 
 # Hooks
@@ -895,7 +885,7 @@ def test_tensor_hooks_on_parameters(shard: str) -> None:
     """They change, and see, the reduced gradient, of backward and of autograd.grad alike."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         seen: list[list[tuple[str, float]]] = [[], []]
         for log, model in zip(seen, (twin.model, twin.reference)):
             for name, param in model.named_parameters():
@@ -934,7 +924,7 @@ def test_hooks_on_every_module(shard: str) -> None:
             every_module.register_module_forward_hook(note("forward")),
             every_module.register_module_forward_pre_hook(note("before forward")),
         ]
-        twin = Twin(rank, 2, tower, SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for seed in range(2):
             seen = []
             for model in (twin.model, twin.mine):
@@ -978,7 +968,7 @@ def test_hooks_that_replace_what_they_see(shard: str, before: bool) -> None:
             for step in steps if before else reversed(steps):
                 step(model)
 
-        twin = Twin(rank, 2, tower, apply)
+        twin = Twin(rank, 2, two_blocks, apply)
         for plain in twin.plain:
             hooked(plain)
         twin.train(lambda m, x: square(m, x.clone().requires_grad_()))
@@ -1181,7 +1171,7 @@ def test_calls_whose_gradients_could_go_together_may_also_be_apart(order: tuple[
     """Two forwards of one unit, then a backward of each, with weights read between them."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, tower, one_unit)
+        twin = Twin(rank, 2, two_blocks, one_unit)
         for step in range(2):
             pairs = [twin.losses(square, 10 * step + i) for i in range(2)]
             for i in order:
@@ -1204,7 +1194,7 @@ def test_calls_whose_gradients_could_go_together_may_also_be_apart(order: tuple[
             torch.stack(first + second).mean().backward()
         twin.step()
         twin.check()
-        blocks = Twin(rank, 2, tower)
+        blocks = Twin(rank, 2, two_blocks)
         blocks.train(together)
         comm.traffic.reset()
         blocks.backward(together, 3)  # a model's gradients do not wait for its first forward's

@@ -19,6 +19,7 @@ from fsdp_compose.core.records import Hold
 
 from harness import run_ranks
 from models import (
+    SHARDS,
     WIDTH,
     Block,
     Ledger,
@@ -32,23 +33,11 @@ from models import (
     one_unit,
     seeded,
     square,
+    train_twin,
+    two_blocks,
     units,
     whole,
 )
-
-SHARDS = {"blocks": by_block, "one": one_unit}
-
-
-def train(
-    build: Callable[[], nn.Module],
-    forward: Callable[[nn.Module, Tensor], Tensor] = square,
-    shard: Callable[[nn.Module], Any] = by_block,
-    world: int = 2,
-    steps: int = 3,
-) -> None:
-    """Train a twin on real ranks; the whole of most tests."""
-    run_ranks(lambda rank: Twin(rank, world, build, shard).train(forward, steps), world)
-
 
 # Activation checkpointing
 
@@ -111,7 +100,7 @@ def test_checkpointing_inside_frozen_units(frozen: str, reentrant: bool, shard: 
             )
         return model
 
-    train(build, shard=SHARDS[shard])
+    train_twin(build, shard=SHARDS[shard])
 
 
 WHERE = ["outside", "inside", "pairs", "nested", "root"]
@@ -121,7 +110,7 @@ WHERE = ["outside", "inside", "pairs", "nested", "root"]
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("shard", ["blocks", "one"])
 def test_checkpointing(where: str, reentrant: bool, shard: str) -> None:
-    train(lambda: Checkpointed(where, reentrant), shard=SHARDS[shard])
+    train_twin(lambda: Checkpointed(where, reentrant), shard=SHARDS[shard])
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
@@ -189,13 +178,13 @@ def test_two_forwards_then_one_backward(shard: str) -> None:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         return square(model, x) + (model(x * 2) * model(-x)).mean()
 
-    train(lambda: Tower(2), forward, SHARDS[shard], world=3)
+    train_twin(two_blocks, forward, SHARDS[shard], world=3)
 
 
 def test_two_forwards_then_two_backwards_in_either_order() -> None:
     def ranks(rank: int) -> None:
         for order in ((0, 1), (1, 0)):
-            twin = Twin(rank, 2, lambda: Tower(2))
+            twin = Twin(rank, 2, two_blocks)
             for step in range(3):
                 pairs = [twin.losses(square, 10 * step + i) for i in range(2)]
                 for i in order:
@@ -213,14 +202,14 @@ def test_two_checkpointed_forwards_then_one_backward(where: str, reentrant: bool
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         return square(model, x) + (model(x * 2) * model(-x)).mean()
 
-    train(lambda: Checkpointed(where, reentrant), forward, steps=2)
-    train(lambda: Checkpointed(where, reentrant), forward, one_unit, steps=2)
+    train_twin(lambda: Checkpointed(where, reentrant), forward, steps=2)
+    train_twin(lambda: Checkpointed(where, reentrant), forward, one_unit, steps=2)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_gradients_accumulate_over_backwards(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for step in range(3):
             for micro in range(3):
                 twin.backward(square, 10 * step + micro)
@@ -271,7 +260,7 @@ def test_module_called_three_times_reduces_once(recursive: bool, keep: bool | No
 @pytest.mark.parametrize("shard", SHARDS)
 def test_second_backward_through_a_retained_graph(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for seed in range(3):
             loss, plain = twin.losses(square, seed)
             for _ in range(2):
@@ -290,7 +279,7 @@ def test_second_backward_through_a_retained_graph(shard: str) -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_inference_first_and_between_steps(mode: Callable[[], Any], shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for seed in range(4):
             x = data(50 + seed, rank)
             with mode():
@@ -312,7 +301,7 @@ def test_inference_between_forward_and_backward() -> None:
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             for mode in (torch.no_grad, torch.inference_mode):
                 shard = lambda m: by_block(m, strategy=strategy)  # noqa: E731
-                twin = Twin(rank, 2, lambda: Tower(2), shard)
+                twin = Twin(rank, 2, two_blocks, shard)
                 for seed in range(3):
                     loss, plain = twin.losses(square, seed)
                     with mode():
@@ -331,7 +320,7 @@ def test_evaluation_of_a_part_before_the_whole() -> None:
 
     def ranks(rank: int) -> None:
         for shard in (by_block, nested):
-            twin = Twin(rank, 2, lambda: Tower(2), shard)
+            twin = Twin(rank, 2, two_blocks, shard)
             x = data(3, rank)
             with torch.no_grad():
                 mine, theirs = twin.model.blocks[0](x), twin.mine.blocks[0](x)
@@ -351,7 +340,7 @@ def test_evaluation_of_a_part_before_the_whole() -> None:
 def test_loss_that_is_dropped() -> None:
     def ranks(rank: int) -> None:
         for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP:
-            twin = Twin(rank, 2, lambda: Tower(2), lambda m: by_block(m, strategy=strategy))
+            twin = Twin(rank, 2, two_blocks, lambda m: by_block(m, strategy=strategy))
             for seed in range(3):
                 twin.losses(square, 70 + seed)
                 twin.backward(square, seed)
@@ -372,7 +361,7 @@ def grads_of(model: nn.Module, loss: Tensor, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_autograd_grad_of_parameters_and_inputs(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for seed in range(3):
             loss, plain = twin.losses(square, seed)
             found, wanted = grads_of(twin.model, loss), grads_of(twin.reference, plain)
@@ -395,7 +384,7 @@ def test_autograd_grad_of_parameters_and_inputs(shard: str) -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_autograd_grad_of_one_parameter(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for pick in ("first.weight", "blocks.1.down.weight", "head.bias"):
             loss, plain = twin.losses(square, 1)
             (ours,) = torch.autograd.grad(loss, twin.model.get_parameter(pick))
@@ -411,7 +400,7 @@ def test_autograd_grad_of_one_parameter(shard: str) -> None:
 @pytest.mark.parametrize("names", [["first.weight"], ["blocks.0.up.bias", "head.weight"]])
 def test_backward_into_some_parameters(shard: str, names: list[str]) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for seed in range(2):
             loss, plain = twin.losses(square, seed)
             loss.backward(inputs=[twin.model.get_parameter(n) for n in names])
@@ -427,7 +416,7 @@ def test_backward_into_some_parameters(shard: str, names: list[str]) -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_backward_into_the_inputs_only(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         x, y = data(1, rank).requires_grad_(), data(1, rank).requires_grad_()
         square(twin.model, x).backward(inputs=[x])
         square(twin.mine, y).backward(inputs=[y])
@@ -448,13 +437,13 @@ def test_gradient_penalty(shard: str) -> None:
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return out.square().mean() + slope.square().sum(1).mean()
 
-    train(lambda: Tower(2), forward, SHARDS[shard])
+    train_twin(two_blocks, forward, SHARDS[shard])
 
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_hessian_vector_product(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for seed in range(2):
             loss, plain = twin.losses(square, seed)
             ours = grads_of(twin.model, loss, create_graph=True)
@@ -474,7 +463,7 @@ def test_hessian_vector_product(shard: str) -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_backward_with_create_graph(shard: str) -> None:
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2), SHARDS[shard])
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for seed in range(2):
             twin.backward(square, seed, create_graph=True)
             for ours, theirs in zip(twin.model.parameters(), twin.reference.parameters()):
@@ -937,7 +926,7 @@ def test_structures(kind: str) -> None:
         first, second = PACK[kind][1](out)
         return first.square().mean() + second.mean()
 
-    train(lambda: Talkative(kind), forward, by_part)
+    train_twin(lambda: Talkative(kind), forward, by_part)
 
 
 @pytest.mark.parametrize("kind", PACK)
@@ -1043,7 +1032,7 @@ QUIRKS = ("input", "detached", "in-place on input", "bare weight", "view of weig
 @pytest.mark.parametrize("quirk", QUIRKS)
 def test_quirks_of_outputs(quirk: str) -> None:
     shard = lambda m: fully_shard(m, units=wrap.by_class({Block, Odd}))  # noqa: E731
-    train(lambda: Quirky(quirk), shard=shard)
+    train_twin(lambda: Quirky(quirk), shard=shard)
 
 
 # Hooks of the user
@@ -1104,7 +1093,7 @@ def test_forward_hook_of_the_user_may_use_the_weight() -> None:
             block.up.register_forward_hook(lambda m, a, o: o + m.weight.square().mean())
         return model
 
-    train(build)
+    train_twin(build)
 
 
 # Several models
@@ -1128,7 +1117,7 @@ def test_teacher_and_student_interleaved() -> None:
                 s = s + t * 0.1
             return self.student.head(s) - self.teacher.head(t.detach())
 
-    train(Both)
+    train_twin(Both)
 
 
 @pytest.mark.filterwarnings("ignore:the forward of unit")
@@ -1169,7 +1158,7 @@ def test_backward_of_one_model_inside_the_backward_of_another() -> None:
     """A tensor hook in one model's backward runs a whole training step of another's."""
 
     def ranks(rank: int) -> None:
-        outer = Twin(rank, 2, lambda: Tower(2))
+        outer = Twin(rank, 2, two_blocks)
         inner = Twin(rank, 2, lambda: Tower(1), seed=1)
 
         def nested_step(grad: Tensor) -> None:
@@ -1198,7 +1187,7 @@ def test_training_in_a_thread() -> None:
     import threading
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, lambda: Tower(2))
+        twin = Twin(rank, 2, two_blocks)
         errors: list[BaseException] = []
 
         def work() -> None:

@@ -30,6 +30,7 @@ from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 from harness import run_ranks
 from models import (
+    SHARDS,
     WIDTH,
     Block,
     Tower,
@@ -47,8 +48,6 @@ from models import (
     units,
     whole,
 )
-
-SHARDS = {"blocks": by_block, "one": one_unit}
 
 # The optimizer sees the parameters that train
 

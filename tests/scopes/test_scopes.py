@@ -22,6 +22,7 @@ from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 from harness import rank_errors, run_ranks
 from models import (
+    EVERY_SHARD,
     WIDTH,
     Block,
     Tower,
@@ -31,17 +32,15 @@ from models import (
     by_block,
     compare,
     data,
-    nested,
     one_unit,
     seeded,
     square,
+    train_twin,
     units,
     whole,
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-SHARDS = {"blocks": by_block, "one": one_unit, "nested": nested}
 
 
 class Oddities(nn.Module):
@@ -195,7 +194,7 @@ def test_inference_mode_and_a_scope_in_it() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS)
+@pytest.mark.parametrize("shard", EVERY_SHARD.values(), ids=EVERY_SHARD)
 def test_edits_and_replacements_are_written_back(world: int, shard: Callable[..., Any]) -> None:
     def edit(model: nn.Module) -> None:
         torch.manual_seed(3)
@@ -430,7 +429,7 @@ def test_writing_inside_the_units_own_forward_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS)
+@pytest.mark.parametrize("shard", EVERY_SHARD.values(), ids=EVERY_SHARD)
 def test_with_grads_shows_full_gradients_and_writes_them_back(
     world: int, shard: Callable[..., Any]
 ) -> None:
@@ -559,9 +558,9 @@ def test_a_chunked_head_is_one_gather_and_one_reduction() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS)
+@pytest.mark.parametrize("shard", EVERY_SHARD.values(), ids=EVERY_SHARD)
 def test_a_scope_inside_forward(world: int, shard: Callable[..., Any]) -> None:
-    run_ranks(lambda rank: Twin(rank, world, Chunked, shard).train(), world)
+    train_twin(Chunked, shard=shard, world=world)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -570,7 +569,7 @@ def test_a_scope_inside_a_checkpointed_forward(reentrant: bool) -> None:
         x = x.clone().requires_grad_()
         return checkpoint(model, x, use_reentrant=reentrant).square().mean()
 
-    run_ranks(lambda rank: Twin(rank, 2, Chunked).train(forward), 2)
+    train_twin(Chunked, forward)
 
 
 def both(model: nn.Module, x: Tensor) -> Tensor:
@@ -584,9 +583,9 @@ def both(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS)
+@pytest.mark.parametrize("shard", EVERY_SHARD.values(), ids=EVERY_SHARD)
 def test_uses_in_forward_and_in_scopes_add_up(world: int, shard: Callable[..., Any]) -> None:
-    run_ranks(lambda rank: Twin(rank, world, Tower, shard, adamw).train(both), world)
+    train_twin(Tower, both, shard, adamw, world=world)
 
 
 def test_the_whole_model_trains_inside_one_scope_and_gathers_once() -> None:
@@ -800,8 +799,8 @@ def test_frozen_units_train_through_the_scope() -> None:
         model.first.weight.requires_grad_(False)
         return model
 
-    for shard in SHARDS.values():
-        run_ranks(lambda rank: Twin(rank, 2, build, shard).train(both), 2)
+    for shard in EVERY_SHARD.values():
+        train_twin(build, both, shard)
 
 
 # unshard and reshard

@@ -17,6 +17,7 @@ from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks
 from models import (
+    EVERY_SHARD,
     Block,
     Tolerance,
     Tower,
@@ -26,15 +27,12 @@ from models import (
     by_block,
     data,
     nested,
-    one_unit,
     square,
     units,
     whole,
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-SHARDS = {"blocks": by_block, "one": one_unit, "nested": nested}
 
 
 def twin(rank: int, world: int, shard: Any = by_block, optimizer: Any = adamw) -> Twin:
@@ -75,14 +73,14 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(CONVERSIONS))
-@pytest.mark.parametrize("shard", list(SHARDS))
+@pytest.mark.parametrize("shard", list(EVERY_SHARD))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_goes_on_as_that_of_the_plain_module(name: str, shard: str, world: int) -> None:
     change = CONVERSIONS[name]
 
     def ranks(rank: int) -> None:
         loose = Tolerance(3e-2, 3e-2) if name in ("bfloat16", "half") else Tolerance(1e-4, 1e-5)
-        pair = Twin(rank, world, lambda: Cast(2), SHARDS[shard], plain_sgd)
+        pair = Twin(rank, world, lambda: Cast(2), EVERY_SHARD[shard], plain_sgd)
         ids = [id(p) for p in pair.model.parameters()]
         pair.train(steps=2)
         both(pair, change)
