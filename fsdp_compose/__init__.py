@@ -25,6 +25,8 @@ if _is_used:
         state_dict,
         state_dict_type,
     )
+    from fsdp_compose.checkpoint.plain import attach_state_dict as _attach_state_dict
+    from fsdp_compose.checkpoint.plain import detach_state_dict as _detach_state_dict
     from fsdp_compose.construct.fully_shard import fully_shard, undo
     from fsdp_compose.construct.init import seeded_init
     from fsdp_compose.construct.names import (
@@ -36,9 +38,11 @@ if _is_used:
     from fsdp_compose.construct.parallel import declare_tensor_parallel
     from fsdp_compose.construct.refresh import refresh
     from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
+    from fsdp_compose.core.guards.methods import detach_methods as _detach_methods
     from fsdp_compose.core.guards.methods import register_forward_method
     from fsdp_compose.core.guards.replicas import verify_replicas
     from fsdp_compose.core.guards.verify import set_debug
+    from fsdp_compose.core.hooks import attachments as _attachments
     from fsdp_compose.core.state import get_state, is_fully_sharded
     from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
     from fsdp_compose.optim.flat import flat_parameters, local_parameters, named_local_parameters
@@ -65,6 +69,7 @@ if _is_used:
         register_comm_hook,
         register_post_reduce_hook,
     )
+    from fsdp_compose.scopes.compile import detach_traced as _detach_traced
     from fsdp_compose.scopes.gathered import gathered, iter_full, summon_full_params
     from fsdp_compose.scopes.participate import participate
     from fsdp_compose.scopes.pipeline import pipeline_stage
@@ -93,6 +98,13 @@ if _is_used:
         ShardedTensor,
         ShardedWeightError,
     )
+
+    # What is put on the module of every unit, besides the hooks that gather, and taken off it.
+    _attachments[:] = [
+        (lambda module: None, _detach_methods),
+        (lambda module: None, _detach_traced),
+        (_attach_state_dict, _detach_state_dict),
+    ]
 
 __all__ = [
     "ExecutionOrder",

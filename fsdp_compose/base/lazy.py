@@ -39,10 +39,3 @@ class LazyPackage(ModuleType):
 def import_on_use(package: str) -> None:
     """Have the package of this name, whose ``__init__`` calls, import what is public on use."""
     sys.modules[package].__class__ = LazyPackage
-
-
-def import_all(package: str) -> None:
-    """Import what is public now: some files register what other files do around units."""
-    module = sys.modules[package]
-    assert isinstance(module, LazyPackage)
-    getattr(module, module.__all__[0])

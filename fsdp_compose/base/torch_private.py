@@ -323,10 +323,11 @@ def remove_state_dict_hooks(module: torch.nn.Module, *functions: Callable[..., A
                 del table[key]
 
 
-def foreign_load_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> bool:
-    """Whether a load-state-dict pre-hook other than ``functions`` is registered."""
+def has_foreign_load_hooks(module: torch.nn.Module, package: str) -> bool:
+    """Whether a load-state-dict pre-hook is registered that is not a function of ``package``."""
     hooks: Any = module._load_state_dict_pre_hooks
-    return any(getattr(hook, "hook", hook) not in functions for hook in hooks.values())
+    functions = (getattr(hook, "hook", hook) for hook in hooks.values())
+    return any(not getattr(f, "__module__", "").startswith(f"{package}.") for f in functions)
 
 
 def non_persistent(module: torch.nn.Module) -> set[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_compose.base.torch_private import foreign_load_hooks
+from fsdp_compose.base.torch_private import has_foreign_load_hooks
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
 from fsdp_compose.checkpoint.names import Names, aliases_of, bare, cleaned, listing, names_of
@@ -347,11 +347,7 @@ def prepare(value: Any, current: Any) -> Any:
 def custom_load(module: nn.Module) -> bool:
     """Whether a submodule changes keys while loading, so that only torch can tell what lacks."""
     return any(
-        foreign_load_hooks(m, *OWN_LOAD_HOOKS)
+        has_foreign_load_hooks(m, "fsdp_compose")
         for m in module.modules()
         if not type(m).__module__.startswith("torch.distributed.algorithms")
     )
-
-
-OWN_LOAD_HOOKS: list[Any] = []
-"""Pre-hooks of this package, which change no keys."""

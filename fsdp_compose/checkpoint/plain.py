@@ -18,7 +18,6 @@ from fsdp_compose.base.torch_private import remove_state_dict_hooks, strict_of_l
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.consensus import groups_of, settle
 from fsdp_compose.checkpoint.model import (
-    OWN_LOAD_HOOKS,
     Kind,
     StateDictType,
     custom_load,
@@ -29,8 +28,8 @@ from fsdp_compose.checkpoint.model import (
 from fsdp_compose.checkpoint.names import CHECKPOINTED, bare, is_bare
 from fsdp_compose.checkpoint.stream import each_full, own_copy
 from fsdp_compose.checkpoint.values import as_whole, install_protocol, is_ready
+from fsdp_compose.checkpoint.watch import watch_steps
 from fsdp_compose.construct.names import clean_name, name_cleaner
-from fsdp_compose.core import hooks
 from fsdp_compose.core.state import Unit, find_state, get_state
 from fsdp_compose.sharded import is_sharded
 
@@ -224,17 +223,14 @@ def before_load(
         state_dict[prefix + key] = value
 
 
-def attach(module: nn.Module) -> None:
-    """Register both hooks on a unit's module."""
+def attach_state_dict(module: nn.Module) -> None:
+    """Register both hooks on a unit's module, and teach torch's own functions about shards."""
+    install_protocol()
+    watch_steps()
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
 
 
-def detach(module: nn.Module) -> None:
-    """Remove what ``attach`` registered, from a copy of the module too."""
+def detach_state_dict(module: nn.Module) -> None:
+    """Remove what ``attach_state_dict`` registered, from a copy of the module too."""
     remove_state_dict_hooks(module, after_state_dict, before_load)
-
-
-hooks.attachments.append((attach, detach))
-OWN_LOAD_HOOKS.append(before_load)
-install_protocol()

@@ -8,6 +8,7 @@ communication, and any other cut of the same shape reads the boxes that it overl
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
+@cache
 def install_protocol() -> None:
     """Teach sharded tensors the protocol by which torch.distributed.checkpoint knows DTensor."""
     for cls in (ShardedTensor, ShardedParameter, ShardedDTensor):

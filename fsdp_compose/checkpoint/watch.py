@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -129,4 +130,7 @@ def _check_raw(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> 
                     )
 
 
-register_optimizer_step_pre_hook(_before_step)
+@cache
+def watch_steps() -> None:
+    """See every optimizer of the process in its first step."""
+    register_optimizer_step_pre_hook(_before_step)

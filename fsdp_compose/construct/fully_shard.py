@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.lazy import import_all
 from fsdp_compose.base.mesh import SELF, Mesh, MeshLike, compute_device, fuse, subgroup_of
 from fsdp_compose.base.policy import (
     INITS,
@@ -168,7 +167,8 @@ def fully_shard(
         RuntimeError: several ranks were launched (``WORLD_SIZE`` in the environment), ``mesh`` is
             None, and there is no process group.
     """
-    import_all("fsdp_compose")
+    if not hooks.attachments:
+        raise ImportError("from fsdp_compose import fully_shard: its __init__ completes the hooks.")
     hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor, ShardedDTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None

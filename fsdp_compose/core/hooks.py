@@ -84,7 +84,8 @@ Expected: TypeAlias = Literal["seen", "hidden", "none"]
 """Whether a backward may reach a unit: announced by a hook, unannounced, or not at all."""
 
 attachments: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
-"""(attach, detach) of further hooks, which layers below this file add when they are imported."""
+"""(attach, detach) of the hooks that higher layers put on every unit; filled in the package's
+`__init__`."""
 
 
 def attach(module: nn.Module) -> None:

@@ -40,7 +40,7 @@ from fsdp_compose.core.autograd import trained_entries
 from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import admit, check_slots
 from fsdp_compose.core.guards.audit import check_additions
-from fsdp_compose.core.hooks import after_forward, attachments, before_forward
+from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.receiving import Tensors, gather_flat, reduce_at_once, take
 from fsdp_compose.core.records import Traced
@@ -201,7 +201,11 @@ def after_traced(module: nn.Module, args: Any, output: Any) -> Any:
 
 _PLAIN = (before_forward, after_forward)
 _TRACED = (before_traced, after_traced)
-attachments.append((lambda module: None, lambda module: remove_forward_hooks(module, *_TRACED)))
+
+
+def detach_traced(module: nn.Module) -> None:
+    """Remove the hooks that ``set_traceable`` put on a unit's module."""
+    remove_forward_hooks(module, *_TRACED)
 
 
 class Show(torch.autograd.Function):

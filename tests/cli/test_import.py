@@ -46,9 +46,13 @@ from fsdp_compose.scopes.apply import apply
 import fsdp_compose.construct.refresh, fsdp_compose.scopes.unshard, fsdp_compose.wrap
 from fsdp_compose.wrap import by_class
 assert by_class is fsdp_compose.construct.wrap.by_class
-model = fully_shard(torch.nn.Linear(2, 2))
-assert isinstance(model.state_dict()["weight"].full_tensor(), torch.Tensor)
+try:
+    fully_shard(torch.nn.Linear(2, 2))
+except ImportError as error:
+    assert "from fsdp_compose import fully_shard" in str(error)
 import fsdp_compose as fc
+model = fc.fully_shard(torch.nn.Linear(2, 2))
+assert isinstance(model.state_dict()["weight"].full_tensor(), torch.Tensor)
 for name in fc.__all__:
     value = getattr(fc, name)
     assert callable(value) or name == "wrap", name

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_compose.base.torch_private import untraced, untraced_itself
-from fsdp_compose.core.hooks import attachments, call_as_forward
+from fsdp_compose.core.hooks import call_as_forward
 from fsdp_compose.core.state import find_state
 
 _MISSING = object()
@@ -200,11 +200,8 @@ def register_forward_method(module: nn.Module, *names: str) -> None:
     unit.options = replace(unit.options, methods=tuple(dict.fromkeys(known)))
 
 
-def _attach(module: nn.Module) -> None:
-    """Which methods gather is the caller's choice; see ``attach_methods``."""
-
-
-def _detach(module: nn.Module) -> None:
+def detach_methods(module: nn.Module) -> None:
+    """Give a unit's module its own methods back."""
     values = vars(module)
     for name, method in list(values.items()):
         if isinstance(method, Method):
@@ -212,6 +209,3 @@ def _detach(module: nn.Module) -> None:
                 del values[name]
             else:
                 values[name] = method.shadowed
-
-
-attachments.append((_attach, _detach))
