@@ -31,6 +31,10 @@ FOUND = {
         Node((Leaf("matrix"), Leaf("matrix"))), 2, "FULL_SHARD",
         (("skip", 0), ("toggle", 5), ("step", 0)),
     ),
+    "seed 699: moved while a reduction of a failed backward was under way": Case(
+        Node((Node((Leaf("matrix"),)), Node((Leaf("matrix"),), True))), 1, "FULL_SHARD",
+        (("fail backward", 10), ("write data", 11), ("copy", 0)),
+    ),
     **{
         f"seed 496: recomputed ({how}) from a scope, kept from a forward before it": Case(
             Node((Node((Leaf("matrix"),), True),), recompute=how), 2, "SHARD_GRAD_OP",

@@ -222,9 +222,8 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
     if reduction.result is None:
         reduction.result = _combine(reduction)
     streams.wait(reduction.done)
-    if not reduction.reads_buffer:
-        return reduction.result
-    assert bucket.grads is not None
+    if not reduction.reads_buffer or bucket.grads is None:
+        return reduction.result  # the buffer is gone where parameters moved after a failure
     if bucket.mesh.gather_axis.size == 1:
         bucket.grads = None  # the result may be the buffer itself
     elif not bucket.packed:

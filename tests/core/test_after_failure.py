@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fsdp_compose import MixedPrecision
+from fsdp_compose import MixedPrecision, state_dict
 
 from harness import run_ranks
 from models import Tower, by_block, data, seeded, square
@@ -19,11 +19,16 @@ class OnPurpose(Exception):
     """What a hook raises in backward."""
 
 
-def fail_in_backward(model: nn.Module, rank: int) -> None:
+def fail_in_backward(model: nn.Module, rank: int, before: str | None = None) -> None:
+    """Raise after the first block's backward, or where the backward of ``before`` begins."""
+
     def fail(*_: Any) -> None:
         raise OnPurpose
 
-    hook = model.blocks[0].register_full_backward_hook(fail)
+    if before is None:
+        hook = model.blocks[0].register_full_backward_hook(fail)
+    else:
+        hook = model.get_submodule(before).register_full_backward_pre_hook(fail)
     with pytest.raises(OnPurpose):
         square(model, data(0, rank)).backward()
     hook.remove()
@@ -49,3 +54,22 @@ def test_functional_call_after_a_failure(how: str) -> None:
         torch.testing.assert_close(found, wanted)
 
     run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_conversion_after_a_failure(world: int) -> None:
+    """Reductions of the failed backward were under way when their buffers were made anew."""
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        fail_in_backward(model, rank, before="first")
+        model.float(), plain.float()
+        state_dict(model)  # reads all shards as they are now
+        model.zero_grad()
+        square(model, data(1, rank).float()).backward()
+        sum(square(plain, data(1, r).float()) / world for r in range(world)).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and p.grad.dtype == torch.float32
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+    run_ranks(ranks, world)
