@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard, wrap
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, raw
@@ -316,3 +317,43 @@ class Ledger(TorchDispatchMode):
                     self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
         self.peak = max(self.peak, self.live())
         return out
+
+
+class Checkpointed(Tower):
+    """Recomputes: each block, the inside of each block, pairs of blocks, or everything."""
+
+    def __init__(self, where: str, reentrant: bool, depth: int = 4) -> None:
+        super().__init__(depth)
+        self.where, self.reentrant = where, reentrant
+        if where == "inside":
+            for block in self.blocks:
+                inner = block.forward
+                block.forward = lambda x, inner=inner: self.again(inner, x)
+
+    def again(self, fn: Callable[..., Any], *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return fn(*args)
+        return checkpoint(fn, *args, use_reentrant=self.reentrant)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        blocks = list(self.blocks)
+        if self.where == "pairs":
+            for a, b in zip(blocks[::2], blocks[1::2]):
+                x = self.again(lambda y, a=a, b=b: b(a(y)), x)
+        elif self.where == "outside":
+            for block in blocks:
+                x = self.again(block, x)
+        elif self.where == "nested":
+            half = lambda y, part: self.again(part[1], self.again(part[0], y))  # noqa: E731
+            x = self.again(lambda y: half(y, blocks[:2]), x)
+            x = self.again(lambda y: half(y, blocks[2:]), x)
+        else:
+            for block in blocks:
+                x = block(x)
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "root":
+            return self.again(self.run, x.requires_grad_())
+        return self.run(x)

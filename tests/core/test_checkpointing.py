@@ -1,0 +1,122 @@
+"""Activation checkpointing around, inside and across units trains as the plain module does."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+
+from fsdp_compose import ShardingStrategy
+from fsdp_compose.comm import collectives as comm
+
+from harness import run_ranks
+from models import (
+    SHARDS,
+    WIDTH,
+    Checkpointed,
+    Ledger,
+    Twin,
+    by_block,
+    data,
+    one_unit,
+    square,
+    train_twin,
+    units,
+)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("frozen", ["all blocks", "one block", "some parameters"])
+@pytest.mark.parametrize("shard", ["blocks", "one"])
+def test_checkpointing_inside_frozen_units(frozen: str, reentrant: bool, shard: str) -> None:
+    """A frozen unit is recomputed too when a gradient passes through it."""
+
+    def build() -> nn.Module:
+        model = Checkpointed("inside", reentrant)
+        for name, param in model.named_parameters():
+            param.requires_grad_(
+                not {
+                    "all blocks": "blocks" in name,
+                    "one block": "blocks.1" in name,
+                    "some parameters": "up" in name,
+                }[frozen]
+            )
+        return model
+
+    train_twin(build, shard=SHARDS[shard])
+
+
+WHERE = ["outside", "inside", "pairs", "nested", "root"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("shard", ["blocks", "one"])
+def test_checkpointing(where: str, reentrant: bool, shard: str) -> None:
+    train_twin(lambda: Checkpointed(where, reentrant), shard=SHARDS[shard])
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("where", WHERE)
+def test_checkpointing_under_each_strategy(where: str, reentrant: bool) -> None:
+    def ranks(rank: int) -> None:
+        for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            shard = lambda m: by_block(m, strategy=strategy)  # noqa: E731
+            Twin(rank, 2, lambda: Checkpointed(where, reentrant), shard).train(steps=2)
+
+    run_ranks(ranks)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("where", WHERE)
+def test_checkpointing_gathers_no_more_than_without(where: str, reentrant: bool) -> None:
+    """Two gathers (forward, backward) and one reduction per unit; the outermost stays gathered."""
+
+    def ranks(rank: int) -> tuple[int, int]:
+        twin = Twin(rank, 2, lambda: Checkpointed(where, reentrant))
+        for seed in range(2):  # the first step records the order that prefetching follows
+            comm.traffic.reset()
+            square(twin.model, data(seed, rank)).backward()
+        return comm.traffic.gathers, comm.traffic.reduces
+
+    for gathers, reduces in run_ranks(ranks):
+        assert (gathers, reduces) == (2 * 4 + 1, 5)
+
+
+@pytest.mark.parametrize("shard", ["blocks", "one"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+def test_checkpointing_saves_memory(reentrant: bool, shard: str) -> None:
+    """What a forward leaves alive is what the plain model's leaves, plus what stays gathered."""
+
+    def alive(model: nn.Module, x: Tensor) -> int:
+        with Ledger(x, *model.parameters()) as ledger:
+            loss = square(model, x)
+            held = ledger.live()
+        loss.backward()
+        return held
+
+    def ranks(rank: int) -> dict[str, int]:
+        found = {}
+        for where in ("nowhere", "outside"):
+            twin = Twin(rank, 2, lambda: Checkpointed(where, reentrant), SHARDS[shard])
+            for step in range(2):
+                x = data(step, rank, 64, WIDTH)
+                found[where] = alive(twin.model, x)
+                found[f"plain {where}"] = alive(twin.reference, x)
+                kept = {b for u in units(twin.model)[:1] for b in u.buckets}
+                found["gathered"] = sum(b.full_nbytes for b in kept)
+        return found
+
+    for found in run_ranks(ranks):
+        assert found["plain outside"] < found["plain nowhere"] / 2
+        for where in ("nowhere", "outside"):
+            assert found[where] <= found[f"plain {where}"] + found["gathered"] + 64, found
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("where", WHERE)
+def test_two_checkpointed_forwards_then_one_backward(where: str, reentrant: bool) -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        return square(model, x) + (model(x * 2) * model(-x)).mean()
+
+    train_twin(lambda: Checkpointed(where, reentrant), forward, steps=2)
+    train_twin(lambda: Checkpointed(where, reentrant), forward, one_unit, steps=2)
