@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_owner import MAKE, wholes
-from test_tensor_parallel import MLP, mesh_of, whole
+from structured import MAKE, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -21,6 +20,7 @@ from fsdp_compose.sharded import part_of
 
 from harness import run_ranks
 from models import Tower, Twin, by_block, data, square
+from tp_models import MLP, mesh_of, whole
 
 # Optimizers of whole matrices
 
