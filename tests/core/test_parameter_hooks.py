@@ -1,0 +1,189 @@
+"""Hooks on parameters fire once, with the reduced gradient, and may change it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import (
+    undo,
+)
+
+from harness import run_ranks
+from models import (
+    SHARDS,
+    WIDTH,
+    Tower,
+    Twin,
+    by_block,
+    compare,
+    data,
+    seeded,
+    square,
+    whole,
+)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_hooks_on_parameters_fire_once_with_the_reduced_gradient(shard: str, when: str) -> None:
+    def ranks(rank: int) -> None:
+        log: list[tuple[str, Tensor]] = []
+        wanted: list[tuple[str, Tensor]] = []
+
+        def attach(model: nn.Module, log: list[Any]) -> None:
+            for name, param in model.named_parameters():
+                param.register_hook(lambda g, n=name: log.append((f"hook {n}", whole(g))))
+                param.register_hook(lambda g: g * 2)
+                param.register_hook(lambda g, n=name: log.append((f"twice {n}", whole(g))))
+                param.register_post_accumulate_grad_hook(
+                    lambda p, n=name: log.append((f"post {n}", whole(p.grad)))
+                )
+
+        def sharded(model: nn.Module) -> None:
+            if when == "before":
+                attach(model, log)
+            SHARDS[shard](model)
+            if when == "after":
+                attach(model, log)
+
+        twin = Twin(rank, 2, lambda: Tower(2), sharded)
+        attach(twin.plain[0], wanted)
+        for seed in range(3):
+            log.clear()
+            wanted.clear()
+            twin.backward(square, seed)
+            found = dict(log)
+            assert len(found) == len(log) == len(wanted)
+            for name, value in wanted:
+                compare(name, found[name], value, twin.tolerance)
+            twin.step()
+        twin.check()
+
+    run_ranks(ranks)
+
+
+def test_hooks_on_parameters_can_be_removed() -> None:
+    def ranks(rank: int) -> None:
+        log: list[str] = []
+        twin = Twin(rank, 2, lambda: Tower(1))
+        weight = twin.model.first.weight
+        handles = [
+            weight.register_hook(lambda g: log.append("hook")),
+            weight.register_post_accumulate_grad_hook(lambda p: log.append("post")),
+        ]
+        twin.backward(square, 0)
+        assert log == ["hook", "post"]
+        for handle in handles:
+            handle.remove()
+        twin.step()
+        twin.train()
+        assert log == ["hook", "post"]
+
+    run_ranks(ranks)
+
+
+def test_hooks_registered_before_sharding_can_be_removed_after() -> None:
+    def ranks(rank: int) -> None:
+        log: list[str] = []
+        model = seeded(lambda: Tower(1))
+        first = model.first.weight.register_hook(lambda g: log.append("hook"))
+        second = model.first.bias.register_post_accumulate_grad_hook(lambda p: log.append("post"))
+        by_block(model)
+        first.remove()
+        second.remove()
+        square(model, data(0, rank)).backward()
+        assert not log
+
+    run_ranks(ranks)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", ["slice", "whole", "in place"])
+def test_a_hook_may_change_the_gradient(change: str, when: str) -> None:
+    """It may return a sharded tensor, a whole one of the parameter's shape, or write into it."""
+
+    def hook(grad: Tensor) -> Tensor | None:
+        if change == "slice":
+            return grad * 3
+        if change == "whole":
+            return torch.full(grad.shape, 0.5, dtype=grad.dtype)
+        grad.mul_(3)
+        return None
+
+    def ranks(rank: int) -> None:
+        def attach(model: nn.Module) -> None:
+            for name in ("first.weight", "blocks.0.up.bias", "head.bias"):
+                model.get_parameter(name).register_hook(hook)
+
+        def sharded(model: nn.Module) -> None:
+            if when == "before":
+                attach(model)
+            by_block(model)
+            if when == "after":
+                attach(model)
+
+        twin = Twin(rank, 2, lambda: Tower(1), sharded)
+        attach(twin.plain[0])
+        twin.train(steps=2)
+
+    run_ranks(ranks)
+
+
+def test_hooks_of_both_times_outlive_undo() -> None:
+    """Registered before or while sharded, they see plain gradients afterwards, and can go."""
+
+    def ranks(rank: int) -> None:
+        model, log = seeded(lambda: Tower(1)), []
+        note = lambda g: log.append((type(g), g.shape))  # noqa: E731
+        handles = [model.first.weight.register_hook(note)]
+        by_block(model)
+        handles += [
+            model.first.weight.register_hook(note),
+            model.first.weight.register_post_accumulate_grad_hook(lambda p: note(p.grad)),
+        ]
+        square(model, data(0, rank)).backward()
+        assert len(log) == 3 and all(shape == (WIDTH, WIDTH) for _, shape in log)
+        undo(model)
+        log.clear()
+        square(model, data(0, rank)).backward()
+        assert log == [(Tensor, (WIDTH, WIDTH))] * 3
+        for handle in handles:
+            handle.remove()
+        log.clear()
+        square(model, data(0, rank)).backward()
+        assert not log
+
+    run_ranks(ranks)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_optimizer_in_backward(shard: str) -> None:
+    """Each parameter has an optimizer, which steps and clears the gradient in the hook."""
+
+    def attach(model: nn.Module) -> None:
+        for param in model.parameters():
+            optim = torch.optim.AdamW([param], lr=0.01)
+
+            def step(p: Tensor, optim: Any = optim) -> None:
+                optim.step()
+                optim.zero_grad()
+
+            param.register_post_accumulate_grad_hook(step)
+
+    def ranks(rank: int) -> None:
+        def sharded(model: nn.Module) -> None:
+            SHARDS[shard](model)
+            attach(model)
+
+        twin = Twin(rank, 2, lambda: Tower(2), sharded)
+        attach(twin.plain[0])
+        for seed in range(3):
+            twin.backward(square, seed)
+            assert all(p.grad is None for p in twin.model.parameters())
+            twin.check()
+
+    run_ranks(ranks)
