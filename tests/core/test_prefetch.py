@@ -1,0 +1,272 @@
+"""Units are gathered ahead of use as asked for, by depth, by moment, by list or by seed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_compose import (
+    Prefetch,
+    seed_order,
+    set_backward_prefetch,
+    set_forward_prefetch,
+    trace_execution_order,
+)
+from fsdp_compose.core import gathering as residency
+from fsdp_compose.core.records import Hold
+from fsdp_compose.core.state import Lane
+
+from harness import run_ranks, single_process
+from models import (
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    seeded,
+    sgd,
+    square,
+    units,
+    whole,
+)
+from watching import Branching, Loose, Shuffled, events, loose, quiet, short, step, watch_forward
+
+
+def second_step(prefetch: Prefetch, shard: Callable[[Any], Any] | None = None) -> tuple[str, str]:
+    """(forward, backward) events of a step that has a recorded order."""
+
+    def ranks(rank: int) -> tuple[str, str]:
+        model = seeded(lambda: Tower(4))
+        by_block(model, prefetch=prefetch)
+        if shard is not None:
+            shard(model)
+        square(model, data(0, rank)).backward()
+        with events() as log:
+            watch_forward(model, log)
+            loss = square(model, data(1, rank))
+            forward = " ".join(short(log))
+            log.clear()
+            loss.backward()
+            return forward, " ".join(short(log))
+
+    first, second = run_ranks(ranks)
+    assert first == second
+    return first
+
+
+FORWARD = {
+    0: "+R R +0 0 +1 1 +2 2 +3 3",
+    1: "+R R 0 +0 1 +1 2 +2 3 +3",
+    2: "+R R 0 1 +0 2 +1 3 +2 +3",
+}
+
+
+BACKWARD = {
+    0: "-R -3 3 =3 -2 2 =2 -1 1 =1 -0 0 =0 =R",
+    1: "-R 3 -3 2 =3 -2 1 =2 -1 0 =1 -0 =0 =R",
+    2: "-R 3 2 -3 1 =3 -2 0 =2 -1 =1 -0 =0 =R",
+}
+
+
+POST = "-R -3 3 =3 2 -2 =2 1 -1 =1 0 -0 =0 =R"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_forward_prefetch_by_depth(depth: int) -> None:
+    forward, backward = second_step(Prefetch(forward=depth))
+    assert forward == FORWARD[depth]
+    assert backward == BACKWARD[1]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_backward_prefetch_before_a_units_backward(depth: int) -> None:
+    forward, backward = second_step(Prefetch(backward=depth))
+    assert forward == FORWARD[1]
+    assert backward == BACKWARD[depth]
+
+
+def test_backward_prefetch_after_a_units_backward() -> None:
+    _, backward = second_step(Prefetch(backward_moment="post"))
+    assert backward == POST
+    _, backward = second_step(Prefetch(backward_moment="post", backward=2))
+    assert backward == "-R -3 3 =3 2 1 -2 =2 0 -1 =1 -0 =0 =R"
+    _, backward = second_step(Prefetch(backward_moment="post", backward=0))
+    assert backward == BACKWARD[0]
+
+
+def test_no_backward_prefetch() -> None:
+    _, backward = second_step(Prefetch(backward_moment=None, backward=2))
+    assert backward == BACKWARD[0]
+
+
+def test_first_backward_follows_the_forward() -> None:
+    def ranks(rank: int) -> list[str]:
+        model = by_block(seeded(lambda: Tower(4)))
+        units(model)[0].lane.forward_order.close()  # a model of the parent's may await its backward
+        loss = square(model, data(0, rank))
+        with events() as log:
+            loss.backward()
+        return short(log)
+
+    assert " ".join(run_ranks(ranks)[0]) == BACKWARD[1]
+
+
+def test_explicit_lists_replace_the_order() -> None:
+    def shard(model: Tower) -> None:
+        blocks = model.blocks
+        set_forward_prefetch(model, [blocks[1], blocks[0]])
+        set_forward_prefetch(blocks[0], [])
+        set_forward_prefetch(blocks[1], [blocks[3], blocks[2]])
+        set_backward_prefetch(model, blocks[2:4])
+        set_backward_prefetch(blocks[3], None)
+        set_backward_prefetch(blocks[2], [])
+
+    forward, backward = second_step(Prefetch(), shard)
+    assert forward == "+R R 1 0 +0 +1 3 2 +2 +3"
+    assert backward == "-R 2 3 -3 =3 -2 =2 -1 1 0 =1 -0 =0 =R"
+
+
+def test_explicit_lists_are_followed_in_the_first_iteration() -> None:
+    def ranks(rank: int) -> str:
+        model = by_block(seeded(lambda: Tower(3)))
+        set_forward_prefetch(model, list(model.blocks))
+        with events() as log:
+            watch_forward(model, log)
+            model(data(0, rank))
+        return " ".join(short(log))
+
+    assert run_ranks(ranks)[0] == "+R R 0 1 2 +0 +1 +2"
+
+
+def test_lists_want_units() -> None:
+    with single_process():
+        model = by_block(Tower())
+        with pytest.raises(ValueError, match="Linear has no sharded state"):
+            set_forward_prefetch(model, [model.first])
+        with pytest.raises(ValueError, match="ModuleList has no sharded state"):
+            set_backward_prefetch(model.blocks, [])
+        with pytest.raises(TypeError):
+            set_backward_prefetch(model, model.blocks[0])
+
+
+def test_a_prefetch_that_is_malformed() -> None:
+    with pytest.raises(ValueError, match="forward=-1"):
+        Prefetch(forward=-1)
+    with pytest.raises(ValueError, match="'before'"):
+        Prefetch(backward_moment="before")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moment", ["pre", "post"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:
+    """Also where the order changes, so that what was gathered ahead was in vain."""
+
+    def ranks(rank: int) -> int:
+        twin = Twin(
+            rank,
+            2,
+            lambda: Shuffled(6),
+            lambda m: by_block(m, prefetch=Prefetch(depth, depth, moment)),
+        )
+        most = [0]
+        start = residency._start_gather
+
+        def gather(lane: Lane, bucket: Any) -> None:
+            ahead = [u for u in lane.units if Hold.PREFETCH in u.holds]
+            most[0] = max(most[0], len(ahead))
+            start(lane, bucket)
+
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(residency, "_start_gather", gather)
+            for step in range(6):
+                twin.model.seed = twin.plain[0].seed = twin.plain[1].seed = step // 2
+                twin.train(steps=1)
+        return most[0]
+
+    assert run_ranks(ranks) == [depth, depth]
+
+
+def test_a_seeded_order_prefetches_in_the_first_iteration() -> None:
+    def ranks(rank: int) -> tuple[str, str]:
+        model = seeded(lambda: Tower(3))
+        order = trace_execution_order(model, data(0, rank))
+        by_block(model)
+        seed_order(model, order)
+        with events() as log:
+            watch_forward(model, log)
+            loss = square(model, data(0, rank))
+            first = " ".join(short(log))
+            with torch.no_grad():
+                log.clear()
+                model(data(0, rank))
+            loss.backward()
+        assert_at_rest(model)
+        return first, " ".join(short(log))
+
+    (first, second), _ = quiet(ranks)
+    assert first == "+R R 0 +0 1 +1 2 +2"
+    assert second.startswith("+R 0 +0 1 +1 2 +2")
+
+
+def test_a_seed_without_a_root_and_one_that_is_wrong() -> None:
+    def ranks(rank: int) -> str:
+        twin_order = trace_execution_order(Loose(3), data(0, 0))
+        twin = Twin(rank, 2, lambda: Loose(3), loose)
+        seed_order(twin.model, twin_order)
+        with events() as log:
+            twin.model(data(0, rank))
+        twin.train(steps=2)
+        model = seeded(lambda: Branching(3))
+        order = trace_execution_order(model, data(0, 0))
+        by_block(model)
+        seed_order(model, order)
+        model.way = (2, 1, 0)
+        with pytest.warns(UserWarning, match="ran unit 'blocks.2' where unit 'blocks.0'"):
+            step(model, rank)
+        step(model, rank)
+        return str(len(log))
+
+    run_ranks(ranks)
+    with single_process():
+        order = trace_execution_order(Tower(3), data(0, 0))
+        with pytest.raises(ValueError, match="no unit of Tower"):
+            seed_order(Tower(3), order)
+        with pytest.raises(ValueError, match=r"submodule 'blocks\.2'"):
+            seed_order(by_block(Tower(2)), order)
+
+
+def test_training_is_the_same_with_every_schedule() -> None:
+    def ranks(rank: int) -> None:
+        for prefetch in (
+            Prefetch(0, 0),
+            Prefetch(3, 3),
+            Prefetch(1, 2, "post"),
+            Prefetch(2, 1, None),
+        ):
+            shard = lambda m, p=prefetch: by_block(m, prefetch=p)  # noqa: E731
+            Twin(rank, 2, lambda: Tower(4), shard).train()
+            shard = lambda m, p=prefetch: loose(m, prefetch=p)  # noqa: E731
+            Twin(rank, 2, Loose, shard, optimizer=sgd).train()
+
+    run_ranks(ranks)
+
+
+def test_a_copy_of_a_scheduled_model_trains() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        set_forward_prefetch(model, list(model.blocks))
+        step(model, rank)
+        twin = copy.deepcopy(model)
+        for m in (model, twin):
+            m.zero_grad()
+            step(m, rank)
+        for a, b in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(whole(a.grad), whole(b.grad))
+
+    run_ranks(ranks)
