@@ -1,0 +1,165 @@
+"""Averages of weights equal those of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from fsdp_compose import (
+    count_traffic,
+    load_checkpoint,
+    save_checkpoint,
+    state_dict,
+)
+from fsdp_compose.sharded import is_sharded
+
+from harness import rank_errors, run_ranks
+from models import (
+    WIDTH,
+    Tolerance,
+    Tower,
+    adamw,
+    assert_at_rest,
+    by_block,
+    compare,
+    data,
+    one_unit,
+    seeded,
+    square,
+)
+from surgery import (
+    same,
+)
+
+
+@pytest.fixture(autouse=True)
+def _legacy() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
+        yield
+
+
+def averaged(before: bool, multi: bool) -> Callable[[int], None]:
+    """A model and its average, averaged before either is sharded or after the model is."""
+    options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if multi else {}
+
+    def ranks(rank: int) -> None:
+        model, plain = seeded(lambda: Tower(2)), seeded(lambda: Tower(2))
+        if before:
+            mean = AveragedModel(model, **options)
+            by_block(mean.module)
+        by_block(model)
+        if not before:
+            mean = AveragedModel(model, **options)
+        wanted = AveragedModel(plain, **options)
+        ours, theirs = adamw(model.parameters()), adamw(plain.parameters())
+        for step in range(3):
+            square(model, data(step, rank)).backward()
+            square(plain, torch.cat([data(step, r) for r in range(2)])).backward()
+            for optim in (ours, theirs):
+                optim.step()
+                optim.zero_grad()
+            mean.update_parameters(model)
+            wanted.update_parameters(plain)
+        same(mean, wanted)
+        assert all(is_sharded(p) for p in mean.parameters())
+        with torch.no_grad():
+            compare("output", mean(data(9, rank)), wanted(data(9, rank)), Tolerance())
+        full = state_dict(mean, kind="full")
+        assert list(full) == list(wanted.state_dict())
+        assert_at_rest(mean)
+
+    return ranks
+
+
+@pytest.mark.parametrize("multi", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_averaged_model(before: bool, multi: bool) -> None:
+    run_ranks(averaged(before, multi), 2)
+
+
+def test_batch_statistics_of_an_averaged_model() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def ranks(rank: int) -> None:
+        model, plain = one_unit(seeded(build)), seeded(build)
+        mean, wanted = AveragedModel(model), AveragedModel(plain)
+        for average, source in ((mean, model), (wanted, plain)):
+            average.update_parameters(source)
+            update_bn([data(step, rank) for step in range(3)], average)
+        assert wanted.module[1].running_mean.any()
+        for (name, found), buffer in zip(mean.named_buffers(), wanted.buffers()):
+            compare(name, found, buffer, Tolerance())
+        with torch.no_grad():
+            compare("output", mean(data(9, rank)), wanted(data(9, rank)), Tolerance())
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_averages_by_hand_and_in_checkpoints(world: int, tmp_path: Path) -> None:
+    """A deep copy is sharded on its own; three ways to average, none communicates."""
+
+    def update(average: nn.Module, model: nn.Module, step: int) -> None:
+        pairs = list(zip(average.parameters(), model.parameters()))
+        with torch.no_grad():
+            if step == 0:
+                for a, b in pairs:
+                    a.lerp_(b, 0.1)
+            elif step == 1:
+                torch._foreach_lerp_([a for a, _ in pairs], [b for _, b in pairs], 0.1)
+            else:
+                for a, b in pairs:
+                    a.data.mul_(0.9).add_(b.data, alpha=0.1)
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(lambda: Tower(2))), seeded(lambda: Tower(2))
+        mean, wanted = (copy.deepcopy(m).requires_grad_(False).eval() for m in (model, plain))
+        ours, theirs = adamw(model.parameters()), adamw(plain.parameters())
+        for step in range(3):
+            square(model, data(step, rank)).backward()
+            square(plain, torch.cat([data(step, r) for r in range(world)])).backward()
+            for optim in (ours, theirs):
+                optim.step()
+                optim.zero_grad()
+            with count_traffic() as traffic:
+                update(mean, model, step)
+            assert traffic.collectives == traffic.control == 0
+            update(wanted, plain, step)
+            with torch.no_grad():
+                compare("output", mean(data(9, rank)), wanted(data(9, rank)), Tolerance())
+        both = nn.ModuleDict({"model": model, "mean": mean})
+        save_checkpoint(tmp_path / "both", both, ours)
+        fresh = nn.ModuleDict(
+            {
+                "model": by_block(seeded(lambda: Tower(2), 1)),
+                "mean": one_unit(seeded(lambda: Tower(2), 2)).requires_grad_(False),
+            }
+        )
+        load_checkpoint(tmp_path / "both", fresh, adamw(fresh["model"].parameters()))
+        same(fresh["model"], plain)
+        same(fresh["mean"], wanted)
+
+    run_ranks(ranks, world)
+
+
+def test_averages_of_a_model_that_is_cut_differently_are_refused_by_name() -> None:
+    def ranks(rank: int) -> None:
+        model = seeded(lambda: Tower(2))
+        mean = one_unit(copy.deepcopy(model))
+        by_block(model)
+        with torch.no_grad():
+            for a, b in zip(mean.parameters(), model.parameters()):
+                a.lerp_(b, 0.1)
+
+    for error in rank_errors(ranks, 2):
+        assert error is not None and "'first.weight', is cut differently" in error

@@ -1,0 +1,175 @@
+"""Layers are initialised again, rows edited, weights exchanged and read from another unit."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import (
+    fully_shard,
+    gathered,
+    refresh,
+    wrap,
+)
+
+from harness import rank_errors, run_ranks
+from models import (
+    WIDTH,
+    Block,
+    MakeOptimizer,
+    Tower,
+    Twin,
+    adamw,
+    by_block,
+    data,
+    one_unit,
+    seeded,
+    sgd,
+    train_twin,
+)
+from surgery import (
+    same,
+    together,
+)
+
+
+@pytest.fixture(autouse=True)
+def _legacy() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
+        yield
+
+
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+def test_layers_are_initialised_rows_edited_and_weights_exchanged(shard: Any) -> None:
+    def edit(model: nn.Module) -> None:
+        torch.manual_seed(5)
+        model.head.reset_parameters()
+        with torch.no_grad():
+            model.first.weight[2] = model.first.weight[:2].mean(0)
+            model.blocks[0].up.weight[:, 1:3] *= 3
+            model.blocks[1].down.weight.clamp_(-0.2, 0.2)
+        first, second = model.blocks[0].up, model.blocks[1].up
+        first.weight, second.weight = second.weight, first.weight
+
+    def ranks(rank: int) -> None:
+        model, plain = shard(seeded(lambda: Tower(2))), seeded(lambda: Tower(2))
+        together(model, plain, rank, steps=1)
+        kept = list(map(id, model.parameters()))
+        with torch.no_grad(), gathered(model, writeback=True):
+            edit(model)
+        edit(plain)
+        same(model, plain)
+        assert list(map(id, model.parameters())) == kept
+        together(model, plain, rank, start=1)
+
+    run_ranks(ranks, 2)
+
+
+class Reader(nn.Module):
+    """An embedding, a body, and logits by the embedding's weight, which another unit may own."""
+
+    gathers = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, WIDTH)
+        self.body = Block()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.body(self.emb(ids))
+        if self.gathers:
+            with gathered(self.emb):
+                return x @ self.emb.weight.t()
+        return x @ self.emb.weight.t()
+
+
+class GatheringReader(Reader):
+    gathers = True
+
+
+def read_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model((x[:, 0].abs() * 7).long() % 5).square().mean()
+
+
+def test_a_vocabulary_grows() -> None:
+    def ranks(rank: int) -> None:
+        def shard(model: nn.Module) -> nn.Module:
+            return fully_shard(model, units=wrap.by_class({Block}))
+
+        twin = Twin(rank, 2, Reader, shard, adamw)
+        twin.train(read_loss)
+        with pytest.raises(RuntimeError, match=r"replaced by \(7, 6\).*refresh\(model\)"):
+            with gathered(twin.model, writeback=True):
+                twin.model.emb.weight = nn.Parameter(torch.zeros(7, WIDTH).double())
+        with torch.no_grad(), gathered(twin.model):
+            old = twin.model.emb.weight.clone()
+        for model, start in ((twin.model, old), (twin.reference, twin.reference.emb.weight)):
+            grown = torch.cat([start.detach(), start.detach().mean(0, keepdim=True).expand(2, -1)])
+            model.emb.weight = nn.Parameter(grown)
+            model.emb.num_embeddings = 7
+        with pytest.raises(RuntimeError, match=r"'emb.weight'.*refresh\(model\)"):
+            read_loss(twin.model, data(0, rank))
+        refresh(twin.model)
+        twin.plain[1].emb.weight = twin.reference.emb.weight
+        ours, theirs = (adamw(m.parameters()) for m in (twin.model, twin.reference))
+        for step in range(2):
+            twin.backward(read_loss, step)
+            twin.check_grads()
+            for optim in (ours, theirs):
+                optim.step()
+                optim.zero_grad()
+        same(twin.model, twin.reference)
+
+    run_ranks(ranks, 2)
+
+
+def own_embedding(model: nn.Module) -> nn.Module:
+    return fully_shard(model, units=wrap.by_class({Block, nn.Embedding}))
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_a_weight_read_from_another_unit(optimizer: MakeOptimizer) -> None:
+    """In one unit with its reader, or inside a scope in forward; gradients of both uses add up."""
+    train_twin(Reader, read_loss, by_block, optimizer)
+    train_twin(GatheringReader, read_loss, own_embedding, optimizer)
+
+
+class Speaker(Tower):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+def reads(rank: int) -> None:
+    read_loss(own_embedding(seeded(Reader)), data(0, rank))
+
+
+def encodes(rank: int) -> None:
+    by_block(seeded(Speaker)).encode(data(0, rank))
+
+
+def between(rank: int) -> None:
+    model = by_block(seeded(Tower))
+    model.head.weight[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (reads, "torch.Tensor.t needs the whole of 'emb.weight' (unit 'emb'), of which rank "),
+        (encodes, "torch.nn.functional.linear needs the whole of 'first.weight' (unit 'Speaker')"),
+        (between, "torch.Tensor.__getitem__ needs the whole of 'head.weight' (unit 'Tower')"),
+    ],
+)
+def test_a_sharded_weight_that_is_read_says_what_to_call(use: Any, text: str) -> None:
+    for rank, error in enumerate(rank_errors(use, 2)):
+        assert error is not None and error.startswith(f"ShardedWeightError: {text}")
+        assert re.search(rf"of which rank {rank} holds (no )?elements", error)
+        assert "`with fsdp_compose.gathered(module):`" in error
+        assert re.search(r"fully_shard\(module, methods=\('forward', ", error)

@@ -1,0 +1,198 @@
+"""Parameters are frozen and unfrozen between steps, during accumulation, and in turns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import (
+    accumulate,
+    count_traffic,
+    no_sync,
+    reduce_grads,
+)
+
+from harness import run_ranks
+from models import (
+    WIDTH,
+    MakeOptimizer,
+    Tolerance,
+    Tower,
+    Twin,
+    adamw,
+    assert_at_rest,
+    by_block,
+    compare,
+    data,
+    one_unit,
+    seeded,
+    sgd,
+    square,
+    units,
+    whole,
+)
+from surgery import (
+    same,
+)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+def test_progressive_unfreezing(shard: Any, optimizer: MakeOptimizer) -> None:
+    """From the head down, with one optimizer over everything; half of a unit at a time."""
+    order = ["head", "blocks.1.down", "blocks.1", "blocks.0.norm", "blocks.0", "first"]
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Tower(2), shard, optimizer)
+        for seed in range(len(order) + 2):
+            open_now = tuple(order[: seed + 1])
+            for model in (twin.model, twin.reference):
+                for name, param in model.named_parameters():
+                    param.requires_grad_(name.startswith(open_now))
+            with count_traffic() as traffic:
+                twin.backward(square, seed)
+            assert_at_rest(twin.model)
+            trains_now = [
+                bucket
+                for unit in units(twin.model)
+                for bucket in unit.buckets
+                if any(entry.param.requires_grad for entry in bucket.entries)
+            ]
+            assert traffic.reduces == len(trains_now)
+            for name, param in twin.model.named_parameters():
+                assert (param.grad is None) == (not name.startswith(open_now)), name
+            twin.step()
+        twin.check()
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("keep", ["sharded", "unsharded", "no_all_reduce"])
+@pytest.mark.parametrize(("pattern", "shard"), [("up", one_unit), ("blocks.0", by_block)])
+def test_what_is_frozen_during_accumulation_keeps_what_it_had(
+    shard: Any, pattern: str, keep: Any
+) -> None:
+    def ranks(rank: int) -> None:
+        world = 4 if keep == "no_all_reduce" else 2
+        mesh = torch.distributed.init_device_mesh("cpu", (world // 2, 2))
+        twin = Twin(rank, world, lambda: Tower(2), lambda m: shard(m, mesh=mesh))
+        for first in (False, True, False):
+            with accumulate(twin.model, keep=keep):
+                for seed, frozen in enumerate((first, not first)):
+                    for model in (twin.model, twin.reference):
+                        for name, param in model.named_parameters():
+                            param.requires_grad_(not frozen or pattern not in name)
+                    twin.backward(square, seed)
+            wanted = dict(twin.reference.named_parameters())
+            for name, param in twin.model.named_parameters():
+                assert param.grad is not None, f"{name} lost its gradient"
+                compare(name, whole(param.grad), wanted[name].grad, Tolerance())
+            twin.optim.step()
+            twin.plain_optim.step()
+            twin.zero_grad()
+        for model in (twin.model, twin.reference):
+            for name, param in model.named_parameters():
+                param.requires_grad_(pattern not in name)
+        twin.backward(square, 3)
+        for name, param in twin.model.named_parameters():
+            assert (param.grad is None) == (pattern in name), name
+        twin.step()
+        twin.check()
+
+    run_ranks(ranks, 4 if keep == "no_all_reduce" else 2)
+
+
+def test_gradients_of_a_unit_that_was_frozen_before_the_last_backward_are_asked_for() -> None:
+    """Nothing of it runs in the last backward, so the step says what to call (D12)."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Tower(2))
+        with no_sync(twin.model):
+            twin.backward(square, 0)
+        for model in (twin.model, twin.reference):
+            model.blocks[0].requires_grad_(False)
+        twin.backward(square, 1)
+        with pytest.raises(RuntimeError, match=r"'blocks\.0\..*reduce_grads\(module\)"):
+            twin.optim.step()
+        reduce_grads(twin.model)
+        twin.step()
+        twin.check()
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("keep", ["unsharded", "no_all_reduce"])
+def test_a_discarded_accumulation_leaves_nothing_to_what_is_frozen(keep: Any) -> None:
+    def ranks(rank: int) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+        twin = Twin(rank, 4, lambda: Tower(2), lambda m: by_block(m, mesh=mesh))
+
+        def spoil() -> None:
+            with accumulate(twin.model, keep=keep):
+                square(twin.model, data(0, rank)).backward()
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            spoil()
+        for model in (twin.model, twin.reference):
+            for block in model.blocks:
+                block.up.requires_grad_(False)
+        twin.backward(square, 1)
+        assert twin.model.blocks[0].up.weight.grad is None
+        twin.step()
+        twin.check()
+
+    run_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_adversaries_take_turns(make: MakeOptimizer) -> None:
+    """A critic with clipped weights and a generator; each is frozen in the other's turn."""
+
+    def build() -> nn.Module:
+        critic = nn.Sequential(nn.Linear(2, WIDTH), Tower(1))
+        return nn.ModuleDict({"generator": Tower(2), "critic": critic})
+
+    def turn(models: nn.Module, optims: Any, inputs: list[Tensor]) -> None:
+        generator, critic = models["generator"], models["critic"]
+        for acts, rests, optim in ((critic, generator, 1), (generator, critic, 0)):
+            acts.requires_grad_(True)
+            rests.requires_grad_(False)
+            losses = []
+            for z in inputs:
+                fake = generator(z)
+                loss = critic(fake).square().mean()
+                losses.append(loss - critic(z[:, :2]).mean() if acts is critic else -loss)
+            torch.stack(losses).mean().backward()
+            assert all(p.grad is None for p in rests.parameters())
+            optims[optim].step()
+            optims[optim].zero_grad()
+            with torch.no_grad():
+                for i, p in enumerate(critic.parameters()):
+                    (p if i % 2 else p.data).clamp_(-0.3, 0.3)
+
+    def ranks(rank: int) -> None:
+        model, plain = seeded(build), seeded(build)
+        for part in model.values():
+            by_block(part)
+        optims = [[make(part.parameters()) for part in m.values()] for m in (model, plain)]
+        for step in range(3):
+            turn(model, optims[0], [data(step, rank)])
+            turn(plain, optims[1], [data(step, r) for r in range(2)])
+        same(model, plain)
+        for part in model.values():
+            assert_at_rest(part)
+
+    run_ranks(ranks, 2)
+
+
+@pytest.fixture(autouse=True)
+def _legacy() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
+        yield

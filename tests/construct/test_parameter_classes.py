@@ -1,0 +1,203 @@
+"""Parameters with a class or attributes of their own work, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import (
+    fully_shard,
+    gathered,
+    refresh,
+    reshard,
+    undo,
+    unshard,
+)
+from fsdp_compose.sharded import is_sharded
+
+from harness import rank_errors, run_ranks
+from models import (
+    WIDTH,
+    Tolerance,
+    Tower,
+    Twin,
+    by_block,
+    compare,
+    data,
+    one_unit,
+    sgd,
+    square,
+)
+from surgery import (
+    Built,
+    Packed,
+    blocks_with,
+    change_to_packed,
+    same,
+)
+
+
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+def test_parameters_of_a_class_of_their_own(shard: Any) -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, blocks_with(change_to_packed), shard)
+        twin.train()
+        weight = twin.model.blocks[0].up.weight
+        assert is_sharded(weight)
+        with gathered(twin.model):
+            shown = twin.model.blocks[0].up.weight
+            assert isinstance(shown, Packed) and shown.scale is weight.scale
+        held = twin.model.blocks[0] if shard is by_block else twin.model
+        unshard(held)
+        shown = twin.model.blocks[0].up.weight
+        assert isinstance(shown, Packed) and shown.shape == (7, WIDTH)
+        reshard(held)
+        copied = copy.deepcopy(twin.model)
+        copied.blocks[0].up.weight.scale.mul_(2)
+        twin.model.blocks[0].up.weight.scale.mul_(2)  # seen by the next forward
+        twin.reference.blocks[0].up.weight.scale.mul_(2)
+        with torch.no_grad():
+            wanted = twin.reference(data(3, rank))
+            compare("output", twin.model(data(3, rank)), wanted, Tolerance())
+            compare("copy", copied(data(3, rank)), wanted, Tolerance())
+        undo(twin.model)
+        assert weight is twin.model.blocks[0].up.weight and type(weight) is Packed
+        same(twin.model, twin.reference)
+
+    run_ranks(ranks, 2)
+
+
+class Scaled(nn.Linear):
+    """Reads an attribute that somebody put on the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self.weight, "factor", 1.0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_attributes_of_parameters_are_read_in_forward(frozen: bool) -> None:
+    def change(block: nn.Module) -> None:
+        block.down = Scaled(7, WIDTH, bias=False)
+        block.down.weight.factor = 3.0
+        block.down.weight.requires_grad_(not frozen)
+
+    def ranks(rank: int) -> None:
+        twin = Built(rank, 2, blocks_with(change), by_block, sgd)
+        twin.train()
+        for model in (twin.model, twin.reference):
+            model.blocks[0].down.weight.factor = 0.5
+        twin.train()
+
+    run_ranks(ranks, 2)
+
+
+class Elsewhere(Tensor):
+    """A wrapper: computes in ``__torch_dispatch__`` and holds its data in other tensors."""
+
+    @staticmethod
+    def __new__(cls, q: Tensor, scale: Tensor) -> Elsewhere:
+        return Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype)
+
+    def __init__(self, q: Tensor, scale: Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Elsewhere(args[0].q, args[0].scale)
+        raise NotImplementedError(str(func))
+
+
+class Slotted(nn.Parameter):
+    __slots__ = ("extra",)
+
+
+def script(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(module)
+
+
+def wrapped(rank: int) -> None:
+    model = Tower(1)
+    made = Elsewhere(torch.ones(7, 7, dtype=torch.int8), torch.ones(()))
+    model.blocks[0].up.weight = nn.Parameter(made, requires_grad=False)
+    by_block(model)
+
+
+def slotted(rank: int) -> None:
+    model = Tower(1)
+    model.blocks[0].up.weight = Slotted(torch.ones(7, 6))
+    by_block(model)
+
+
+def lazy(rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fully_shard(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
+
+
+def scripted(rank: int) -> None:
+    fully_shard(script(nn.Linear(2, 2)))
+
+
+def scripted_inside(rank: int) -> None:
+    fully_shard(nn.Sequential(nn.Linear(2, 2), script(nn.Linear(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            wrapped,
+            "parameter 'blocks.0.up.weight' of unit 'blocks.0' is an instance of "
+            "Elsewhere, whose class computes in __torch_dispatch__",
+        ),
+        (
+            slotted,
+            "parameter 'blocks.0.up.weight' of unit 'blocks.0' is an instance of Slotted, a ",
+        ),
+        (
+            lazy,
+            "parameter '0.weight' of unit 'Sequential' is an UninitializedParameter, which has no "
+            "shape yet; run one forward",
+        ),
+        (scripted, "unit 'RecursiveScriptModule' has a ScriptModule, whose compiled code"),
+        (scripted_inside, "unit 'Sequential' has a ScriptModule as '1', whose compiled code"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(build: Any, text: str) -> None:
+    for error in rank_errors(build, 2):
+        assert error is not None and error.startswith("ValueError: fully_shard: ")
+        assert text in error and ("ignored=" in error or build is lazy)
+
+
+def test_scripted_functions_and_ignored_modules_are_left_alone() -> None:
+    def ranks(rank: int) -> None:
+        plain = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        model = copy.deepcopy(plain)
+        model[1] = script(nn.Sequential(nn.Tanh()))
+        model.append(script(nn.Linear(2, 2).double()))
+        fully_shard(model, ignored=[model[3]])
+        square(model, data(0, rank)).backward()
+        assert model[3].weight.grad is not None and not is_sharded(model[3].weight)
+        model[0].extra = nn.Parameter(torch.ones(1).double())
+        with pytest.raises(RuntimeError, match=r"'0\.extra'.*refresh"):
+            model(data(0, rank))
+        refresh(model)
+        square(model, data(0, rank)).backward()
+
+    run_ranks(ranks, 2)
+
+
+@pytest.fixture(autouse=True)
+def _legacy() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
+        yield
