@@ -1,0 +1,311 @@
+"""A model on the meta device gets its weights by an initialiser, a load or rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import fully_shard, wrap
+
+from buffered import equal, full, on_meta, unlike
+from harness import rank_errors, run_ranks
+from models import (
+    EVERY_SHARD,
+    WIDTH,
+    Block,
+    Ledger,
+    Tower,
+    by_block,
+    data,
+    whole,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.mark.parametrize("shard", list(EVERY_SHARD))
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_reset_parameters_initialises_a_model_from_meta(shard: str, world: int) -> None:
+    def ranks(rank: int) -> Any:
+        model = on_meta(lambda: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), Block()))
+        before = list(model.parameters())
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(0)
+        EVERY_SHARD[shard](model)
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+        assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        start = full(model)
+        model(data(0, rank).float()).square().mean().backward()
+        optim.step()
+        assert all(not torch.equal(v, start[n]) for n, v in full(model).items() if "." in n)
+        return start
+
+    first, *others = run_ranks(ranks, world)
+    for other in others:
+        equal(other, first)
+    assert first["0.norm.weight"].eq(1).all() and first["1.running_var"].eq(1).all()
+    assert 0 < first["0.up.weight"].abs().max() <= WIDTH**-0.5
+    assert all(v.isfinite().all() for v in first.values())
+
+
+def test_one_unit_equals_the_plain_model_initialised_in_the_same_order() -> None:
+    def ranks(rank: int) -> None:
+        model = on_meta(lambda: Tower(2))
+        torch.manual_seed(5)
+        fully_shard(model)
+        plain = Tower(2)
+        torch.manual_seed(5)
+        plain.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
+        found, wanted = full(model), full(plain)
+        equal(
+            {n: found[n] for n in wanted if "norm" not in n},
+            {n: v for n, v in wanted.items() if "norm" not in n},
+        )
+
+    run_ranks(ranks, 2)
+
+
+class Rotary(nn.Module):
+    """A cache that is not in the state dict, made where it is asked to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("cache", torch.empty(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.cache
+
+
+class Filled(Rotary):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        self.cache.copy_(torch.arange(WIDTH))
+
+
+@pytest.mark.parametrize("how", ["fill", "data", "replace", "to_empty"])
+def test_param_init_fn_may_write_in_any_way(how: str) -> None:
+    seen: list[str] = []
+
+    def fill(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        if how == "to_empty":
+            module.to_empty(device="cpu", recurse=False)
+        for name, param in list(module.named_parameters(recurse=False)):
+            if how == "data":
+                param.data.fill_(3)
+            elif how == "replace":
+                setattr(module, name, nn.Parameter(torch.full_like(param, 3)))
+            else:
+                param.fill_(3)
+        for buffer in module.buffers(recurse=False):
+            buffer.fill_(2)
+
+    def ranks(rank: int) -> None:
+        model = on_meta(lambda: nn.Sequential(Tower(1), Rotary()))
+        before = list(model.parameters())
+        by_block(model, param_init_fn=fill)
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+        assert all(whole(p).eq(3).all() for p in model.parameters())
+        assert model[1].cache.eq(2).all()
+        assert sorted(seen) == ["LayerNorm", *["Linear"] * 4, "Rotary"]
+
+    run_ranks(ranks, 2)
+
+
+def test_a_buffer_that_nothing_fills_is_refused_on_every_rank() -> None:
+    def ranks(rank: int, kind: type[nn.Module]) -> None:
+        fully_shard(on_meta(lambda: nn.Sequential(kind())))
+
+    assert run_ranks(ranks, 2, Filled) == [None, None]
+    for text in rank_errors(ranks, 2, Rotary):
+        assert text is not None
+        assert "ValueError: fully_shard: buffer '0.cache' of unit 'Sequential'" in text
+        assert "param_init_fn(module)" in text
+
+
+def test_an_initialiser_that_fails_on_one_rank_raises_on_all() -> None:
+    def ranks(rank: int, mode: str) -> None:
+        def fail(module: nn.Module) -> None:
+            if rank == 1 and isinstance(module, nn.LayerNorm):
+                raise OSError("no such file")
+            module.reset_parameters()
+
+        by_block(on_meta(lambda: Tower(2)), param_init_fn=fail, init=mode)
+
+    for mode in ("verify", "broadcast", "as_is"):
+        texts = rank_errors(ranks, 2, mode)
+        assert texts[1] == "OSError: no such file"
+        assert texts[0] == "RuntimeError: OSError: no such file (found on rank 1)"
+
+
+def test_initialisers_that_differ_between_ranks_are_refused_or_broadcast() -> None:
+    def ranks(rank: int, mode: str) -> None:
+        torch.manual_seed(rank)
+        model = by_block(on_meta(lambda: Tower(1)), init=mode)
+        torch.manual_seed(0)
+        equal(full(model), full(by_block(on_meta(lambda: Tower(1)))))
+
+    run_ranks(ranks, 2, "broadcast")
+    for text in rank_errors(ranks, 2, "verify"):
+        assert text is not None
+        assert "parameter 'blocks.0.up.weight' of unit 'blocks.0' differs between rank" in text
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_weights_may_be_on_rank_0_only(empty: bool) -> None:
+    """The classic way to load: rank 0 has the model, the others have none, broadcast."""
+
+    def ranks(rank: int) -> None:
+        fill = (lambda m: m.to_empty(device="cpu", recurse=False)) if empty else (lambda m: None)
+        model = unlike(7, lambda: nn.Sequential(Filled(), Tower(1)))
+        if rank == 0:
+            model[0].reset_parameters()
+        else:
+            model = on_meta(lambda: nn.Sequential(Filled(), Tower(1)))
+            model[0].cache = torch.zeros(WIDTH)
+        by_block(model, init="broadcast", param_init_fn=fill)
+        wanted = unlike(7, lambda: nn.Sequential(Filled(), Tower(1)))
+        wanted[0].reset_parameters()
+        equal(full(model), full(wanted))
+        model(data(0, rank).float())
+
+    run_ranks(ranks, 3)
+
+
+class Bare(nn.Module):
+    """Parameters and a buffer that nothing initialises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale + self.shift + self.mean
+
+
+def load_copy(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(wanted[name])
+
+
+@torch.no_grad()
+def load_local(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    """As a checkpoint reader does: into the slices, and only where there is something."""
+    for name, param in model.named_parameters():
+        spec = param._shard_spec
+        if spec.stop > spec.start:
+            param.to_local().copy_(wanted[name].reshape(-1)[spec.start : spec.stop])
+    for name, buffer in model.named_buffers():
+        buffer.copy_(wanted[name])
+
+
+def load_data(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = wanted[name].clone()
+
+
+def load_dict(model: nn.Module, wanted: dict[str, Tensor], assign: bool = False) -> None:
+    model.load_state_dict(wanted, assign=assign)
+
+
+def load_assign(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    load_dict(model, wanted, True)
+
+
+LOADERS = [load_copy, load_local, load_data, load_dict, load_assign]
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_build_on_meta_then_shard_then_load(loader: Callable[..., None], world: int) -> None:
+    def ranks(rank: int) -> None:
+        wanted = {n: t.detach().clone() for n, t in full(unlike(3, Bare)).items()}
+        model = on_meta(Bare)
+        optim = torch.optim.SGD(model.parameters(), lr=0.5)
+        by = wrap.by_class({nn.Linear})
+        fully_shard(model, units=by, param_init_fn=lambda m: None)
+        x = data(0, rank).float()
+        with pytest.raises(RuntimeError) as caught:
+            model(x)
+        text = str(caught.value)
+        assert "'scale'" in text and "'shift'" in text and "buffer 'mean'" in text
+        assert "load_state_dict" in text and "param_init_fn" in text
+        loader(model, wanted)
+        equal(full(model), wanted)
+        model(x).sum().backward()
+        optim.step()
+        changed = full(model)
+        assert all(not torch.equal(changed[n], v) for n, v in wanted.items() if n != "mean")
+
+    run_ranks(ranks, world)
+
+
+def test_what_was_not_loaded_is_named_on_every_rank() -> None:
+    def ranks(rank: int) -> None:
+        model = on_meta(Bare)
+        fully_shard(model)
+        wanted = full(unlike(3, Bare))
+        del wanted["shift"]  # one element, which only the last rank holds
+        model.load_state_dict(wanted, strict=False)
+        model(data(0, rank).float())
+
+    for text in rank_errors(ranks, 3):
+        assert text is not None
+        assert "RuntimeError: unit 'Bare': parameter 'shift' came from the meta device" in text
+
+
+def test_reset_parameters_leaves_weights_that_are_there() -> None:
+    """A model that is on meta in part: what is real keeps its value."""
+
+    def ranks(rank: int) -> None:
+        model = unlike(2, lambda: nn.Linear(3, 4))
+        weight = model.weight.detach().clone()
+        model.bias = nn.Parameter(torch.empty(4, device="meta"))
+        fully_shard(model)
+        assert torch.equal(whole(model.weight), weight)
+        assert whole(model.bias).isfinite().all()
+
+    run_ranks(ranks, 2)
+
+
+def test_recurrent_modules_hooks_and_attributes_survive() -> None:
+    def ranks(rank: int) -> None:
+        model = on_meta(lambda: nn.LSTM(WIDTH, 5))
+        param = model.weight_hh_l0
+        param.tag, calls = "recurrent", []
+        param.register_hook(lambda g: calls.append("grad"))
+        param.register_post_accumulate_grad_hook(lambda p: calls.append("done"))
+        torch.manual_seed(0)
+        fully_shard(model)
+        torch.manual_seed(0)
+        plain = nn.LSTM(WIDTH, 5)
+        equal(full(model), full(plain))
+        assert model.weight_hh_l0 is param and param.tag == "recurrent"
+        model(data(0, rank).float())[0].sum().backward()
+        assert calls == ["grad", "done"]
+
+    run_ranks(ranks, 2)
+
+
+def test_peak_memory_is_one_unit_and_the_shards() -> None:
+    width, depth, world = 64, 6, 4
+
+    def ranks(rank: int) -> None:
+        model = on_meta(lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)]))
+        unit = 4 * (width * width + width)
+        shards = depth * unit / world
+        with Ledger(*model.parameters()) as ledger:
+            fully_shard(model, units=wrap.by_class({nn.Linear}), init="as_is")
+        assert ledger.live() <= shards * 1.02 + 4096
+        assert unit < ledger.peak <= unit + shards * 1.02 + 4096
+
+    run_ranks(ranks, world)
