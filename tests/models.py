@@ -20,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import fully_shard, wrap
+from fsdp_compose import (
+    fully_shard,
+    wrap,
+)
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, raw
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of
@@ -357,3 +360,7 @@ class Checkpointed(Tower):
         if self.where == "root":
             return self.again(self.run, x.requires_grad_())
         return self.run(x)
+
+
+def units_by_name(model: nn.Module) -> dict[str, Unit]:
+    return {unit.name: unit for unit in iter_units(model)}

@@ -1,9 +1,7 @@
-"""Which submodules become units, with which options, and what is left alone."""
+"""Which submodules become units, and with which options."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,28 +14,21 @@ from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
     fully_shard,
-    get_state,
-    is_fully_sharded,
-    undo,
     wrap,
 )
 from fsdp_compose.construct.collect import _OVERRIDABLE
-from fsdp_compose.core.state import Unit, iter_units
+from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks, single_process
-from models import WIDTH, Block, Tower, Twin, assert_at_rest, data, seeded, square
-
-
-def by_name(model: nn.Module) -> dict[str, Unit]:
-    return {unit.name: unit for unit in iter_units(model)}
+from models import WIDTH, Block, Tower, Twin, data, seeded, square, units_by_name
 
 
 def units_with(policy: wrap.Policy, model: nn.Module | None = None, **options: Any) -> set[str]:
     """Names of the units the policy makes, besides the root."""
     model = Tower(2) if model is None else model
     fully_shard(model, units=policy, **options)
-    return set(by_name(model)) - {type(model).__name__}
+    return set(units_by_name(model)) - {type(model).__name__}
 
 
 class Attentive(nn.Module):
@@ -53,9 +44,6 @@ class Attentive(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-# Policies
 
 
 def test_by_class() -> None:
@@ -132,7 +120,7 @@ def test_by_fn_returns_a_bool_or_options() -> None:
 
     model = Tower(3)
     assert units_with(wrap.by_fn(choose), model) == {"blocks.0", "blocks.1", "head"}
-    kept = {name: unit.switches.keep_after_forward for name, unit in by_name(model).items()}
+    kept = {name: unit.switches.keep_after_forward for name, unit in units_by_name(model).items()}
     assert kept == {"Tower": None, "blocks.0": True, "blocks.1": None, "head": None}
     with pytest.raises(TypeError, match="returned 'yes' for 'first'"):
         fully_shard(Tower(), units=wrap.by_fn(lambda fqn, module: "yes"))
@@ -144,7 +132,7 @@ def test_the_first_that_says_yes_decides() -> None:
     for policy, kept in ((keep | wrap.by_class(Block), True), (wrap.by_class(Block) | keep, None)):
         model = Tower(1)
         assert units_with(policy | head, model) == {"blocks.0", "head"}
-        assert by_name(model)["blocks.0"].switches.keep_after_forward is kept
+        assert units_by_name(model)["blocks.0"].switches.keep_after_forward is kept
     assert (keep | head | wrap.by_size(3)).description == (
         "by_class({Block}) | by_fn(<lambda>) | by_size(3)"
     )
@@ -202,9 +190,6 @@ def test_training_with_any_policy(policy: wrap.Policy) -> None:
     run_ranks(lambda rank: Twin(rank, 2, Tower, lambda m: fully_shard(m, units=policy)).train())
 
 
-# Options of one unit
-
-
 def only_first(**options: Any) -> wrap.Policy:
     return wrap.by_fn(lambda fqn, m: options if fqn == "blocks.0" else isinstance(m, Block))
 
@@ -236,7 +221,7 @@ def test_overrides_take_effect_in_their_unit_alone() -> None:
             init="as_is",
         )
         fully_shard(model, units=policy)
-        first, second = (by_name(model)[f"blocks.{i}"] for i in range(2))
+        first, second = (units_by_name(model)[f"blocks.{i}"] for i in range(2))
         assert first.mp == mp and second.mp == MixedPrecision()
         assert first.prefetch == Prefetch(3, 0) and second.prefetch == Prefetch()
         assert first.buckets[0].offload.grads and not second.buckets[0].offload.grads
@@ -336,279 +321,6 @@ def test_a_wrong_override_on_one_rank_is_an_error_on_all() -> None:
 
     errors = rank_errors(ranks)
     assert all(e is not None and "overrides ['wrong']" in e for e in errors)
-
-
-# Classes in full precision
-
-
-class Mixed(nn.Module):
-    """Norms with and without parameters and buffers, inside blocks and beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Inner() for _ in range(2))
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.plain = nn.LayerNorm(WIDTH, elementwise_affine=False)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.plain(self.linear(x)))
-
-
-def dtypes_seen(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """By module: dtypes it computes on and that the next one receives."""
-    seen: dict[str, Any] = {}
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            seen[name] = args[0].dtype
-
-        return hook
-
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(note(name))
-    return seen
-
-
-NORMS = (nn.BatchNorm1d, nn.LayerNorm)
-BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, full_precision_classes=NORMS)
-
-
-@pytest.mark.parametrize(
-    "units", [None, wrap.by_class(Inner), wrap.by_class({Inner, nn.LayerNorm})]
-)
-def test_classes_in_full_precision(units: wrap.Policy | None) -> None:
-    def ranks(rank: int) -> None:
-        model = Mixed()
-        fully_shard(model, units=units, mp_policy=BF16)
-        found = by_name(model)
-        norms = {"norm", *(f"blocks.{i}.{n}" for i in range(2) for n in ("plain", "norm"))}
-        blocks = set() if units is None else {"blocks.0", "blocks.1"}
-        assert set(found) == {"Mixed"} | norms | blocks
-        for name in norms:
-            assert found[name].mp.param_dtype is torch.float32
-            assert found[name].mp.output_dtype is torch.bfloat16
-            for bucket in found[name].buckets:
-                assert bucket.full.dtype is bucket.reduce_dtype is torch.float32
-        seen = dtypes_seen(model)
-        for step in range(2):
-            out = model(data(step, rank, dtype=torch.float32))
-            assert out.dtype is torch.bfloat16
-            out.float().square().mean().backward()
-            assert_at_rest(model)
-        assert all(seen[name] is torch.float32 for name in norms)
-        others = {"first", "blocks.0", "blocks.1", "blocks.0.linear", "blocks.1.linear"}
-        assert all(seen[name] is torch.bfloat16 for name in others)
-        assert model.norm.running_mean.dtype is torch.float32
-        assert model.norm.num_batches_tracked == 2
-        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
-
-    run_ranks(ranks)
-
-
-def test_full_precision_equals_casts_written_by_hand() -> None:
-    class Cast(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.double()).float()
-
-    def ranks(rank: int) -> None:
-        model = seeded(Tower)
-        plain = copy.deepcopy(model)
-        for block in plain.blocks:
-            block.norm = Cast(block.norm)
-            block.up.float()
-            block.down.float()
-        plain.first.float()
-        plain.head.float()
-        mp = MixedPrecision(torch.float32, full_precision_classes=(nn.LayerNorm,))
-        fully_shard(model, units=wrap.by_class(Block), mp_policy=mp)
-        x = data(0, 0, dtype=torch.float32)  # the same on every rank
-        ours, theirs = model(x), plain(x)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-        ours.sum().backward()
-        theirs.sum().backward()
-        for p, q in zip(model.parameters(), plain.parameters()):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad.double(), rtol=1e-4, atol=1e-4)
-
-    run_ranks(ranks)
-
-
-def test_full_precision_of_the_sharded_module_itself_and_of_a_few() -> None:
-    with single_process():
-        norm = fully_shard(nn.LayerNorm(WIDTH), mp_policy=BF16)
-        assert get_state(norm).unit.mp.param_dtype is torch.float32
-        assert norm(torch.ones(2, WIDTH)).dtype is torch.bfloat16
-        out = fully_shard(nn.LayerNorm(3), mp_policy=replace(BF16, output_dtype=torch.float64))
-        assert out(torch.ones(2, 3)).dtype is torch.float64
-        with pytest.raises(ValueError, match="some are to run in full precision"):
-            fully_shard([nn.LayerNorm(3), nn.Linear(3, 3)], mp_policy=BF16)
-        model = Tower(1)
-        fully_shard([model.first, model.blocks[0]], mp_policy=BF16)
-        fully_shard(model)
-        assert set(by_name(model)) == {"Tower", "first", "blocks.0.norm"}
-        model = Tower(1)
-        fully_shard(model, mp_policy=MixedPrecision(full_precision_classes=NORMS))
-        assert set(by_name(model)) == {"Tower"}  # there is no other precision
-        with pytest.raises(ValueError, match="full_precision_classes is"):
-            MixedPrecision(full_precision_classes=nn.LayerNorm)  # type: ignore[arg-type]
-
-
-def test_full_precision_in_eval_reaches_them_too() -> None:
-    with single_process():
-        model, plain = seeded(Mixed).float(), seeded(Mixed).float()
-        mp = MixedPrecision(
-            torch.bfloat16, full_precision_classes=NORMS, full_precision_in_eval=True
-        )
-        fully_shard(model, units=wrap.by_class(Inner), mp_policy=mp)
-        x = torch.randn(3, WIDTH)
-        with torch.no_grad():
-            torch.testing.assert_close(model.eval()(x), plain.eval()(x))
-        assert model.train()(x).dtype is torch.bfloat16
-
-
-def test_undo_of_full_precision_units() -> None:
-    with single_process():
-        model = Mixed()
-        before = copy.deepcopy(model.state_dict())
-        undo(fully_shard(model, mp_policy=BF16))
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-
-
-# What is left alone
-
-
-class Buffered(Tower):
-    """Blocks with a buffer each, and one of its own."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__(depth)
-        for block in self.blocks:
-            block.register_buffer("scale", torch.tensor([1.1]))
-        self.register_buffer("shift", torch.tensor([0.1]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) + self.shift.to(x.dtype)
-        for block in self.blocks:
-            x = block(x) * block.scale.to(x.dtype)
-        return self.head(x)
-
-
-def test_ignored_modules_and_parameters_train_by_themselves() -> None:
-    """Nobody averages them: here each rank gets the same data, so that they stay equal."""
-
-    def ranks(rank: int) -> None:
-        model, plain = seeded(Tower), seeded(Tower)
-        ignored = [model.blocks[1], model.head.bias]
-        fully_shard(model, units=wrap.by_class(Block), ignored=ignored)
-        assert not is_fully_sharded(model.blocks[1])
-        left = {name for name, p in model.named_parameters() if not is_sharded(p)}
-        inside = {f"blocks.1.{name}" for name, _ in Block().named_parameters()}
-        assert left == inside | {"head.bias"}
-        pairs = [(m, torch.optim.SGD(m.parameters(), 0.1)) for m in (model, plain)]
-        for step in range(3):
-            for m, optimizer in pairs:
-                square(m, data(step, 0)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for p, q in zip(model.parameters(), plain.parameters()):
-            whole = p.full_tensor() if is_sharded(p) else p.detach()
-            torch.testing.assert_close(whole, q.detach())
-
-    run_ranks(ranks)
-
-
-def test_buffers_are_ignored_by_module_or_one_by_one() -> None:
-    with single_process():
-        mp = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-        model = Buffered()
-        fully_shard(model, mp_policy=mp, ignored=[model.blocks[0], model.shift])
-        dtypes = {name: b.dtype for name, b in model.named_buffers()}
-        assert dtypes == {
-            "shift": torch.float32,
-            "blocks.0.scale": torch.float32,
-            "blocks.1.scale": torch.bfloat16,
-            "blocks.2.scale": torch.bfloat16,
-        }
-
-
-def test_ignored_buffers_are_not_broadcast() -> None:
-    def ranks(rank: int) -> list[float]:
-        model = seeded(Buffered)
-        model.shift.fill_(rank)
-        for block in model.blocks:
-            block.scale.fill_(rank + 1)
-        fully_shard(model, init="broadcast", ignored=[model.shift, model.blocks[2]])
-        return [float(b) for b in model.buffers()]
-
-    zero, one = run_ranks(ranks)
-    assert zero == [0, 1, 1, 1]
-    assert one == [1, 1, 1, 2]
-
-
-def test_an_ignored_module_keeps_the_units_inside_it() -> None:
-    def ranks(rank: int) -> None:
-        def shard(model: Any) -> None:
-            fully_shard(model.blocks[1].up)
-            outer = nn.Module()
-            outer.inside = model.blocks[1]
-            fully_shard(model, units=wrap.by_class(Block), ignored=[outer.inside])
-
-        model = seeded(Tower)
-        shard(model)
-        assert is_fully_sharded(model.blocks[1].up)
-        assert not is_fully_sharded(model.blocks[1])
-        assert not is_sharded(model.blocks[1].down.weight)
-        plain = seeded(Tower)
-        square(model, data(0, 0)).backward()
-        square(plain, data(0, 0)).backward()
-        for p, q in zip(model.parameters(), plain.parameters()):
-            grad = p.grad.full_tensor() if is_sharded(p) else p.grad
-            torch.testing.assert_close(grad, q.grad)
-        assert_at_rest(model)
-
-    run_ranks(ranks)
-
-
-def test_an_ignored_parameter_is_ignored_wherever_it_is_shared() -> None:
-    with single_process():
-        for pick in (lambda m: m.first.weight, lambda m: m.first):
-            model = Tower(2)
-            model.blocks[0].up = nn.Linear(WIDTH, WIDTH)
-            model.blocks[0].down = nn.Linear(WIDTH, WIDTH, bias=False)
-            model.blocks[0].up.weight = model.first.weight
-            fully_shard(model, units=wrap.by_class(Block), ignored=[pick(model)])
-            assert model.blocks[0].up.weight is model.first.weight
-            assert not is_sharded(model.first.weight)
-            assert is_sharded(model.blocks[0].up.bias)
-            square(model, torch.ones(2, WIDTH)).backward()
-            assert model.first.weight.grad is not None
-
-
-def test_what_cannot_be_ignored() -> None:
-    with pytest.raises(TypeError, match="ignored holds a str"):
-        fully_shard(Tower(), ignored=["head"])  # type: ignore[list-item]
-    model = Tower()
-    with pytest.raises(TypeError, match=r"ignored is a Linear; wanted a sequence"):
-        fully_shard(model, ignored=model.head)  # type: ignore[arg-type]
 
 
 def test_a_policy_counts_without_what_is_ignored() -> None:
