@@ -1,0 +1,266 @@
+"""``unshard``, ``reshard`` and ``prefetch_units`` between passes; ``iter_full``."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.records import Hold
+from fsdp_compose.scopes.gathered import gathered, iter_full
+from fsdp_compose.scopes.unshard import prefetch_units, reduce_grads, reshard, unshard
+from fsdp_compose.sharded import is_sharded
+
+from harness import rank_errors, run_ranks
+from models import (
+    WIDTH,
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    one_unit,
+    seeded,
+    square,
+    units,
+    whole,
+)
+from scoped_models import both, seeded_oddities
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def test_unshard_holds_a_unit_gathered_until_reshard() -> None:
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        block, plain = twin.model.blocks[0], twin.reference.blocks[0]
+        leaf = block.up.weight
+        unshard(block)
+        assert torch.equal(block.up.weight, plain.up.weight) and not is_sharded(block.up.weight)
+        comm.traffic.reset()
+        with torch.no_grad():
+            block(data(0, 0)), block(data(0, 0))
+        assert comm.traffic.gathers == 0
+        reshard(block)
+        assert block.up.weight is leaf
+        assert_at_rest(twin.model)
+        reshard(block)
+        twin.train()
+
+    run_ranks(check, 2)
+
+
+def test_unshard_of_a_module_that_is_no_unit_gathers_the_units_in_it() -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        handle = unshard(model.blocks, async_op=True)
+        assert handle is not None and is_sharded(model.blocks[0].up.weight)
+        handle.wait()
+        handle.wait()
+        assert not is_sharded(model.blocks[0].up.weight) and is_sharded(model.head.weight)
+        reshard(model.blocks)
+        assert_at_rest(model)
+        with pytest.raises(ValueError, match="unshard: LayerNorm is not a unit"):
+            unshard(model.blocks[0].norm)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_while_unsharded_reads_new_weights_every_step(world: int) -> None:
+    def check(rank: int) -> None:
+        twin = Twin(rank, world, Tower)
+        for u in (twin.model, *twin.model.blocks):
+            unshard(u)
+        for seed in range(3):
+            twin.backward(square, seed)
+            twin.optim.step()
+            twin.plain_optim.step()
+            twin.zero_grad()
+        for u in (twin.model, *twin.model.blocks):
+            reshard(u)
+        twin.check()
+
+    run_ranks(check, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_flow_through_unsharded_parameters_after_reshard(world: int) -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        if any(units(model)):
+            unshard(model)
+        use = (x @ model.first.weight.T @ model.head.weight.T).square().mean()
+        if any(units(model)):
+            reshard(model)
+        return use + square(model, x)
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, world, Tower)
+        for seed in range(3):
+            twin.backward(forward, seed)
+            assert twin.model.head.weight.numel() == 2 * WIDTH
+            twin.step()
+        gc.collect()
+        twin.check()
+
+    run_ranks(check, world)
+
+
+def test_a_graph_over_unsharded_parameters_keeps_them_gathered() -> None:
+    def check(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        unshard(model)
+        loss = (data(0, rank) @ model.first.weight.T).square().sum()
+        reshard(model)
+        (unit,) = units(model)
+        assert unit.holds == {Hold.USER}
+        del loss
+        assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
+def test_writing_between_unshard_and_reshard_is_an_error() -> None:
+    def check(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        unshard(model)
+        nn.init.zeros_(model.head.weight)
+        try:
+            reshard(model)
+        finally:
+            assert_at_rest(model)
+
+    for error in rank_errors(check, 1) + rank_errors(check, 2):
+        assert error is not None and "'head.weight'" in error and "writeback=True" in error
+
+
+def test_reshard_releases_what_a_forward_without_backward_kept() -> None:
+    def check(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        model(data(0, rank))
+        assert units(model)[0].holds
+        reshard(model)
+        assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
+def test_reshard_between_forward_and_backward_gathers_again() -> None:
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        loss, plain = twin.losses(square, 0)
+        reshard(twin.model)
+        loss.backward()
+        plain.backward()
+        twin.step()
+        twin.check()
+
+    run_ranks(check, 2)
+
+
+def test_gathered_inside_unshard_and_reshard_inside_gathered() -> None:
+    def check(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        leaf = model.head.weight
+        unshard(model)
+        with gathered(model, writeback=True):
+            nn.init.ones_(model.head.weight)
+        assert not is_sharded(model.head.weight)
+        assert torch.equal(model.head.weight, torch.ones(2, WIDTH).double())
+        with gathered(model):
+            reshard(model)
+            assert not is_sharded(model.head.weight)
+        assert model.head.weight is leaf
+        assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
+def test_prefetch_units_gathers_ahead_and_a_step_drops_it() -> None:
+    def check(rank: int) -> None:
+        import fsdp_compose.optim.clip  # noqa: F401  the guard on steps
+
+        twin = Twin(rank, 2, Tower)
+        twin.backward(square, 0)
+        comm.traffic.reset()
+        prefetch_units(twin.model, twin.model.blocks)
+        assert comm.traffic.gathers == 3
+        prefetch_units(twin.model, [twin.model.blocks[0]])
+        assert comm.traffic.gathers == 3
+        twin.step()
+        assert_at_rest(twin.model)
+        prefetch_units(twin.model, twin.model)
+        twin.backward(square, 1)
+        twin.step()
+        twin.check()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [0, 200, 1 << 30])
+def test_iter_full_yields_what_named_parameters_has(world: int, bucket_bytes: int) -> None:
+    def check(rank: int) -> None:
+        plain, model = seeded_oddities(), by_block(seeded_oddities())
+        wanted = list(plain.named_parameters(remove_duplicate=False))
+        found = list(iter_full(model, bucket_bytes=bucket_bytes))
+        assert [n for n, _ in found] == [n for n, _ in wanted]
+        for (name, ours), (_, theirs) in zip(found, wanted):
+            assert type(ours) is Tensor and not ours.requires_grad
+            assert torch.equal(ours, theirs) and ours.stride() == theirs.stride(), name
+        kinds = {n: t.dtype for n, t in iter_full(model, dtype=torch.float64, device="cpu")}
+        assert kinds["scalar"] == torch.float64 and kinds["codes"] == torch.int64
+        assert kinds["complex"] == torch.complex64
+
+    run_ranks(check, world)
+
+
+def test_iter_full_of_a_part_has_its_own_names_and_ignored_parameters() -> None:
+    def check(rank: int) -> None:
+        model = seeded(Tower)
+        by_block(model, ignored=[model.head])
+        plain = seeded(Tower)
+        for part, theirs in ((model, plain), (model.blocks[1], plain.blocks[1])):
+            found = dict(iter_full(part))
+            assert list(found) == [n for n, _ in theirs.named_parameters()]
+            for name, q in theirs.named_parameters():
+                assert torch.equal(found[name], q)
+
+    run_ranks(check, 2)
+
+
+def test_iter_full_moves_each_bucket_once_and_large_ones_by_owner() -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        comm.traffic.reset()
+        list(iter_full(model.blocks))
+        assert (comm.traffic.gathers, comm.traffic.control) == (3, 0)
+        comm.traffic.reset()
+        list(iter_full(model.blocks, bucket_bytes=8))
+        assert comm.traffic.gathers == 0 and comm.traffic.control >= 15
+
+    run_ranks(check, 2)
+
+
+def test_reduce_grads_without_anything_waiting_does_nothing() -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        comm.traffic.reset()
+        reduce_grads(model)
+        assert comm.traffic.reduces == 0
+        with pytest.raises(ValueError, match="reduce_grads: Linear is not a unit"):
+            reduce_grads(nn.Linear(1, 1))
+
+    run_ranks(check, 2)
+
+
+def test_a_world_without_a_process_group() -> None:
+    twin = Twin(0, 1, Tower)
+    twin.train(both)
+    with gathered(twin.model, writeback=True):
+        nn.init.ones_(twin.model.head.weight)
+    assert torch.equal(whole(twin.model.head.weight), torch.ones(2, WIDTH).double())
+    assert dict(iter_full(twin.model))["head.weight"].eq(1).all()
