@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_sharded import on_ranks, shard
 from torch import nn
 
 from fsdp_compose.base.mesh import Group
@@ -22,6 +21,7 @@ from fsdp_compose.sharded import (
 )
 
 from harness import run_ranks
+from sharded_values import on_ranks, shard
 
 SHAPES = [(4, 3), (3, 5), (7,), (1,), (2, 3, 2)]
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_sharded import shard, world
 from torch import Tensor, nn
 
 from fsdp_compose.base.mesh import Group
 from fsdp_compose.sharded import ShardedWeightError, is_sharded, own_slice, spec_of
 
 from harness import run_ranks
+from sharded_values import shard, world
 
 OF_THE_OBJECT = """
     __annotations__ __class__ __delattr__ __dict__ __dir__ __doc__ __format__ __getattribute__
