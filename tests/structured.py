@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+import structured
 
 
 def inverse_root(matrix: Tensor, power: int, eps: float) -> Tensor:
@@ -199,3 +202,24 @@ class AdamW8bit(torch.optim.Optimizer):
         for number, p in zip(numbers, flat, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
                 self.state[p][key] = value.clone()
+
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "muon": partial(torch.optim.Muon, lr=0.02, weight_decay=0.1),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.05),
+    "shampoo": partial(structured.Shampoo, lr=0.1),
+    "soap": partial(structured.Soap, lr=0.01),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def wholes(fqn: str, param: nn.Parameter) -> Any:
+    return "tensor" if param.ndim == 2 else 1
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def others(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim != 2]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from structured import inverse_root
 from torch import nn
 
 import fsdp_compose as fc
 
 from harness import rank_errors, run_ranks
 from models import Tower, by_block, seeded, whole
+from structured import inverse_root
 
 KINDS = ("full", "sharded", "local")
 

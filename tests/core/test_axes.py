@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from structured import MAKE, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,6 +19,7 @@ from fsdp_compose.sharded import part_of
 
 from harness import run_ranks
 from models import Tower, Twin, by_block, data, square
+from structured import MAKE, wholes
 from tp_models import MLP, mesh_of, whole
 
 # Optimizers of whole matrices

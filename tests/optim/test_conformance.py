@@ -12,7 +12,6 @@ from typing import Any
 
 import optimizers as other
 import pytest
-import structured
 import torch
 from test_sharded_optim import EXACT
 from torch import nn
@@ -20,6 +19,7 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.sharded import ShardedWeightError
 
+import structured
 from harness import run_ranks
 from models import Tower, by_block, data, one_unit, seeded, square, whole
 

@@ -1,0 +1,240 @@
+"""State of whole-matrix optimizers is saved by name and loaded on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+
+import structured
+from harness import rank_errors, run_ranks
+from models import Tower, by_block, seeded, whole
+from structured import MAKE, matrices, others, wholes
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    """The same on any number of ranks."""
+    for index, p in enumerate(model.parameters()):
+        p.grad = torch.randn(
+            p.shape, generator=torch.Generator().manual_seed(100 * seed + index), dtype=p.dtype
+        )
+
+
+class Run:
+    """A model and its optimizers, given the same gradients wherever it runs."""
+
+    def __init__(self, name: str, granularity: Any = None) -> None:
+        self.model = seeded(Tower)
+        make = MAKE[name]
+        self.optims: list[torch.optim.Optimizer]
+        if granularity is None:
+            self.optims = [make(matrices(self.model))]
+        else:
+            by_block(self.model, granularity=granularity)
+            self.optims = [fc.owner_step(matrices(self.model), make)]
+        self.optims.append(torch.optim.AdamW(others(self.model), lr=0.01))
+
+    def train(self, *seeds: int) -> Run:
+        for seed in seeds:
+            gradients(self.model, seed)
+            for optim in self.optims:
+                optim.step()
+                optim.zero_grad()
+        return self
+
+    def weights(self) -> list[Tensor]:
+        return [whole(p) for p in self.model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["muon", "shampoo", "soap", "adafactor"])
+def test_checkpoints_load_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+    wanted = Run(name).train(0, 1, 2, 3).weights()
+
+    def save(rank: int) -> None:
+        run = Run(name, wholes).train(0, 1)
+        fc.save_checkpoint(tmp_path / "saved", run.model, run.optims)
+
+    def load(rank: int, granularity: Any) -> None:
+        run = Run(name, granularity)
+        fc.load_checkpoint(tmp_path / "saved", run.model, run.optims)
+        for mine, theirs in zip(run.train(2, 3).weights(), wanted):
+            assert torch.equal(mine, theirs)
+
+    run_ranks(save, 3)
+    run_ranks(load, 1, wholes)
+    run_ranks(load, 2, 1)
+    run_ranks(load, 4, wholes)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded", "local"])
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_state_dicts_load_back(name: str, kind: Any) -> None:
+    plain = Run(name).train(0, 1)
+    names = [n for n, p in Tower().named_parameters() if p.ndim == 2]
+    states = copy.deepcopy(plain.optims[0].state_dict()["state"])
+    by_name = dict(zip(names, states.values()))
+    wanted = plain.train(2, 3).weights()
+
+    def body(rank: int) -> None:
+        run = Run(name, wholes).train(0, 1)
+        state = fc.optim_state_dict(run.model, run.optims, kind=kind)
+        if kind == "full":
+            for fqn, values in by_name.items():
+                for key, value in values.items():
+                    found = state["state"][fqn][key]
+                    assert found == value if isinstance(value, int) else torch.equal(found, value)
+        targets = [wholes] if kind == "local" else [wholes, 1]
+        for granularity in targets:
+            other = Run(name, granularity)
+            other.model.load_state_dict(fc.state_dict(run.model))
+            fc.load_optim_state_dict(other.model, other.optims, copy.deepcopy(state))
+            assert all(torch.equal(a, b) for a, b in zip(other.train(2, 3).weights(), wanted))
+
+    run_ranks(body, 2)
+
+
+def test_state_of_one_process_and_of_rank_0_loads() -> None:
+    plain = Run("muon").train(0, 1)
+    state, weights = plain.optims[0].state_dict(), plain.model.state_dict()
+    wanted = copy.deepcopy(plain).train(2).weights()
+
+    def body(rank: int) -> None:
+        for only in (False, True):
+            run = Run("muon", wholes)
+            run.model.load_state_dict(weights)
+            given = (
+                state
+                if not only
+                else fc.rekey_optim_state_dict(state, "name", run.model, run.optims[0])
+            )
+            fc.load_optim_state_dict(
+                run.model, run.optims[0], given if rank == 0 or not only else {},
+                broadcast_from_rank0=only,
+            )  # fmt: skip
+            run.train(2)
+            for mine, theirs in zip(matrices(run.model), [w for w in wanted if w.ndim == 2]):
+                assert torch.equal(whole(mine), theirs)
+
+    run_ranks(body, 2)
+
+
+def test_local_state_wants_the_same_owners() -> None:
+    def body(rank: int) -> None:
+        run = Run("muon", 1).train(0)
+        state = fc.optim_state_dict(run.model, run.optims[0], kind="local")
+        backwards = fc.owner_step(matrices(run.model), MAKE["muon"], work=lambda s: 1 / s.numel())
+        assert backwards.owners != run.optims[0].owners
+        fc.load_optim_state_dict(run.model, backwards, state)
+
+    for error in rank_errors(body, 4):
+        assert error is not None and "cut elsewhere" in error
+
+
+def test_a_value_that_cannot_be_saved_is_named() -> None:
+    class Keeps(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    self.state[p]["basis"] = {p.grad}
+
+    def body(rank: int) -> None:
+        model = fc.fully_shard(nn.Linear(3, 2, bias=False))
+        optim = fc.owner_step(model.parameters(), partial(Keeps, lr=0.1))
+        gradients(model, 0)
+        optim.step()
+        fc.optim_state_dict(model, optim, kind="sharded")
+
+    assert "TypeError: optimizer state: 'basis' of 'weight' in OwnerOptimizer is a set" in str(
+        rank_errors(body, 1)
+    )
+
+
+def local_run(kind: str, sharded: bool, block: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 50), nn.Linear(50, 2))
+    if sharded:
+        fc.fully_shard(model, granularity=block)
+    params = fc.local_parameters(model) if sharded else list(model.parameters())
+    if kind == "8bit":
+        return model, structured.AdamW8bit(params)
+    widths = [p.shape[-1] if p.ndim > 1 else 1 for p in model.parameters()]
+    groups = [{"params": [p], "width": w} for p, w in zip(params, widths)]
+    return model, structured.RowAdagrad(groups)
+
+
+def train_local(model: nn.Module, optim: torch.optim.Optimizer, *seeds: int) -> list[Tensor]:
+    for seed in seeds:
+        gradients(model, seed)
+        if optim.param_groups[0]["params"][0].ndim == 1:
+            for p, local in zip(model.parameters(), fc.local_parameters(model)):
+                local.grad = p.grad.to_local()
+        optim.step()
+    return [whole(p) for p in model.parameters()]
+
+
+BLOCKWISE = [("8bit", structured.BLOCK), ("rows", "row")]
+
+
+@pytest.mark.parametrize(("kind", "block"), BLOCKWISE)
+def test_blocks_and_rows_equal_one_process(kind: str, block: Any, tmp_path: Path) -> None:
+    """The updates, and again after the state was saved and loaded on another number of ranks."""
+    plain = local_run(kind, False, block)
+    first = train_local(*plain, 0, 1, 2)
+    first = [w.clone() for w in first]
+    last = train_local(*plain, 3, 4)
+
+    def save(rank: int) -> None:
+        model, optim = local_run(kind, True, block)
+        weights = train_local(model, optim, 0, 1, 2)
+        assert all(torch.equal(a, b) for a, b in zip(weights, first))
+        fc.save_checkpoint(tmp_path / "saved", model, optim)
+        full = fc.optim_state_dict(model, optim)["state"]
+        for (name, p), state in zip(plain[0].named_parameters(), full.values()):
+            for key, value in state.items():
+                if key.endswith(("_scale", "rows")):
+                    assert value.shape == plain[1].state[p][key].shape, (name, key)
+
+    def load(rank: int) -> None:
+        model, optim = local_run(kind, True, block)
+        fc.load_checkpoint(tmp_path / "saved", model, optim)
+        weights = train_local(model, optim, 3, 4)
+        assert all(torch.equal(a, b) for a, b in zip(weights, last))
+
+    run_ranks(save, 4)
+    for ranks in (2, 3, 5):
+        run_ranks(load, ranks)
+
+
+def test_blocks_that_would_be_cut_are_refused() -> None:
+    """Scales of blocks are not those of another cut, and are not passed off as it."""
+
+    def save(rank: int) -> None:
+        model, optim = local_run("8bit", True, 1)
+        train_local(model, optim, 0)
+        fc.optim_state_dict(model, optim)
+
+    def load(rank: int) -> None:
+        model, optim = local_run("8bit", True, structured.BLOCK)
+        train_local(model, optim, 0)
+        state = fc.optim_state_dict(model, optim)
+        fc.load_optim_state_dict(*local_run("8bit", True, 1), state)
+
+    for error in rank_errors(save, 2):
+        assert error is not None and "neither its slice nor a row for each of its blocks" in error
+    for error in rank_errors(load, 2):
+        assert error is not None and "shard with the granularity it was saved with" in error
+
+
+def test_the_codebooks_and_a_round_trip() -> None:
+    for book in (structured.SIGNED, structured.UNSIGNED):
+        assert len(book) == 256 and book.max() == 1.0 and 0.0 in book
+        values = torch.randn(1000) if book.min() < 0 else torch.rand(1000)
+        back = structured.dequantise(*structured.quantise(values, book), book)
+        assert (back - values).abs().max() < 0.06 * values.abs().max()
