@@ -17,22 +17,18 @@ from fsdp_compose import (
     MixedPrecision,
     Offload,
     ShardingStrategy,
-    accumulate,
-    clip_grad_norm_,
     fully_shard,
-    no_sync,
-    register_post_reduce_hook,
     set_reshard_after_backward,
     undo,
 )
 from fsdp_compose.optim.flat import (
     flat_parameters,
-    local_parameters,
     named_local_parameters,
     source_of,
 )
-from fsdp_compose.sharded import is_sharded, to_local
+from fsdp_compose.sharded import to_local
 
+from flat_ways import OPTIMIZERS, WAYS, twin, ways
 from harness import rank_errors, run_ranks
 from models import (
     Block,
@@ -40,7 +36,6 @@ from models import (
     Twin,
     assert_at_rest,
     by_block,
-    compare,
     data,
     one_unit,
     seeded,
@@ -50,44 +45,6 @@ from models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-Plain = Callable[[nn.Module], list[nn.Parameter]]
-
-
-def flat(model: nn.Module) -> list[nn.Parameter]:
-    return flat_parameters(model)
-
-
-def local(model: nn.Module) -> list[nn.Parameter]:
-    return local_parameters(model)
-
-
-WAYS: dict[str, Plain] = {"flat": flat, "local": local}
-ways = pytest.mark.parametrize("way", WAYS)
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
-    "loop": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-}
-
-
-def twin(
-    rank: int,
-    world: int,
-    way: str,
-    make: str = "foreach",
-    build: Callable[[], nn.Module] = Tower,
-    shard: Callable[[nn.Module], Any] = by_block,
-) -> Twin:
-    """A twin whose sharded side has its optimizer over plain parameters."""
-    made = Twin(rank, world, build, shard, OPTIMIZERS[make])
-    made.optim = OPTIMIZERS[make](WAYS[way](made.model))
-    return made
-
-
-# It trains
 
 
 @ways
@@ -172,9 +129,6 @@ def test_parameters_of_no_unit_are_trained_too(way: str) -> None:
         assert not any(p is made.model.head.weight for p in WAYS[way](made.model))
 
     run_ranks(ranks)
-
-
-# What they are
 
 
 def test_one_flat_parameter_for_each_trained_bucket() -> None:
@@ -275,265 +229,6 @@ def test_a_deep_copy_has_plain_parameters_of_its_own() -> None:
     assert all(leaf.grad is not None for leaf in flat_parameters(twin))
 
 
-# Their gradients
-
-
-def check_gradients(model: nn.Module) -> None:
-    """Every plain gradient is what the parameters have, in the same memory, and padding is zero."""
-    for unit in units(model):
-        for bucket in unit.buckets:
-            leaf = next(
-                p for p in flat_parameters(model) if p.data_ptr() == bucket.shard.data_ptr()
-            )
-            assert type(leaf.grad) is Tensor
-            assert leaf.grad.is_contiguous() and leaf.grad.shape == leaf.shape
-            pieces = leaf.grad.split(bucket.splits)
-            for entry, k in zip(bucket.entries, bucket.pieces):
-                grad = entry.param.grad
-                if grad is None:
-                    assert not pieces[k].any()
-                    continue
-                assert is_sharded(grad)
-                if pieces[k].numel():
-                    assert to_local(grad).data_ptr() == pieces[k].data_ptr()
-            gaps = set(range(len(pieces))) - set(bucket.pieces)
-            assert not any(pieces[k].any() for k in gaps)
-    for name, leaf in named_local_parameters(model).items():
-        grad = dict(model.named_parameters())[name].grad
-        assert (leaf.grad is None) == (grad is None)
-        if grad is not None:
-            assert type(leaf.grad) is Tensor
-            assert leaf.grad.data_ptr() == to_local(grad).data_ptr()
-
-
-class Partly(Tower):
-    """Uses some parameters only, chosen by an attribute."""
-
-    skip_head = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x if self.skip_head else self.head(x)
-
-
-def test_gradients_are_slices_of_one_buffer() -> None:
-    def ranks(rank: int) -> None:
-        model = by_block(seeded(Partly))
-        kept = [*flat_parameters(model), *named_local_parameters(model).values()]
-        square(model, data(0, rank)).backward()
-        check_gradients(model)
-        model.skip_head = True
-        square(model, data(1, rank)).backward()
-        check_gradients(model)
-        model.zero_grad()
-        square(model, data(1, rank)).backward()
-        check_gradients(model)
-        assert len(kept)
-
-    run_ranks(ranks)
-
-
-def test_gradients_that_are_there_already_are_taken_over() -> None:
-    def ranks(rank: int) -> None:
-        model = by_block(seeded(Tower))
-        square(model, data(0, rank)).backward()
-        before = [whole(p.grad) for p in model.parameters()]
-        kept = [*flat_parameters(model), *named_local_parameters(model).values()]
-        check_gradients(model)
-        for p, grad in zip(model.parameters(), before):
-            assert torch.equal(whole(p.grad), grad)
-        assert len(kept)
-
-    run_ranks(ranks)
-
-
-CLEARS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
-    "optimizer, None": lambda model, optim: optim.zero_grad(set_to_none=True),
-    "optimizer, zero": lambda model, optim: optim.zero_grad(set_to_none=False),
-    "module, None": lambda model, optim: model.zero_grad(set_to_none=True),
-    "module, zero": lambda model, optim: model.zero_grad(set_to_none=False),
-}
-
-
-@ways
-@pytest.mark.parametrize("clear", CLEARS)
-def test_clearing_on_either_side_clears_both(clear: str, way: str) -> None:
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way)
-        for seed in range(3):
-            for part in range(2):  # two backwards add up
-                made.backward(square, 10 * seed + part)
-            made.check_grads()
-            made.optim.step()
-            made.plain_optim.step()
-            CLEARS[clear](made.model, made.optim)
-            made.plain_optim.zero_grad()
-        made.check()
-
-    run_ranks(ranks)
-
-
-@ways
-def test_clearing_one_parameter(way: str) -> None:
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way)
-        made.backward(square, 0)
-        for model in (made.model, made.reference):
-            model.blocks[0].up.weight.grad = None
-        made.backward(square, 1)
-        made.step()
-        made.check()
-
-    run_ranks(ranks)
-
-
-@ways
-def test_accumulation(way: str) -> None:
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way)
-        for seed in range(2):
-            with no_sync(made.model):
-                made.backward(square, 10 * seed)
-                assert all(p.grad is None for p in WAYS[way](made.model))
-            made.backward(square, 10 * seed + 1)
-            made.step()
-            with accumulate(made.model, keep="sharded"):
-                made.backward(square, 10 * seed + 2)
-            made.backward(square, 10 * seed + 3)
-            made.step()
-        made.check()
-
-    run_ranks(ranks)
-
-
-@ways
-def test_clipping_the_module_clips_them(way: str) -> None:
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way)
-        for seed in range(3):
-            made.backward(square, seed)
-            norm = clip_grad_norm_(made.model, 0.01)
-            wanted = nn.utils.clip_grad_norm_(made.reference.parameters(), 0.01)
-            compare("norm", whole(norm), wanted, made.tolerance)
-            made.step()
-        made.check()
-
-    run_ranks(ranks)
-
-
-@ways
-def test_gradient_hooks_that_replace_a_gradient(way: str) -> None:
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way)
-        for model in (made.model, made.reference):
-            model.blocks[1].down.weight.register_hook(lambda grad: grad * 3)
-        made.train()
-
-    run_ranks(ranks)
-
-
-@ways
-def test_backward_to_some_parameters(way: str) -> None:
-    """What was not asked for is not in the flat gradient either."""
-
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way, "sgd")
-        xs = made.inputs(0)
-        loss = square(made.model, xs[rank])
-        loss.backward(inputs=[made.model.blocks[0].up.weight, made.model.head.bias])
-        plain = torch.stack([square(m, x) for m, x in zip(made.plain, xs)]).mean()
-        plain.backward(inputs=[made.reference.blocks[0].up.weight, made.reference.head.bias])
-        if way == "flat":
-            kept = flat_parameters(made.model) + local(made.model)
-            check_flat = [p for p in flat_parameters(made.model) if p.grad is not None]
-            assert len(check_flat) == 2 and kept
-        for p in made.reference.parameters():  # a flat tensor decays as a whole
-            in_bucket = any(p is q for q in made.reference.blocks[0].parameters())
-            in_root = any(
-                p is q
-                for q in (*made.reference.first.parameters(), *made.reference.head.parameters())
-            )
-            if way == "flat" and p.grad is None and (in_bucket or in_root):
-                p.grad = torch.zeros_like(p)
-        made.optim.step()
-        made.plain_optim.step()
-        made.check()
-
-    run_ranks(ranks)
-
-
-@ways
-def test_a_graph_over_gradients_reaches_them(way: str) -> None:
-    """With create_graph autograd accumulates gradients itself."""
-
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way)
-        for seed in range(2):
-            loss, plain = made.losses(square, seed)
-            ours = torch.autograd.grad(loss, list(made.model.parameters()), create_graph=True)
-            theirs = torch.autograd.grad(
-                plain, list(made.reference.parameters()), create_graph=True
-            )
-            sum(g.square().sum() for g in ours).backward()
-            sum(g.square().sum() for g in theirs).backward()
-            made.step()
-        made.check()
-
-    run_ranks(ranks)
-
-
-def test_a_backward_that_keeps_its_graph_sets_them() -> None:
-    def ranks(rank: int) -> None:
-        model = by_block(seeded(Tower))
-        kept = [*flat_parameters(model), *named_local_parameters(model).values()]
-        with pytest.warns(UserWarning, match="create_graph"):
-            square(model, data(0, rank)).backward(create_graph=True)
-        grads = [whole(p.grad) for p in model.parameters()]
-        other = by_block(seeded(Tower))
-        square(other, data(0, rank)).backward()
-        for p, q, name in zip(
-            model.parameters(), other.parameters(), dict(model.named_parameters())
-        ):
-            torch.testing.assert_close(whole(p.grad), whole(q.grad))
-            torch.testing.assert_close(named_local_parameters(model)[name].grad, to_local(q.grad))
-        theirs = flat_parameters(other)
-        square(other, data(0, rank)).backward()
-        for ours, wanted in zip(flat_parameters(model), theirs):
-            torch.testing.assert_close(2 * ours.grad, wanted.grad)
-        model.zero_grad()
-        assert len(grads) and len(kept)
-
-    run_ranks(ranks)
-
-
-@ways
-def test_an_optimizer_inside_backward_frees_gradients(way: str) -> None:
-    def ranks(rank: int) -> None:
-        made = twin(rank, 2, way, "sgd")
-        leaves = WAYS[way](made.model)
-
-        def step(module: nn.Module, params: list[nn.Parameter]) -> None:
-            made.optim.step()
-            made.optim.zero_grad()
-
-        handle = register_post_reduce_hook(made.model, step)
-        for seed in range(3):
-            made.backward(square, seed)
-            assert all(p.grad is None for p in leaves)
-            assert all(p.grad is None for p in made.model.parameters())
-            made.plain_optim.step()
-            made.plain_optim.zero_grad()
-        made.check()
-        handle.remove()
-
-    run_ranks(ranks)
-
-
-# Writes are seen
-
-
 @pytest.mark.parametrize("way", [*WAYS, "sharded"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_a_step_is_seen_by_a_unit_that_stays_gathered(make: str, way: str) -> None:
@@ -568,9 +263,6 @@ def test_module_to_is_followed(way: str) -> None:
             assert not torch.equal(whole(p), old)
 
     run_ranks(ranks)
-
-
-# What is refused
 
 
 @ways
