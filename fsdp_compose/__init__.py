@@ -43,6 +43,7 @@ if _is_used:
     from fsdp_compose.core.guards.replicas import verify_replicas
     from fsdp_compose.core.guards.verify import set_debug
     from fsdp_compose.core.hooks import attachments as _attachments
+    from fsdp_compose.core.records import GradBucket
     from fsdp_compose.core.state import get_state, is_fully_sharded
     from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
     from fsdp_compose.optim.flat import flat_parameters, local_parameters, named_local_parameters
@@ -108,6 +109,7 @@ if _is_used:
 
 __all__ = [
     "ExecutionOrder",
+    "GradBucket",
     "GradScaler",
     "Int8ErrorFeedback",
     "MixedPrecision",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -297,13 +297,17 @@ def _check_flags(value: Any, *names: str) -> None:
             raise TypeError(f"{type(value).__name__}: {name} is {found!r}; wanted True or False.")
 
 
+PrefetchRule: TypeAlias = "Callable[[Sequence[tuple[str, int]], int], int]"
+"""How many of the next units to gather ahead: ``(upcoming, held) -> count``; see ``Prefetch``."""
+
+
 @dataclass(frozen=True)
 class Prefetch:
     """How many units are gathered ahead of use, in the order that was recorded.
 
-    The depth is also the limit: units that are gathered ahead and not used yet never exceed it, so
-    that with the unit that computes ``depth + 1`` are gathered at most. It needs no wait on the
-    host: on an accelerator each gather is queued behind the free of an earlier unit.
+    The depth is a limit: units that are gathered ahead and not used yet never exceed it, so that
+    with the unit that computes ``depth + 1`` are gathered at most. It needs no wait on the host: on
+    an accelerator each gather is queued behind the free of an earlier unit.
 
     Args:
         forward: units gathered ahead in forward.
@@ -311,11 +315,22 @@ class Prefetch:
         backward_moment: ``"pre"`` issues them before a unit's own backward, so that they overlap
             it; ``"post"`` once it is released, so that one unit less is gathered at a time; None
             never.
+        rule: says how many of the units that the depth allows are gathered now; None: all of them.
+            It is a function ``rule(upcoming, held)``: ``upcoming`` has a pair (unit name, bytes
+            that gathering it takes) for each of those units, the next one first, and ``held`` is
+            how many bytes of gathered parameters there are on the device already. Every rank must
+            give the same answer, so let it depend on nothing else.
+
+    >>> def within_a_gigabyte(upcoming, held):
+    ...     return 1 if held + upcoming[0][1] <= 1 << 30 else 0
+    >>> Prefetch(forward=2, rule=within_a_gigabyte).count_ahead([("layers.1", 4096)], held=4096)
+    1
     """
 
     forward: int = 1
     backward: int = 1
     backward_moment: Literal["pre", "post"] | None = "pre"
+    rule: PrefetchRule | None = field(default=None, repr=False)  # ranks compare the rest as text
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
@@ -334,6 +349,24 @@ class Prefetch:
                 f"Prefetch: backward_moment is {self.backward_moment!r}; wanted 'pre', 'post' or "
                 "None."
             )
+        if self.rule is not None:
+            check_function("Prefetch", "rule", self.rule, "(upcoming, held)")
+
+    def count_ahead(self, upcoming: Sequence[tuple[str, int]], held: int) -> int:
+        """How many of ``upcoming``, which the depth allows, are gathered now.
+
+        Raises:
+            TypeError: ``rule`` returned something else than a number of units.
+        """
+        if self.rule is None:
+            return len(upcoming)
+        count: Any = self.rule(upcoming, held)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise TypeError(
+                f"Prefetch: rule returned {count!r} for the units {[u for u, _ in upcoming]}; "
+                "wanted how many of them to gather now, an int >= 0."
+            )
+        return count
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.base.torch_private import (
     graph_is_kept,
     graph_task_id,
@@ -19,6 +20,7 @@ from fsdp_compose.base.torch_private import (
     raw,
     untraced,
 )
+from fsdp_compose.core.bucket import Bucket, Phase
 from fsdp_compose.core.gathering import (
     drop,
     forget_inner,
@@ -264,38 +266,55 @@ def close_backward(unit: Unit, ended: bool = False) -> None:
 
 def prefetch_forward(unit: Unit, order: Order) -> None:
     """Gather ahead what is expected behind ``unit`` in forward, or what the user listed."""
-    listed = unit.forward_list
-    depth = unit.prefetch.forward if listed is None else len(listed)
-    if depth:
-        prefetch(unit.lane, order.ahead(depth) if listed is None else existing(listed), depth)
+    listed, policy = unit.forward_list, unit.prefetch
+    if listed is not None:
+        prefetch(unit.lane, existing(listed), len(listed))
+    elif policy.forward:
+        prefetch(unit.lane, order.ahead(policy.forward), policy.forward, policy)
 
 
 def prefetch_backward(unit: Unit) -> None:
     """Gather ahead what is expected behind ``unit`` in backward, or what the user listed."""
-    listed, lane = unit.backward_list, unit.lane
-    depth = unit.prefetch.backward if listed is None else len(listed)
-    if depth:
-        units = lane.backward_order.ahead(depth) if listed is None else existing(listed)
-        prefetch(lane, units, depth)
+    listed, policy, lane = unit.backward_list, unit.prefetch, unit.lane
+    if listed is not None:
+        prefetch(lane, existing(listed), len(listed))
+    elif policy.backward:
+        prefetch(lane, lane.backward_order.ahead(policy.backward), policy.backward, policy)
 
 
 def existing(refs: Iterable[weakref.ref[Unit]]) -> list[Unit]:
     return [unit for ref in refs if (unit := ref()) is not None]
 
 
-def prefetch(lane: Lane, units: Iterable[Unit], limit: int | None = None) -> None:
+def prefetch(
+    lane: Lane, units: Iterable[Unit], limit: int | None = None, policy: Prefetch | None = None
+) -> None:
     """Start gathering ``units``, while fewer than ``limit`` are gathered ahead and not used yet.
 
     The limit bounds memory without blocking the host: where there are streams, a gather is queued
-    behind the free of an earlier unit on the gather stream.
+    behind the free of an earlier unit on the gather stream. What ``policy`` has a rule for is asked
+    of it.
     """
     lane.prefetched = [unit for unit in lane.prefetched if Hold.PREFETCH in unit.holds]
-    for unit in units:
-        if limit is not None and len(lane.prefetched) >= limit:
-            break
-        if not unit.holds:
-            hold(unit, Hold.PREFETCH)
-            lane.prefetched.append(unit)
+    room = None if limit is None else max(0, limit - len(lane.prefetched))
+    upcoming = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]
+    if upcoming and policy is not None and policy.rule is not None:
+        sizes = [(unit.name, sum(map(gathered_nbytes, unit.gathered))) for unit in upcoming]
+        del upcoming[policy.count_ahead(sizes, held_nbytes(lane)) :]
+    for unit in upcoming:
+        hold(unit, Hold.PREFETCH)
+        lane.prefetched.append(unit)
+
+
+def gathered_nbytes(bucket: Bucket) -> int:
+    """What gathering the bucket allocates."""
+    return 0 if bucket.in_place else bucket.full_nbytes
+
+
+def held_nbytes(lane: Lane) -> int:
+    """Bytes of gathered parameters on the device now."""
+    buckets = {bucket for unit in lane.units if unit.holds for bucket in unit.gathered}
+    return sum(gathered_nbytes(b) for b in buckets if b.phase is not Phase.SHARDED)
 
 
 def carry_prefetched(lane: Lane) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import ClassVar
 
+from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.core.order import Order
 from fsdp_compose.report.survey import Event, Record, Survey
 
@@ -188,21 +189,26 @@ class _Player:
         moved = bucket.full_bytes - bucket.full_bytes // ranks
         self.traffic[i] += Communication(gathers=1, gather_bytes=moved)
 
-    def _prefetch(self, nodes: Iterable[_Node], limit: int) -> None:
+    def _prefetch(self, nodes: Iterable[_Node], limit: int, policy: Prefetch | None = None) -> None:
         self.prefetched = [n for n in self.prefetched if _Why.PREFETCH in n.why]
-        for node in nodes:
-            if len(self.prefetched) >= limit:
-                break
-            if not node.why:
-                self._hold(node, _Why.PREFETCH)
-                self.prefetched.append(node)
+        room = max(0, limit - len(self.prefetched))
+        upcoming = list(dict.fromkeys([node for node in nodes if not node.why]))[:room]
+        if upcoming and policy is not None:
+            sizes = [
+                (n.record.name, sum(self.buckets[i].full_bytes for i in n.record.gathered))
+                for n in upcoming
+            ]
+            del upcoming[policy.count_ahead(sizes, self.now.gathered) :]
+        for node in upcoming:
+            self._hold(node, _Why.PREFETCH)
+            self.prefetched.append(node)
 
     def _prefetch_ahead(self, node: _Node, order: Order, depth: int, which: str) -> None:
         listed: list[Record] | None = getattr(node.record, which)
         if listed is not None:
             self._prefetch([self.nodes[id(r)] for r in listed], len(listed))
         elif depth:
-            self._prefetch(order.ahead(depth), depth)
+            self._prefetch(order.ahead(depth), depth, node.record.prefetch)
 
     def _drop_prefetched(self) -> None:
         for node in self.prefetched:

@@ -104,6 +104,45 @@ def test_no_backward_prefetch() -> None:
     assert backward == BACKWARD[0]
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_rule_narrows_the_depth(count: int) -> None:
+    prefetch = Prefetch(forward=2, backward=2, rule=lambda upcoming, held: count)
+    assert second_step(prefetch) == (FORWARD[count], BACKWARD[count])
+
+
+def test_a_rule_is_told_the_next_units_and_what_is_held() -> None:
+    """The units in the order of their use; bytes as gathering allocates them."""
+
+    def ranks(rank: int) -> list[Any]:
+        asked: list[Any] = []
+
+        def rule(upcoming: Any, held: int) -> int:
+            asked.append(([name for name, _ in upcoming], upcoming[0][1], held))
+            return 1
+
+        model = by_block(seeded(lambda: Tower(3)), prefetch=Prefetch(forward=2, rule=rule))
+        with torch.no_grad():
+            for _ in range(2):
+                asked.clear()
+                square(model, data(0, rank))
+        root, block = [sum(b.full_nbytes for b in u.buckets) for u in units(model)[:2]]
+        assert asked == [
+            (["blocks.0", "blocks.1"], block, root),
+            (["blocks.1", "blocks.2"], block, root + block),
+            (["blocks.2"], block, root + block),
+        ]
+        return asked
+
+    run_ranks(ranks)
+
+
+def test_a_rule_that_is_malformed() -> None:
+    with pytest.raises(TypeError, match=r"wanted a function of \(upcoming, held\)"):
+        Prefetch(rule=lambda upcoming: 1)  # type: ignore[arg-type, misc]
+    with pytest.raises(TypeError, match="rule returned -1"):
+        Prefetch(rule=lambda upcoming, held: -1).count_ahead([("a", 4)], 0)
+
+
 def test_first_backward_follows_the_forward() -> None:
     def ranks(rank: int) -> list[str]:
         model = by_block(seeded(lambda: Tower(4)))
