@@ -237,3 +237,42 @@ class Kron(Elementwise):
                 alpha=0.1,
             )
         p.sub_(left.T @ (left @ grad @ right.T) @ right, alpha=group["lr"])
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+O = torch.optim  # noqa: E741
+
+
+EXACT: dict[str, Make] = {
+    "sgd": lambda p: O.SGD(p, 0.1, weight_decay=0.1),
+    "sgd momentum": lambda p: O.SGD(p, 0.1, momentum=0.9, dampening=0.1),
+    "sgd nesterov foreach": lambda p: O.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd fused": lambda p: O.SGD(p, 0.1, momentum=0.9, fused=True),
+    "adam": lambda p: O.Adam(p, 0.1, foreach=False),
+    "adam amsgrad foreach": lambda p: O.Adam(p, 0.1, amsgrad=True, foreach=True),
+    "adam fused": lambda p: O.Adam(p, 0.1, fused=True),
+    "adam tensor lr": lambda p: O.Adam(p, torch.tensor(0.1), foreach=False),
+    "adamw": lambda p: O.AdamW(p, 0.1, foreach=False),
+    "adamw foreach": lambda p: O.AdamW(p, 0.1, foreach=True),
+    "adamw fused": lambda p: O.AdamW(p, 0.1, amsgrad=True, fused=True),
+    "adamw maximize": lambda p: O.AdamW(p, 0.1, maximize=True, foreach=True),
+    "adagrad": lambda p: O.Adagrad(p, 0.1, foreach=False, initial_accumulator_value=0.1),
+    "adagrad foreach": lambda p: O.Adagrad(p, 0.1, foreach=True),
+    "adagrad fused": lambda p: O.Adagrad(p, 0.1, fused=True),
+    "rmsprop": lambda p: O.RMSprop(p, 0.1, momentum=0.9, centered=True, foreach=False),
+    "rmsprop foreach": lambda p: O.RMSprop(p, 0.1, centered=True, foreach=True),
+    "nadam": lambda p: O.NAdam(p, 0.1, foreach=False),
+    "nadam foreach": lambda p: O.NAdam(p, 0.1, foreach=True),
+    "radam": lambda p: O.RAdam(p, 0.1, foreach=False),
+    "radam foreach": lambda p: O.RAdam(p, 0.1, foreach=True),
+    "adamax": lambda p: O.Adamax(p, 0.1, foreach=False),
+    "adamax foreach": lambda p: O.Adamax(p, 0.1, foreach=True),
+    "asgd": lambda p: O.ASGD(p, 0.1, t0=2, foreach=False),
+    "asgd foreach": lambda p: O.ASGD(p, 0.1, t0=2, foreach=True),
+    "rprop": lambda p: O.Rprop(p, 0.1, foreach=False),
+    "rprop foreach": lambda p: O.Rprop(p, 0.1, foreach=True),
+    "adadelta": lambda p: O.Adadelta(p, 1.0, foreach=False),
+    "adadelta foreach": lambda p: O.Adadelta(p, 1.0, foreach=True),
+}

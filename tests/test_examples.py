@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_demo import alive, wait_until
 
 import fsdp_compose
 from fsdp_compose import load_checkpoint, load_full
+
+from processes import alive, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

@@ -13,12 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_budget import STRATEGIES, check_prefetch, check_released, check_traffic
-from test_checkpoint_hostile import Code
-from test_parts_of_gradients import Levels, inside_out
-from test_retained import check_two_graphs
-from test_unused import PLANS, Choosy, check_steps
-from test_waiting import be_quick
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -42,7 +36,21 @@ from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
 
 from harness import RankFailure, run_ranks
+from laws import (
+    GATHERS,
+    PLANS,
+    Choosy,
+    Levels,
+    be_quick,
+    check_prefetch,
+    check_released,
+    check_steps,
+    check_traffic,
+    check_two_graphs,
+    inside_out,
+)
 from models import Tower, Twin, by_block, data, seeded, square
+from saved import Code
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +142,7 @@ def check_replicas_verified(rank: int) -> None:
 
 
 def check_budget(rank: int) -> None:
-    check_traffic(rank, *STRATEGIES["default"], 2)
+    check_traffic(rank, *GATHERS["default"], 2)
 
 
 def check_ahead(rank: int) -> None:

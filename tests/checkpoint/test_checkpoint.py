@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_optim_state import OPTIMIZERS, Net, equal, shard, train
 from torch import nn
 
 import fsdp_compose as fc
@@ -28,6 +27,7 @@ from fsdp_compose.checkpoint import (
 from fsdp_compose.comm import collectives as comm
 
 from harness import RankFailure, rank_errors, run_ranks
+from saved import OPTIMIZERS, Net, TiedNet, equal, shard, shard_tied, train
 
 State = tuple[dict[str, Any], dict[str, Any]]
 
@@ -160,14 +160,11 @@ def test_an_asynchronous_save_is_of_the_state_when_it_was_called(tmp_path: Path)
 
 
 def test_model_alone_and_tied_and_frozen_and_buffers(tmp_path: Path) -> None:
-    from test_state_dict import Net as Tied
-    from test_state_dict import shard as shard_tied
-
     def put(rank: int) -> None:
-        save_checkpoint(tmp_path, shard_tied(Tied(2), "head"))
+        save_checkpoint(tmp_path, shard_tied(TiedNet(2), "head"))
 
     def get(rank: int) -> Any:
-        model = shard_tied(Tied(1), "blocks")
+        model = shard_tied(TiedNet(1), "blocks")
         load_checkpoint(tmp_path, model)
         assert model.head.weight is model.emb.weight
         with pytest.raises(RuntimeError, match="no optimizer state in this checkpoint"):
@@ -176,7 +173,7 @@ def test_model_alone_and_tied_and_frozen_and_buffers(tmp_path: Path) -> None:
 
     run_ranks(put, 3)
     for state in run_ranks(get, 2):
-        equal(state, dict(Tied(2).state_dict()))
+        equal(state, dict(TiedNet(2).state_dict()))
 
 
 # Atomic, damaged, alone.

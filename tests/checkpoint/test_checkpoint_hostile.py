@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from fsdp_compose.__main__ import main
 from fsdp_compose.checkpoint.metadata import check_whole
 
 from harness import run_ranks
+from saved import Code
 
 Change = Callable[[Path], Any]
 
@@ -75,16 +75,6 @@ def check_refused(
 
 
 # The metadata of sharded checkpoints
-
-
-class Code:
-    """Runs when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.file),)
 
 
 def rewrite(folder: Path, change: Callable[[Metadata], Any]) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_optim_state import equal, train
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 
@@ -25,6 +24,7 @@ from fsdp_compose.checkpoint import (
 )
 
 from harness import run_ranks
+from saved import equal, train
 
 
 class Net(nn.Module):

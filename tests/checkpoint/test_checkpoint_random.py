@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_optim_state import equal
 from torch import nn
 
 import fsdp_compose as fc
@@ -29,6 +28,7 @@ from fsdp_compose.layout.plan import Extent, plan_layout
 from fsdp_compose.sharded import Residence, ShardSpec, tag
 
 from harness import run_ranks
+from saved import equal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int32)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

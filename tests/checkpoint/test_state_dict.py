@@ -15,40 +15,7 @@ from fsdp_compose.checkpoint.values import whole
 from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
-
-
-class Net(nn.Module):
-    """Tied, frozen, strided, scalar, buffers of both kinds, an integer parameter."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.emb = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
-        self.norm = nn.BatchNorm1d(5)
-        self.scale = nn.Parameter(torch.randn(()))
-        self.turned = nn.Parameter(torch.randn(5, 3).t())
-        self.codes = nn.Parameter(torch.arange(5), requires_grad=False)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.emb.weight
-        self.register_buffer("kept", torch.randn(2))
-        self.register_buffer("dropped", torch.randn(2), persistent=False)
-        self.blocks[0].bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.emb(x)
-        for block in self.blocks:
-            h = h + block(h).tanh()
-        return self.head(self.norm(h) * self.scale + (self.turned.sum(0)))
-
-
-def shard(model: nn.Module, units: str = "blocks", **kwargs: Any) -> nn.Module:
-    if units == "blocks":
-        for block in model.blocks:
-            fc.fully_shard(block, **kwargs)
-    elif units == "head":
-        fc.fully_shard(model.head, **kwargs)
-    return fc.fully_shard(model, **kwargs)
+from saved import TiedNet, shard_tied
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -62,8 +29,8 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.mark.parametrize("units", ["blocks", "root", "head"])
 def test_full_is_the_plain_modules(world: int, units: str) -> None:
     def run(rank: int) -> None:
-        plain = Net()
-        model = shard(Net(), units)
+        plain = TiedNet()
+        model = shard_tied(TiedNet(), units)
         for kwargs in ({}, {"cpu_offload": True}):
             full = state_dict(model, "full", **kwargs)
             same(full, plain.state_dict())
@@ -71,16 +38,16 @@ def test_full_is_the_plain_modules(world: int, units: str) -> None:
             assert full["turned"].stride() == plain.turned.stride()
             assert full._metadata == plain.state_dict()._metadata
             assert full["head.weight"].data_ptr() == full["emb.weight"].data_ptr()
-        Net(3).load_state_dict(full, strict=True)
+        TiedNet(3).load_state_dict(full, strict=True)
 
     run_ranks(run, world)
 
 
 def test_full_rank0_only() -> None:
     def run(rank: int) -> None:
-        full = state_dict(shard(Net()), "full", rank0_only=True, cpu_offload=True)
+        full = state_dict(shard_tied(TiedNet()), "full", rank0_only=True, cpu_offload=True)
         if rank == 0:
-            same(full, Net().state_dict())
+            same(full, TiedNet().state_dict())
         else:
             assert full == {}
 
@@ -89,9 +56,9 @@ def test_full_rank0_only() -> None:
 
 def test_load_plain() -> None:
     def run(rank: int) -> None:
-        model = shard(Net(1))
+        model = shard_tied(TiedNet(1))
         ids = [id(p) for p in model.parameters()]
-        other = Net(2)
+        other = TiedNet(2)
         keys = load_state_dict(model, other.state_dict())
         assert keys == ([], [])
         same(state_dict(model), other.state_dict())
@@ -107,14 +74,14 @@ def test_plain_load_of_full_sharded_and_dtensor_values(units: str, assign: bool)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
 
-        target = Net(2).state_dict()
+        target = TiedNet(2).state_dict()
         mesh = init_device_mesh("cpu", (2,))
-        elsewhere = shard(Net(2), "root", granularity="row")
+        elsewhere = shard_tied(TiedNet(2), "root", granularity="row")
         dtensors = {
             k: distribute_tensor(v, mesh, [Shard(0)]) if v.ndim else v for k, v in target.items()
         }
         for given in (target, elsewhere.state_dict(), dtensors, state_dict(elsewhere, "sharded")):
-            model = shard(Net(1), units)
+            model = shard_tied(TiedNet(1), units)
             params = dict(model.named_parameters())
             model.load_state_dict(given, assign=assign)
             same(state_dict(model), target)
@@ -127,7 +94,7 @@ def test_plain_load_of_full_sharded_and_dtensor_values(units: str, assign: bool)
 
 def test_plain_state_dict_is_sharded_and_free() -> None:
     def run(rank: int) -> None:
-        model = shard(Net())
+        model = shard_tied(TiedNet())
         comm.traffic.reset()
         plain = model.state_dict()
         sharded = state_dict(model, "sharded")
@@ -135,9 +102,9 @@ def test_plain_state_dict_is_sharded_and_free() -> None:
         with fc.checkpoint.state_dict_type(model, "local"):
             hooked = model.state_dict()
         assert comm.traffic == comm.Traffic()
-        assert list(plain) == list(sharded) == list(Net().state_dict())
+        assert list(plain) == list(sharded) == list(TiedNet().state_dict())
         assert set(hooked) == set(local)
-        for key, value in Net().state_dict().items():
+        for key, value in TiedNet().state_dict().items():
             assert plain[key].shape == value.shape
             if "norm.running" not in key and key not in ("kept", "norm.num_batches_tracked"):
                 assert torch.equal(plain[key].full_tensor(), value)
@@ -152,8 +119,8 @@ def test_plain_state_dict_is_sharded_and_free() -> None:
 @pytest.mark.parametrize("units", ["blocks", "root", "head"])
 def test_state_dict_type_chooses_what_plain_state_dict_returns(units: str) -> None:
     def run(rank: int) -> None:
-        want = Net().state_dict()
-        model = shard(Net(), units)
+        want = TiedNet().state_dict()
+        model = shard_tied(TiedNet(), units)
         wrapper = nn.Sequential(model)  # the root of the tree need not be a unit
         assert fc.checkpoint.get_state_dict_type(wrapper).kind == "sharded"
         fc.checkpoint.set_state_dict_type(model, "full", cpu_offload=True)
@@ -204,7 +171,7 @@ def test_local_round_trip(units: str, way: str) -> None:
     def run(rank: int) -> None:
         import io
 
-        saved_from = shard(Net(2), units)
+        saved_from = shard_tied(TiedNet(2), units)
         if way == "hooks":
             with fc.checkpoint.state_dict_type(saved_from, "local"):
                 saved = saved_from.state_dict()
@@ -215,14 +182,14 @@ def test_local_round_trip(units: str, way: str) -> None:
             torch.save(saved, file)
             file.seek(0)
             saved = torch.load(file, weights_only=True)
-        model = shard(Net(1), units)
+        model = shard_tied(TiedNet(1), units)
         comm.traffic.reset()
         if way == "hooks":
             model.load_state_dict(saved)
         else:
             load_state_dict(model, saved)
         assert comm.traffic.gathers == 0
-        same(state_dict(model), Net(2).state_dict())
+        same(state_dict(model), TiedNet(2).state_dict())
 
     run_ranks(run, 2)
 
@@ -232,7 +199,8 @@ def test_local_refuses_another_layout_everywhere_and_writes_nothing() -> None:
         import pickle
 
         return [
-            pickle.dumps(dict(state_dict(shard(Net(2), u), "local"))) for u in ("blocks", "root")
+            pickle.dumps(dict(state_dict(shard_tied(TiedNet(2), u), "local")))
+            for u in ("blocks", "root")
         ]
 
     saved = run_ranks(save, 2)
@@ -240,7 +208,7 @@ def test_local_refuses_another_layout_everywhere_and_writes_nothing() -> None:
     def run(rank: int, which: int, swap: bool) -> None:
         import pickle
 
-        model = shard(Net(1), "blocks")
+        model = shard_tied(TiedNet(1), "blocks")
         before = state_dict(model)
         try:
             load_state_dict(model, pickle.loads(saved[1 - rank if swap else rank % 2][which]))
@@ -259,9 +227,9 @@ def test_local_refuses_another_layout_everywhere_and_writes_nothing() -> None:
 @pytest.mark.parametrize("plain", [False, True])
 def test_bad_keys_and_shapes_raise_everywhere_and_write_nothing(plain: bool) -> None:
     def run(rank: int, change: str) -> None:
-        model = shard(Net(1))
+        model = shard_tied(TiedNet(1))
         before = state_dict(model)
-        given = Net(2).state_dict()
+        given = TiedNet(2).state_dict()
         if rank == 1:
             if change == "missing":
                 given["blocks.0.weihgt"] = given.pop("blocks.0.weight")
@@ -291,8 +259,8 @@ def test_bad_keys_and_shapes_raise_everywhere_and_write_nothing(plain: bool) -> 
 
 def test_not_strict_returns_what_it_left_out() -> None:
     def run(rank: int) -> None:
-        model = shard(Net(1))
-        given = Net(2).state_dict()
+        model = shard_tied(TiedNet(1))
+        given = TiedNet(2).state_dict()
         given["extra"] = torch.ones(2)
         bias = given.pop("blocks.1.bias")
         for load in (
@@ -313,14 +281,14 @@ def test_a_tied_weight_loads_from_any_of_its_names() -> None:
     def run(rank: int) -> None:
         for gone in ("head.weight", "emb.weight"):
             for units in ("root", "head"):
-                model = shard(Net(1), units)
-                given = Net(2).state_dict()
+                model = shard_tied(TiedNet(1), units)
+                given = TiedNet(2).state_dict()
                 del given[gone]
                 load_state_dict(model, given)
-                same(state_dict(model), Net(2).state_dict())
-                model = shard(Net(1), units)
+                same(state_dict(model), TiedNet(2).state_dict())
+                model = shard_tied(TiedNet(1), units)
                 model.load_state_dict(given)
-                same(state_dict(model), Net(2).state_dict())
+                same(state_dict(model), TiedNet(2).state_dict())
                 assert model.head.weight is model.emb.weight
 
     run_ranks(run, 2)
@@ -330,12 +298,12 @@ def test_names_are_the_modules_own_whatever_wraps_it() -> None:
     def run(rank: int) -> None:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-        model = Net(1)
+        model = TiedNet(1)
         model.blocks[0] = checkpoint_wrapper(model.blocks[0])
         model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
         fc.fully_shard(model.blocks[0])
         fc.fully_shard(model)
-        want = Net(2).state_dict()
+        want = TiedNet(2).state_dict()
         assert list(state_dict(model)) == list(want)
         assert list(state_dict(model, "sharded")) == list(want)
         load_state_dict(model, want)
@@ -345,10 +313,10 @@ def test_names_are_the_modules_own_whatever_wraps_it() -> None:
             with fc.checkpoint.state_dict_type(model, key):
                 again = shardless(model.state_dict(), key)
             other = copy.deepcopy(model)
-            load_state_dict(other, Net(5).state_dict())
+            load_state_dict(other, TiedNet(5).state_dict())
             other.load_state_dict(again)
             same(state_dict(other), want)
-            load_state_dict(other, Net(5).state_dict())
+            load_state_dict(other, TiedNet(5).state_dict())
             load_state_dict(other, again)
             same(state_dict(other), want)
 
@@ -363,10 +331,10 @@ def test_broadcast_from_rank_0() -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         for mesh in (None, init_device_mesh("cpu", (2, 2))):
-            model = shard(Net(1), mesh=mesh)
-            given = Net(2).state_dict() if rank == 0 else {}
+            model = shard_tied(TiedNet(1), mesh=mesh)
+            given = TiedNet(2).state_dict() if rank == 0 else {}
             load_state_dict(model, given, broadcast_from_rank0=True)
-            same(state_dict(model), Net(2).state_dict())
+            same(state_dict(model), TiedNet(2).state_dict())
         with pytest.raises(RuntimeError, match="broadcast_from_rank0=True"):
             load_state_dict(model, given, strict=False)
 
@@ -375,7 +343,7 @@ def test_broadcast_from_rank_0() -> None:
 
 def test_state_dict_while_gathered_is_what_lasts() -> None:
     def run(rank: int) -> None:
-        model = shard(Net())
+        model = shard_tied(TiedNet())
         seen = []
         model.norm.register_forward_hook(
             lambda *_: seen.append((model.state_dict(), state_dict(model)))
@@ -383,7 +351,7 @@ def test_state_dict_while_gathered_is_what_lasts() -> None:
         model(torch.tensor([1, 2, 3]))
         plain, full = seen[0]
         norms = [k for k in full if k.startswith("norm.")]
-        for key, value in Net().state_dict().items():
+        for key, value in TiedNet().state_dict().items():
             if key not in norms:
                 assert torch.equal(full[key], value)
                 if key != "kept":
@@ -394,9 +362,9 @@ def test_state_dict_while_gathered_is_what_lasts() -> None:
 
 def test_undo_takes_the_hooks_away() -> None:
     def run(rank: int) -> None:
-        model = shard(Net())
+        model = shard_tied(TiedNet())
         fc.undo(model)
-        same(model.state_dict(), Net().state_dict())
+        same(model.state_dict(), TiedNet().state_dict())
         assert all(type(v) is torch.Tensor for v in model.state_dict().values())
         for module in model.modules():
             assert not module._state_dict_hooks and not module._load_state_dict_pre_hooks
@@ -405,11 +373,11 @@ def test_undo_takes_the_hooks_away() -> None:
 
 
 def test_full_and_load_in_a_world_of_one() -> None:
-    model = shard(Net(1))
-    load_state_dict(model, Net(2).state_dict())
-    same(state_dict(model), Net(2).state_dict())
+    model = shard_tied(TiedNet(1))
+    load_state_dict(model, TiedNet(2).state_dict())
+    same(state_dict(model), TiedNet(2).state_dict())
     for key, value in model.state_dict().items():
-        assert torch.equal(whole(value), Net(2).state_dict()[key])
+        assert torch.equal(whole(value), TiedNet(2).state_dict()[key])
 
 
 def test_extra_state_and_custom_loading() -> None:
@@ -489,7 +457,7 @@ def test_peak_of_full_is_one_bucket() -> None:
 def test_ignored_parameters_and_cast_buffers_are_where_a_plain_module_has_them() -> None:
     def run(rank: int) -> None:
         def build(seed: int) -> nn.Module:
-            model = Net(seed)
+            model = TiedNet(seed)
             return fc.fully_shard(
                 model,
                 ignored=[model.turned, model.blocks[1]],
@@ -498,9 +466,9 @@ def test_ignored_parameters_and_cast_buffers_are_where_a_plain_module_has_them()
 
         model = build(1)
         assert model.kept.dtype is torch.bfloat16
-        load_state_dict(model, Net(2).state_dict())
+        load_state_dict(model, TiedNet(2).state_dict())
         full = state_dict(model)
-        want = Net(2).state_dict()
+        want = TiedNet(2).state_dict()
         assert list(full) == list(want)
         for key, value in want.items():
             assert full[key].dtype == value.dtype

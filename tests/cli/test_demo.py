@@ -8,12 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+
+from processes import alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -34,16 +35,6 @@ def cli(*args: str | Path, timeout: float = 120.0) -> subprocess.CompletedProces
     )
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; an ended one that nobody has reaped does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.is_file() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")
-
-
 @contextmanager
 def background(*args: str | Path):
     """The command line, started; killed at the end if it still runs."""
@@ -54,13 +45,6 @@ def background(*args: str | Path):
             yield process
         finally:
             process.kill()
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "gave up waiting"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import textwrap
@@ -21,24 +20,7 @@ import fsdp_compose as fc
 from fsdp_compose.comm import waiting
 
 from harness import run_ranks
-
-
-class Heard(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("fsdp_compose").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def be_quick() -> Heard:
-    """Speak up after a quarter of a second."""
-    waiting.WARN_AFTER, waiting.POST_AFTER = 0.25, 0.1
-    return Heard()
+from laws import Heard, be_quick
 
 
 def sharded() -> nn.Module:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +17,19 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.state import Unit
 
 from harness import run_ranks
+from laws import (
+    DEPTH,
+    GATHERS,
+    check_prefetch,
+    check_released,
+    check_traffic,
+    stack,
+    steady,
+)
 from models import (
-    WIDTH,
     Block,
     Ledger,
     Tower,
-    assert_at_rest,
     by_block,
     data,
     one_unit,
@@ -33,89 +39,13 @@ from models import (
     units,
 )
 
-DEPTH = 3
-
-
-def stack(depth: int = DEPTH, width: int = WIDTH) -> nn.Module:
-    """Blocks and nothing around them that has parameters."""
-    return nn.Sequential(*(Block(width) for _ in range(depth)))
-
-
-def steady(model: nn.Module, rank: int, steps: int = 2) -> torch.optim.Optimizer:
-    """Train until orders are recorded and ranks no longer compare each collective."""
-    optim = sgd(model.parameters())
-    for step in range(steps):
-        square(model, data(step, rank)).backward()
-        optim.step()
-        optim.zero_grad()
-    return optim
-
-
 # Collectives and bytes
 
 
-def expected(
-    model: nn.Module, gathers: dict[str, int], a: int, r: int
-) -> tuple[int, int, int, int, int, int]:
-    """(gathers, bytes, reduces, bytes, all-reduces, bytes) from the layouts, given how often each
-    unit is gathered in a step; ``a`` and ``r`` are bytes per element."""
-    total = [0] * 6
-    for unit in units(model):
-        times = gathers.get(unit.name, gathers[""])
-        for bucket in unit.buckets:
-            n, shards, replicas = (
-                bucket.layout.numel,
-                bucket.mesh.shard.size,
-                bucket.mesh.replicate.size,
-            )
-            part = n // shards
-            if shards > 1:
-                total[0] += times
-                total[1] += times * (n - part) * a
-                total[2] += 1
-                total[3] += (n - part) * r
-            if replicas > 1:
-                total[4] += 1
-                total[5] += 2 * part * bucket.shard.element_size() * (replicas - 1) // replicas
-    return tuple(total)  # type: ignore[return-value]
-
-
-STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "default": ({}, {"": 2, "Tower": 1}),
-    "FULL_SHARD": ({"strategy": ShardingStrategy.FULL_SHARD}, {"": 2, "Tower": 1}),
-    "reshard": ({"reshard_after_forward": True}, {"": 2}),
-    "keep": ({"reshard_after_forward": False}, {"": 1}),
-    "SHARD_GRAD_OP": ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"": 1}),
-    "NO_SHARD": ({"strategy": ShardingStrategy.NO_SHARD}, {"": 0}),
-}
-
-
-def check_traffic(rank: int, options: dict[str, Any], gathers: dict[str, int], world: int) -> None:
-    """One training step moves what the formula says, and so does the next."""
-    model = seeded(Tower)
-    by_block(model, **options)
-    optim = steady(model, rank)
-    for step in range(2):
-        comm.traffic.reset()
-        square(model, data(step, rank)).backward()
-        optim.step()
-        t = comm.traffic
-        found = (
-            t.gathers,
-            t.gather_bytes,
-            t.reduces,
-            t.reduce_bytes,
-            t.all_reduces,
-            t.all_reduce_bytes,
-        )
-        assert found == expected(model, gathers, 8, 8)
-        optim.zero_grad()
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", GATHERS)
 def test_collectives_and_bytes(strategy: str, world: int) -> None:
-    run_ranks(check_traffic, world, *STRATEGIES[strategy], world)
+    run_ranks(check_traffic, world, *GATHERS[strategy], world)
 
 
 @pytest.mark.parametrize(
@@ -239,64 +169,6 @@ def test_copies(strategy: str, shard: Callable[..., nn.Module]) -> None:
 # How many units are gathered, and when
 
 
-@contextmanager
-def gathers_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
-    """Append "gather NAME" whenever a unit's gather is issued."""
-    names = {
-        b.whole_bytes.data_ptr() or id(b.whole_bytes): u for u in units(model) for b in u.buckets
-    }
-    tensors = {id(b.whole_bytes): u.name for u in units(model) for b in u.buckets}
-    assert names
-    original = comm.gather_parts
-
-    def logged(whole: Tensor, *args: Any, **kwargs: Any) -> Any:
-        log.append(f"gather {tensors.get(id(whole), '?')}")
-        return original(whole, *args, **kwargs)
-
-    comm.gather_parts = logged
-    try:
-        yield
-    finally:
-        comm.gather_parts = original
-
-
-def watch(model: nn.Module, log: list[str]) -> None:
-    """Append "forward NAME" and "backward NAME" as blocks compute."""
-    for name, module in model.named_modules():
-        if isinstance(module, Block):
-            module.norm.register_forward_pre_hook(lambda m, a, n=name: log.append(f"forward {n}"))
-            module.up.register_full_backward_hook(
-                lambda m, i, o, n=name: log.append(f"backward {n}")
-            )
-
-
-def check_prefetch(rank: int, prefetch: Prefetch, ahead: bool) -> None:
-    """With prefetch the next unit's gather is issued before the present one computes."""
-    model = seeded(lambda: stack(4))
-    log: list[str] = []
-    watch(model, log)
-    fully_shard(model, units=wrap.by_class({Block}), prefetch=prefetch, reshard_after_forward=True)
-    steady(model, rank)
-    log.clear()
-    with gathers_logged(model, log):
-        loss = square(model, data(0, rank))
-        forward = log[:]
-        log.clear()
-        loss.backward()
-        backward = log[:]
-    for i in range(3):
-        early = forward.index(f"gather {i + 1}") < forward.index(f"forward {i}")
-        assert early == ahead, forward
-    for i in range(1, 3):
-        early = backward.index(f"gather {i}") < backward.index(f"backward {i + 1}")
-        assert early == ahead, backward
-    assert sorted(forward) == sorted(
-        [*(f"gather {i}" for i in range(4)), *(f"forward {i}" for i in range(4))]
-    )
-    assert backward.count("gather 3") <= 1
-    assert_at_rest(model)
-
-
 def test_prefetch_gathers_ahead() -> None:
     run_ranks(check_prefetch, 2, Prefetch(1, 1, "pre"), True)
 
@@ -397,20 +269,6 @@ def test_transient_peak(world: int) -> None:
         assert ledger.peak < activations + total, "no less than the whole model"
 
     run_ranks(ranks, world)
-
-
-def check_released(rank: int) -> None:
-    """Nothing stays gathered between steps, whatever the step did."""
-    model = by_block(seeded(Tower))
-    optim = sgd(model.parameters())
-    for step in range(3):
-        square(model, data(step, rank)).backward()
-        assert_at_rest(model)
-        optim.step()
-        optim.zero_grad(set_to_none=bool(step % 2))
-        with torch.no_grad():
-            model(data(step, rank))
-        assert_at_rest(model)
 
 
 def test_released_between_steps() -> None:

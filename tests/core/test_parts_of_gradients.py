@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     MixedPrecision,
@@ -21,54 +20,8 @@ from fsdp_compose import (
 from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
-from models import WIDTH, Tower, Twin, by_block, data, seeded, sgd, square, whole
-
-
-class Inner(nn.Module):
-    def __init__(self, shared: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        if shared is not None:
-            self.layer.weight = shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).tanh()
-
-
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.layer.weight = self.inner.layer.weight
-        self.reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.reentrant:
-            x = checkpoint(self.inner, x, use_reentrant=True)
-        else:
-            x = self.inner(x)
-        return self.layer(x).tanh()
-
-
-class Levels(nn.Module):
-    """One weight in three units, each inside the next, with another layer between its uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.middle = Middle()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.layer.weight = self.middle.layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.middle(self.first(x)))
-
-
-def inside_out(model: nn.Module, **options: Any) -> nn.Module:
-    fully_shard(model.middle.inner, **options)
-    fully_shard(model.middle, **options)
-    return fully_shard(model, **options)
+from laws import Levels, inside_out
+from models import Tower, Twin, by_block, data, seeded, sgd, square, whole
 
 
 def outside_in(model: nn.Module, **options: Any) -> nn.Module:

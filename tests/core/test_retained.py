@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness import run_ranks
+from laws import check_two_graphs, slope_of
 from models import Tower, Twin, assert_at_rest, data, units
 
 
@@ -21,27 +22,6 @@ def frozen_in_the_middle() -> nn.Module:
 
 def frozen() -> nn.Module:
     return Tower().requires_grad_(False)
-
-
-def slope_of(model: nn.Module, x: Tensor) -> Tensor:
-    """The gradient over the input, differentiable."""
-    x.requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-    return slope.square().sum()
-
-
-def check_two_graphs(rank: int, build: Callable[[], nn.Module] = Tower) -> None:
-    """Each is consumed by a backward of its own, in either order; then nothing is gathered."""
-    twin = Twin(rank, 2, build)
-    for step in range(2):
-        first, second = (twin.losses(slope_of, seed) for seed in (step, step + 10))
-        for ours, plain in (first, second) if step else (second, first):
-            assert any(unit.holds for unit in units(twin.model)), "released before its last reader"
-            ours.backward()
-            plain.backward()
-        assert_at_rest(twin.model)
-        twin.step()
-    twin.check()
 
 
 @pytest.mark.parametrize("build", [Tower, frozen_in_the_middle])

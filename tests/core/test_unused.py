@@ -27,6 +27,7 @@ from fsdp_compose.core.guards import used as used_module
 from fsdp_compose.scopes.comm_hooks import default_hook
 
 from harness import rank_errors, run_ranks
+from laws import PLANS, Choosy, check_steps, choose
 from models import (
     WIDTH,
     Twin,
@@ -38,54 +39,12 @@ from models import (
     whole,
 )
 
-
-class Choosy(nn.Module):
-    """Three layers in one unit, of which a call uses those it is told to, and a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.chosen: tuple[int, ...] = (0,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.chosen:
-            x = self.layers[index](x).tanh() + x
-        return x
-
-
-PLANS: list[list[tuple[int, ...]]] = [
-    [(0,), (0,)],  # by step: what rank 0 and rank 1 use
-    [(0, 1), (0,)],
-    [(0,), (0, 1)],
-    [(0, 1), (1, 2)],
-    [(0,), (0,)],
-    [(1,), (0, 2)],
-]
-
-
-def choose(twin: Twin, plan: list[tuple[int, ...]]) -> None:
-    for rank, plain in enumerate(twin.plain):
-        plain.chosen = plan[rank % len(plan)]
-    twin.model.chosen = plan[twin.rank % len(plan)]
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "grad_op": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
     "none": {"strategy": ShardingStrategy.NO_SHARD},
     "offload": {"offload_policy": Offload(params=True, grads=True)},
 }
-
-
-def check_steps(twin: Twin, plans: list[list[tuple[int, ...]]] = PLANS) -> None:
-    """Every step equals the plain model's, which decays what has a gradient alone."""
-    for seed, plan in enumerate(plans):
-        choose(twin, plan)
-        twin.backward(square, seed)
-        assert twin.model.scale.grad is None
-        twin.step()
-    twin.check()
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import optimizers as other
 import pytest
 import torch
-from test_sharded_optim import EXACT
 from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose.sharded import ShardedWeightError
 
+import optimizers as other
 import structured
 from harness import run_ranks
 from models import Tower, by_block, data, one_unit, seeded, square, whole
+from optimizers import EXACT
 
 STEPS = 3
 OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

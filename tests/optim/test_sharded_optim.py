@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from fsdp_compose.sharded import (
 )
 
 from harness import run_ranks
+from optimizers import EXACT, Make, O
 from sharded_values import on_ranks, shard
 
 SHAPES = [(4, 3), (3, 5), (7,), (1,), (2, 3, 2)]
@@ -34,41 +35,6 @@ def tensors(seed: int) -> list[torch.Tensor]:
 
 def gradients() -> Iterator[list[torch.Tensor]]:
     return (tensors(seed) for seed in range(1, 6))
-
-
-Make = Callable[[Any], torch.optim.Optimizer]
-O = torch.optim  # noqa: E741
-EXACT: dict[str, Make] = {
-    "sgd": lambda p: O.SGD(p, 0.1, weight_decay=0.1),
-    "sgd momentum": lambda p: O.SGD(p, 0.1, momentum=0.9, dampening=0.1),
-    "sgd nesterov foreach": lambda p: O.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
-    "sgd fused": lambda p: O.SGD(p, 0.1, momentum=0.9, fused=True),
-    "adam": lambda p: O.Adam(p, 0.1, foreach=False),
-    "adam amsgrad foreach": lambda p: O.Adam(p, 0.1, amsgrad=True, foreach=True),
-    "adam fused": lambda p: O.Adam(p, 0.1, fused=True),
-    "adam tensor lr": lambda p: O.Adam(p, torch.tensor(0.1), foreach=False),
-    "adamw": lambda p: O.AdamW(p, 0.1, foreach=False),
-    "adamw foreach": lambda p: O.AdamW(p, 0.1, foreach=True),
-    "adamw fused": lambda p: O.AdamW(p, 0.1, amsgrad=True, fused=True),
-    "adamw maximize": lambda p: O.AdamW(p, 0.1, maximize=True, foreach=True),
-    "adagrad": lambda p: O.Adagrad(p, 0.1, foreach=False, initial_accumulator_value=0.1),
-    "adagrad foreach": lambda p: O.Adagrad(p, 0.1, foreach=True),
-    "adagrad fused": lambda p: O.Adagrad(p, 0.1, fused=True),
-    "rmsprop": lambda p: O.RMSprop(p, 0.1, momentum=0.9, centered=True, foreach=False),
-    "rmsprop foreach": lambda p: O.RMSprop(p, 0.1, centered=True, foreach=True),
-    "nadam": lambda p: O.NAdam(p, 0.1, foreach=False),
-    "nadam foreach": lambda p: O.NAdam(p, 0.1, foreach=True),
-    "radam": lambda p: O.RAdam(p, 0.1, foreach=False),
-    "radam foreach": lambda p: O.RAdam(p, 0.1, foreach=True),
-    "adamax": lambda p: O.Adamax(p, 0.1, foreach=False),
-    "adamax foreach": lambda p: O.Adamax(p, 0.1, foreach=True),
-    "asgd": lambda p: O.ASGD(p, 0.1, t0=2, foreach=False),
-    "asgd foreach": lambda p: O.ASGD(p, 0.1, t0=2, foreach=True),
-    "rprop": lambda p: O.Rprop(p, 0.1, foreach=False),
-    "rprop foreach": lambda p: O.Rprop(p, 0.1, foreach=True),
-    "adadelta": lambda p: O.Adadelta(p, 1.0, foreach=False),
-    "adadelta foreach": lambda p: O.Adadelta(p, 1.0, foreach=True),
-}
 
 
 def step(optimizer: torch.optim.Optimizer, params: list[Any], grads: list[torch.Tensor]) -> None:
@@ -261,7 +227,7 @@ def test_state_made_before_sharding_is_refused() -> None:
     """Whole optimizer state under a sharded parameter never trains on a slice of itself."""
 
     def body(rank: int) -> None:
-        from test_sharded import world
+        from sharded_values import world
 
         for make in (EXACT["adamw foreach"], EXACT["adamw fused"], EXACT["adam"]):
             params = shard(tensors(0), world())
