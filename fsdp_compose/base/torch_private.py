@@ -400,6 +400,19 @@ def is_asked_for_node() -> bool:
     return sys._getframe(2).f_code.co_name == "_get_grad_fn_or_grad_acc"
 
 
+def clipped_parameters() -> Sequence[torch.Tensor] | None:
+    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it asked a tensor of its own class,
+    whose handler is the caller."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        params = frame.f_locals.get("parameters")
+        if isinstance(params, list | tuple):
+            found: Sequence[torch.Tensor] = params
+            return found
+        frame = frame.f_back
+    return None
+
+
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 """``(cls, tensor, requires_grad)``: another object of class ``cls`` over the tensor's storage."""
 

@@ -31,7 +31,7 @@ from fsdp_compose.core.guards.whole import end_rests, leaf_of, rest
 from fsdp_compose.core.passes import drop_prefetched
 from fsdp_compose.core.reducing import get_grad, requires_grad
 from fsdp_compose.core.state import _lanes, held_by_fewer, owner_of
-from fsdp_compose.optim.strays import check_strays
+from fsdp_compose.optim.strays import check_clipped, check_strays
 from fsdp_compose.scopes.unshard import is_open
 from fsdp_compose.sharded import (
     QUANTIZING,
@@ -135,6 +135,7 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
         named = params.named_parameters()
     else:
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        check_clipped(listed)
         named = ((f"parameter {i}", param) for i, param in enumerate(listed))
     grads = []
     for name, shown in named:

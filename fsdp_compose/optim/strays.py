@@ -2,13 +2,16 @@
 
 Where no module stands around the units of a model, as in a script's own loop over blocks, nothing
 but the optimizer knows what is trained with them. Each optimizer is looked through once, and again
-when it was given more parameters or more was sharded.
+when it was given more parameters or more was sharded. Clipping them together, which comes before,
+is an error too: the norm would differ between ranks. Torch's own functions for it are told by the
+stack when they reach a sharded gradient.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,14 +19,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.base.torch_private import clipped_parameters, parameter_slots
 from fsdp_compose.core.bucket import entry_of
 from fsdp_compose.core.guards.audit import listed
 from fsdp_compose.core.state import _lanes, owner_of
 from fsdp_compose.optim.flat import source_of
-from fsdp_compose.sharded import is_sharded_parameter
+from fsdp_compose.sharded import HANDLERS, is_sharded_parameter
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+_AVERAGED = "_fsdp_compose_averaged"
+"""Attribute of plain parameters that DistributedDataParallel was found to average."""
 
 
 def check_strays(optimizer: torch.optim.Optimizer) -> None:
@@ -37,21 +42,38 @@ def check_strays(optimizer: torch.optim.Optimizer) -> None:
     if _known.get(optimizer) == counts:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if _check(params, f"{type(optimizer).__name__}.step()", "trains", "an optimizer"):
+        _known[optimizer] = counts
+
+
+def check_clipped(params: Sequence[torch.Tensor]) -> None:
+    """Raise when gradients that nothing averages are to be clipped together with sharded ones.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    _check(params, "clip_grad_norm_", "clips", "a call")
+
+
+def _check(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
+    """Raise as said above; True if all plain parameters have a gradient and were looked at."""
     unit = next((name for param in params if (name := _unit_over_ranks(param))), None)
     strays = _plain(params) if unit is not None else []
     ready = [param for param in strays if param.grad is not None]
-    names = [name for name in _names(ready) if name] if ready else []
+    unknown = [param for param in ready if _AVERAGED not in param.__dict__]
+    names = [name for name in _names(unknown) if name] if unknown else []
     if names:
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step(): beside parameters of unit {unit!r}, which are "
-            f"sharded, it trains parameters that are in no unit: {listed(names)}. Nothing averages "
-            "their gradients, so every rank would train them on its own data. Call "
-            "fully_shard(module) on what they belong to, or freeze them; if their gradients are "
-            "averaged by other means, say so when sharding, fully_shard(..., ignored=[parameter, "
-            "...]), or give them an optimizer of their own."
+            f"{caller}: beside parameters of unit {unit!r}, which are sharded, it {verb} "
+            f"parameters that are in no unit: {listed(names)}. Nothing averages their gradients, "
+            "so every rank would train them on its own data. Call fully_shard(module) on what they "
+            "belong to, or freeze them; if their gradients are averaged by other means, say so "
+            "when sharding, fully_shard(..., ignored=[parameter, ...]), or give them "
+            f"{instead} of their own."
         )
-    if len(ready) == len(strays):
-        _known[optimizer] = counts
+    for param in unknown:
+        param.__dict__[_AVERAGED] = True
+    return len(ready) == len(strays)
 
 
 def _unit_over_ranks(param: nn.Parameter) -> str | None:
@@ -66,7 +88,7 @@ def _unit_over_ranks(param: nn.Parameter) -> str | None:
     return bucket.entries[0].spec.unit or "the model"
 
 
-def _plain(params: list[torch.Tensor]) -> list[torch.Tensor]:
+def _plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those that are trained, and neither sharded nor ignored; a DTensor has a mesh of its own."""
     ignored: set[int] = set()
     for lane in _lanes.values():
@@ -100,3 +122,19 @@ def _names(params: list[torch.Tensor]) -> Iterator[str | None]:
     for param in params:
         name = owners.get(id(param), "a parameter")
         yield None if id(param) in averaged else f"{name} of shape {tuple(param.shape)}"
+
+
+def _checked(handler: Any) -> Any:
+    """``handler``, after a check of what torch's own clipping was given, if that called it."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        params = clipped_parameters()
+        if params is not None:
+            check_clipped(params)
+        return handler(func, args, kwargs)
+
+    return handle
+
+
+for _function in (torch._foreach_norm, torch.linalg.vector_norm, torch._foreach_mul_):
+    HANDLERS[_function] = _checked(HANDLERS[_function])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,5 +117,63 @@ def test_a_step_over_units_and_plain_parts_is_an_error() -> None:
         own.step()
         alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "alone"))["alone"]
         step([seeded(Unsaid), fully_shard(seeded(Block), mesh=alone)], rank)
+
+    run_ranks(check, 2)
+
+
+def torch_in_two_calls(params: list[torch.Tensor], norm: float, **options: object) -> None:
+    grads = [p.grad for p in params if p.grad is not None]
+    total = nn.utils.get_total_norm(grads)
+    nn.utils.clip_grads_with_norm_(params, norm, total)
+
+
+CLIPS = {
+    "torch": nn.utils.clip_grad_norm_,
+    "one by one": partial(nn.utils.clip_grad_norm_, foreach=False),
+    "in two calls": torch_in_two_calls,
+    "ours": fc.clip_grad_norm_,
+}
+
+
+@pytest.mark.parametrize("how", CLIPS)
+def test_clipping_units_and_plain_parts_is_an_error(how: str) -> None:
+    """Before any gradient is scaled. Not where nothing drifts: ignored, in DDP, frozen, apart."""
+    wanted = r"clip_grad_norm_: .*unit '.*Linear\.weight of shape \(6, 6\).*ignored="
+    clip = CLIPS[how]
+    kept: list[nn.Module] = []
+
+    def gradients(rank: int, *parts: nn.Module) -> list[torch.Tensor]:
+        kept.extend(parts)
+        x = data(0, rank)
+        for part in parts:
+            x = part(x)
+        x.square().sum().backward()
+        return [p for part in parts for p in part.parameters()]
+
+    def check(rank: int) -> None:
+        first, block = seeded(Unsaid), fully_shard(seeded(Block))
+        params = gradients(rank, first, block)
+        before = [p.grad.norm() for p in params]
+        with pytest.raises(RuntimeError, match=wanted):
+            clip(params, 0.01)
+        with pytest.raises(RuntimeError, match=wanted):
+            clip(params[::-1], 0.01)
+        assert before == [p.grad.norm() for p in params]
+        clip(list(block.parameters()), 0.01)
+        clip(list(first.parameters()), 0.01)
+        first, low = seeded(Unsaid).bfloat16(), fully_shard(seeded(Block).float())
+        loss = low(data(0, rank).float()).sum() + first(data(0, rank).bfloat16()).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match=wanted):  # in groups of one dtype
+            clip([*first.parameters(), *low.parameters()], 0.01)
+        first = seeded(Unsaid)
+        clip(gradients(rank, first, fully_shard(seeded(Block), ignored=[first])), 0.01)
+        averaged = nn.parallel.DistributedDataParallel(seeded(Unsaid))
+        for _ in range(2):
+            clip(gradients(rank, averaged, fully_shard(seeded(Block))), 0.01)
+        frozen = seeded(Unsaid).requires_grad_(False)
+        clip(gradients(rank, frozen, fully_shard(seeded(Block))), 0.01)
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "alone"))["alone"]
+        clip(gradients(rank, seeded(Unsaid), fully_shard(seeded(Block), mesh=alone)), 0.01)
 
     run_ranks(check, 2)
