@@ -27,17 +27,18 @@ if _is_used:
     )
     from fsdp_compose.checkpoint.plain import attach_state_dict as _attach_state_dict
     from fsdp_compose.checkpoint.plain import detach_state_dict as _detach_state_dict
-    from fsdp_compose.construct.fully_shard import fully_shard, undo
-    from fsdp_compose.construct.init import seeded_init
+    from fsdp_compose.construct.fully_shard import fully_shard
+    from fsdp_compose.construct.initialise import seeded_init
     from fsdp_compose.construct.names import (
         clean_name,
         parameter_names,
         parameters_by_name,
         units_of,
     )
-    from fsdp_compose.construct.parallel import declare_tensor_parallel
     from fsdp_compose.construct.refresh import refresh
+    from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
     from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
+    from fsdp_compose.construct.undo import undo
     from fsdp_compose.core.guards.methods import detach_methods as _detach_methods
     from fsdp_compose.core.guards.methods import register_forward_method
     from fsdp_compose.core.guards.replicas import verify_replicas

@@ -495,7 +495,9 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
     ),
     "start not verified": (
-        lambda: replace("sum_bytes", lambda of: lambda t: of(torch.zeros(1)), "construct.agree"),
+        lambda: replace(
+            "sum_bytes", lambda of: lambda t: of(torch.zeros(1)), "construct.compare_ranks"
+        ),
         check_replicas_verified, 2,
     ),
     "writes in forward lost": (

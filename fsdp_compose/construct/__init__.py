@@ -1,15 +1,18 @@
-"""``fully_shard`` and ``undo``: choose units, agree between ranks, initialise, attach, refresh.
+"""``fully_shard`` and ``undo``: choose units, compare ranks, initialise, build, refresh.
 
 Files, each importing only from those above it:
 
-    names        names of parameters and the parameters of names
-    parallel     parameters that tensor parallelism split before
-    plans        what is to be built: options, parameters, buckets, units
-    trace        the order in which a module uses its parameters, without running it
-    wrap         policies that choose which submodules become units
-    collect      decides which units to build from what; changes nothing
-    agree        what ranks must agree on before anything is sharded
-    init         materialised from the meta device, taken from rank 0, seeded by name
-    fully_shard  builds, attaches and hooks; undo takes it back
-    refresh      after surgery: shards what is new, forgets what is gone
+    names            names of parameters and the parameters of names
+    tensor_parallel  parameters that tensor parallelism split before
+    plans            what is to be built: options, parameters, buckets, units
+    trace            the order in which a module uses its parameters, without running it
+    wrap             policies that choose which submodules become units
+    choose_buckets   which parameters of a unit share a bucket, and each bucket's layout
+    choose_units     which modules become units, with which options
+    compare_ranks    what ranks compare before anything is sharded
+    initialise       meta parameters get values: from an initialisation, rank 0 or a seed
+    build_unit       initialises a unit, cuts its shards, attaches its state and hooks
+    undo             makes sharded modules plain again
+    fully_shard      plans, compares, builds
+    refresh          after surgery: shards what is new, gives back what is gone
 """

@@ -16,20 +16,20 @@ from torch import nn
 from fsdp_compose.base.mesh import Group
 from fsdp_compose.base.policy import INITS, Init
 from fsdp_compose.base.torch_private import parameter_slots, raw
-from fsdp_compose.construct.agree import agree
-from fsdp_compose.construct.collect import lay_out
-from fsdp_compose.construct.fully_shard import (
-    Made,
-    _build_bucket,
-    _cast_buffers,
-    _finish,
-    _make_values,
-    _restore,
+from fsdp_compose.construct.build_unit import (
+    MetaValues,
+    build_bucket,
+    cast_buffers,
+    initialise_values,
+    leave_for_loading,
 )
-from fsdp_compose.construct.init import InitFn
+from fsdp_compose.construct.choose_buckets import plan_buckets
+from fsdp_compose.construct.compare_ranks import compare_plans
+from fsdp_compose.construct.initialise import InitFn
 from fsdp_compose.construct.names import clean_name
-from fsdp_compose.construct.parallel import tensor_parallel_groups
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
+from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
+from fsdp_compose.construct.undo import restore_parameters
 from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
 from fsdp_compose.core.gathering import drop
 from fsdp_compose.core.guards.audit import is_ignored, managed, remember
@@ -93,7 +93,7 @@ def refresh(
     plans = [change.plan for change in survey]
     for plan in plans:
         plan.options = replace(plan.options, param_init_fn=param_init_fn)
-    made = Made(agree(plans, units[0].options.mesh, problem, [module]))
+    meta = MetaValues(compare_plans(plans, units[0].options.mesh, problem, [module]))
     for lane in {id(unit.lane): unit.lane for unit in units}.values():
         begin_forward_pass(lane)  # clears what a failed step left
         drain(lane)
@@ -106,11 +106,11 @@ def refresh(
         _let_go(change.unit, read)
     at_home = {e for change in survey for e in change.read if owner_of(e) in change.unit.buckets}
     for change in survey:
-        _apply(change, made, at_home)
+        _apply(change, meta, at_home)
     for unit in units:
         remember(unit)
-    if made.keys:
-        _finish(made, units[0].options.mesh, [module])
+    if meta.keys:
+        leave_for_loading(meta, units[0].options.mesh, [module])
     return module
 
 
@@ -159,7 +159,7 @@ def _look_through(
                 item.slots.append(Slot.of(submodule, key))
     items = list(found.values())
     plan.found = [item for item in items if not is_sharded(item.param)]
-    lay_out(plan, promised, {}, beside)
+    plan_buckets(plan, promised, {}, beside)
     plan.found = items
     plan.members = [_inside(fresh, position, modules) for position in range(len(modules))]
     return _Change(unit, plan, [find_entry(i.param) for i in items if is_sharded(i.param)])
@@ -194,7 +194,7 @@ def _let_go(unit: Unit, read: set[Entry]) -> None:
         gone = [entry for entry in bucket.entries if entry.slots and entry not in read]
         if not gone:
             continue
-        _restore(bucket, gone)
+        restore_parameters(bucket, gone)
         if len(gone) == sum(bool(entry.slots) for entry in bucket.entries):
             unit.buckets.remove(bucket)
             continue
@@ -215,16 +215,16 @@ def _pad(bucket: Bucket, entry: Entry) -> None:
     bind(bucket, padding, entry.index)
 
 
-def _apply(change: _Change, made: Made, at_home: set[Entry]) -> None:
+def _apply(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:
     """Make the new buckets, and let the unit know where everything is.
 
     A parameter that left the unit whose bucket holds it is named by the first unit that reads it.
     """
     unit, plan = change.unit, change.plan
     prefixes = _prefixes(unit, change)
-    values = _make_values(plan, made)
+    values = initialise_values(plan, meta)
     for bucket_plan in plan.buckets:
-        unit.buckets.append(_build_bucket(plan, bucket_plan))
+        unit.buckets.append(build_bucket(plan, bucket_plan))
     entries = [find_entry(item.param) for item in plan.found]
     for item, entry in zip(plan.found, entries, strict=True):
         if owner_of(entry) in unit.buckets or entry not in at_home:
@@ -240,8 +240,8 @@ def _apply(change: _Change, made: Made, at_home: set[Entry]) -> None:
     ]
     unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None
     unit.link()
-    _cast_buffers(plan, unit.mp)
-    made.values.update((value.key, (unit, value)) for value in values)
+    cast_buffers(plan, unit.mp)
+    meta.values.update((value.key, (unit, value)) for value in values)
 
 
 def _prefixes(unit: Unit, change: _Change) -> dict[str, str]:

@@ -100,7 +100,7 @@ class Unit:
     post_reduce_hooks: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
     epoch: int = 0  # counts conversions to another dtype or device
-    options: Any = None  # it was sharded with these, collect.Options
+    options: Any = None  # it was sharded with these, plans.Options
     groupless: bool = False  # mesh=None meant this rank alone: there was no process group
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
     traced: Traced | None = None  # set_traceable was called

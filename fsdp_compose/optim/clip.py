@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from fsdp_compose.base.mesh import Group, group_of
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.construct.parallel import find_parallel
+from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.bucket import Entry, find_entry
 from fsdp_compose.core.guards.surroundings import check_once
 from fsdp_compose.core.guards.whole import end_rests, leaf_of, rest

@@ -31,7 +31,7 @@ from fsdp_compose.base.policy import (
     ShardingStrategy,
     place,
 )
-from fsdp_compose.construct.collect import plan_shards
+from fsdp_compose.construct.choose_units import plan_shards
 from fsdp_compose.construct.plans import Ignored, Options
 from fsdp_compose.construct.wrap import Policy
 from fsdp_compose.core.state import iter_units

@@ -18,7 +18,7 @@ from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload, Prefetch
 from fsdp_compose.base.torch_private import buffer_slots, parameter_slots, raw
 from fsdp_compose.comm.messages import is_point_to_point
-from fsdp_compose.construct.collect import unit_precision
+from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core.bucket import Bucket, Entry

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
 from fsdp_compose.base.mesh import SELF, Mesh
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.construct import init
+from fsdp_compose.construct import initialise
 from fsdp_compose.core.guards import replicas
 from fsdp_compose.core.guards.replicas import checksum
 
@@ -74,7 +74,7 @@ def test_broadcast_goes_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPa
         given = [t.detach() for t in (*model.parameters(), *model.buffers())]
         group = dist.group.WORLD
         mesh = Mesh(fully_mesh(group), SELF, torch.device("cpu"))
-        init.broadcast(given, mesh, 100)
+        initialise.broadcast(given, mesh, 100)
         equal(full(model), full(unlike(0)))
         assert max(sizes) <= 100
         total = sum(t.numel() * t.element_size() for t in given)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import fully_shard, undo, wrap
-from fsdp_compose.construct.init import seeded_init
+from fsdp_compose.construct.initialise import seeded_init
 
 from buffered import equal, full, on_meta, unlike
 from harness import run_ranks

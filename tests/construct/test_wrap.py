@@ -16,7 +16,7 @@ from fsdp_compose import (
     fully_shard,
     wrap,
 )
-from fsdp_compose.construct.collect import _OVERRIDABLE
+from fsdp_compose.construct.choose_units import _OVERRIDABLE
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import is_sharded
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
-from fsdp_compose.construct.parallel import declare_tensor_parallel
+from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
 from fsdp_compose.sharded import part_of
 
 from harness import run_ranks

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import fsdp_compose
 from fsdp_compose import fully_shard
-from fsdp_compose.construct.parallel import declare_tensor_parallel
+from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
 
 from harness import rank_errors, run_ranks
 from tp_models import (

@@ -27,8 +27,8 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.unwritten import is_unwritten, mark_unwritten
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import owners, walk_named
-from fsdp_compose.construct.parallel import find_parallel
 from fsdp_compose.construct.plans import UnitPlan
+from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.bucket import flatten, storage_order
 from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
 
@@ -99,7 +99,7 @@ def is_on_meta(modules: Any) -> bool:
     )
 
 
-def materialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
+def initialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
     """Give the unit's meta parameters and buffers memory, and initialise them.
 
     The objects stay the same. Each submodule that has some of them is given to ``init_fn``, or its

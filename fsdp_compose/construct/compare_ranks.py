@@ -14,9 +14,9 @@ from fsdp_compose.base.mesh import Group, Mesh, MeshLike, is_outside, resolve_me
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.torch_private import buffer_slots
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.construct.collect import unit_precision
-from fsdp_compose.construct.parallel import tensor_parallel_groups
+from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.plans import UnitPlan
+from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.bucket import Slot
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.sharded import Parallel
@@ -46,7 +46,7 @@ class Report:
     meta: frozenset[str]  # keys of values on the meta device, or left unwritten
 
 
-def agree(
+def compare_plans(
     plans: list[UnitPlan],
     mesh: MeshLike | None,
     problem: Exception | None,
@@ -59,7 +59,7 @@ def agree(
             the other parts are told of problems too.
 
     Returns:
-        Keys of the values that are on the meta device on some rank, for ``agree_on_values`` to
+        Keys of the values that are on the meta device on some rank, for ``compare_values`` to
         compare once they are materialised.
     """
     values = [] if problem else [value for plan in plans for value in values_of(plan)]
@@ -77,10 +77,10 @@ def agree(
         for value in values
         if value.repeated and value.key not in meta and value.key.split(":", 1)[0] in verified
     }
-    return set(_agree_beside(modules, problem, totals, meta))
+    return set(_compare_beside(modules, problem, totals, meta))
 
 
-def _agree_beside(
+def _compare_beside(
     modules: Sequence[object],
     problem: Exception | None,
     sums: Mapping[str, tuple[int, Value]],
@@ -121,7 +121,7 @@ def _difference_beside(
     return None
 
 
-def agree_on_values(
+def compare_values(
     mesh: MeshLike | None,
     sums: dict[str, tuple[int, Value]],
     unwritten: set[str],
@@ -141,7 +141,7 @@ def agree_on_values(
         reports = _exchange(Report(_describe(problem), [], compared, what, left), groups)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         left = left.union(*(report.meta for report in reports.values()))
-    return set(_agree_beside(modules, problem, sums, left))
+    return set(_compare_beside(modules, problem, sums, left))
 
 
 def values_of(plan: UnitPlan) -> Iterator[Value]:

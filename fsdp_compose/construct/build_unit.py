@@ -1,0 +1,238 @@
+"""Build one unit as it was planned: initialise it, cut its shards, attach its state and hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.mesh import SELF, Mesh, MeshLike, fuse, subgroup_of
+from fsdp_compose.base.policy import MixedPrecision
+from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
+from fsdp_compose.base.unwritten import is_unwritten
+from fsdp_compose.construct.choose_buckets import unit_precision
+from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
+from fsdp_compose.construct.initialise import broadcast, initialise
+from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.plans import BucketPlan, UnitPlan
+from fsdp_compose.core import hooks
+from fsdp_compose.core.bucket import Bucket, Entry, find_entry, flatten, make_bucket, storage_order
+from fsdp_compose.core.guards.audit import remember
+from fsdp_compose.core.guards.methods import attach_methods
+from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.records import Switches
+from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState, find_state, lane_of, owner_of
+from fsdp_compose.sharded import Residence, ShardSpec, open_dtensor, part_of, tag, take_over_hooks
+
+
+@dataclass
+class MetaValues:
+    """Parameters and buffers that are on the meta device on some rank, while units are built.
+
+    Attributes:
+        keys: of all of them, as ``Value.key``.
+        problem: what went wrong first while this rank initialised its own.
+        sums: checksums of initialised values, for the ranks to compare.
+        unwritten: keys of those that no initialisation wrote.
+        values: where each went, by key.
+    """
+
+    keys: set[str]
+    problem: Exception | None = None
+    sums: dict[str, tuple[int, Value]] = field(default_factory=dict)
+    unwritten: set[str] = field(default_factory=set)
+    values: dict[str, tuple[Unit, Value]] = field(default_factory=dict)
+
+
+def initialise_values(plan: UnitPlan, meta: MetaValues) -> list[Value]:
+    """Initialise the unit's meta values, or take rank 0's where asked; returns the meta values."""
+    try:
+        initialise(plan, plan.options.param_init_fn)
+    except Exception as error:  # raised on every rank, once all units are built
+        meta.problem = meta.problem or error
+    values = list(values_of(plan))
+    if plan.options.init == "broadcast":
+        for mesh in dict.fromkeys(value.mesh for value in values if value.mesh is not None):
+            broadcast([value.tensor for value in values if value.mesh == mesh], mesh)
+        for group in {g.ranks: g for value in values for g in value.repeated}.values():
+            alike = [value.tensor for value in values if group in value.repeated]
+            broadcast(alike, Mesh(group, SELF, plan.buckets[0].mesh.device))
+    made_here = [value for value in values if value.key in meta.keys]
+    for value in made_here:
+        if is_unwritten(part_of(value.tensor)):
+            meta.unwritten.add(value.key)
+        if plan.options.init == "verify":
+            meta.sums[value.key] = (checksum(value.tensor), value)
+    return made_here
+
+
+def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
+    """Build and attach the unit that was planned; all that the user can get wrong was checked."""
+    made_here = initialise_values(plan, meta)
+    buckets: list[Bucket] = []
+    entries: dict[int, Entry] = {}
+    for bucket_plan in plan.buckets:
+        bucket = build_bucket(plan, bucket_plan)
+        buckets.append(bucket)
+        entries.update((id(entry.param), entry) for entry in bucket.entries)
+    borrowed = [find_entry(item.param) for item in plan.found if id(item.param) not in entries]
+    order = [*(e for b in buckets for e in b.entries), *borrowed]
+    index = {id(entry.param): i for i, entry in enumerate(order)}
+    device = _device(plan, buckets, borrowed)
+    unit = Unit(
+        name=plan.name,
+        modules=tuple(weakref.ref(module) for module in plan.modules),
+        buckets=buckets,
+        borrowed=borrowed,
+        lane=lane_of(device),
+        mp=unit_precision(plan),
+        prefetch=plan.options.prefetch,
+        switches=Switches(
+            keep_after_forward=plan.options.placement.keep_after_forward,
+            keep_over_microbatches=plan.options.placement.keep_over_microbatches,
+        ),
+        slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
+        options=replace(plan.options, param_init_fn=None),  # which may refer to the model
+        groupless=plan.options.mesh is None and not dist.is_initialized(),
+        left_alone=plan.left_alone(),
+    )
+    for module in plan.modules:
+        module.__dict__[STATE_KEY] = _FSDPState(unit, {})
+        hooks.attach(module)
+        attach_methods(module, plan.options.methods)
+    remember(unit)
+    meta.values.update((value.key, (unit, value)) for value in made_here)
+    cast_buffers(plan, unit.mp)
+
+
+def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
+    """Cut this rank's shard from whole parameters, which become views of the shard."""
+    mesh = bucket_plan.mesh
+    if plan.options.placement.fused:
+        mesh = fuse(mesh, plan.options.mesh)
+    shard, entries = _cut_shard(plan, bucket_plan, mesh)
+    params = [entry.param for entry in entries]
+    leaf_hooks = [take_leaf_hooks(param) for param in params]
+    grads = [param.grad for param in params]
+    for param in params:  # free the whole before the bucket's buffers are made
+        param.grad = None
+        if isinstance(param, DTensor):
+            open_dtensor(param)
+        else:
+            param.data = shard.new_empty(0)
+    spread = plan.options.placement.spread
+    bucket = make_bucket(
+        entries,
+        bucket_plan.layout,
+        mesh,
+        shard,
+        bucket_plan.mp,
+        plan.options.offload,
+        None if spread is None else subgroup_of(mesh.shard, spread),
+    )
+    for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
+        param.grad = grad  # takes this rank's slice
+        take_over_hooks(param, find_entry(param).spec, *taken)
+    return bucket
+
+
+def _cut_shard(
+    plan: UnitPlan, bucket_plan: BucketPlan, mesh: Mesh
+) -> tuple[torch.Tensor, list[Entry]]:
+    """This rank's shard of a bucket, and what each parameter is in it."""
+    layout, offload = bucket_plan.layout, plan.options.offload
+    parts = [item.part for item in bucket_plan.found]
+    shard = torch.zeros(
+        layout.shard_numel,
+        dtype=parts[0].dtype,
+        device="cpu" if offload.shards else parts[0].device,
+        pin_memory=offload.shards and offload.pin_memory and mesh.device.type != "cpu",
+    )
+    residence = Residence()
+    entries: list[Entry] = []
+    for index, (item, part) in enumerate(zip(bucket_plan.found, parts, strict=True)):
+        own, stride = layout.slice_of(index, mesh.shard.rank), storage_order(part)
+        flat = flatten(part.detach(), stride)
+        shard[own.shard_offset : own.shard_offset + own.numel].copy_(flat[own.start : own.stop])
+        spec = ShardSpec(
+            fqn=plan.full_name(item.names[0]),
+            unit=plan.name,
+            shape=part.shape,
+            stride=stride,
+            offset=layout.offsets[index],
+            shard_numel=layout.shard_numel,
+            group=mesh.shard,
+            residence=residence,
+            parallel=item.parallel,
+        )
+        kind = nn.Parameter if spec.is_dtensor else type(item.param)
+        entries.append(Entry(item.param, spec, tuple(item.names), item.slots, kind=kind))
+    return shard, entries
+
+
+def _device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -> torch.device:
+    for bucket in buckets:
+        return bucket.mesh.device
+    for entry in borrowed:
+        return entry.param.device
+    for module in plan.modules:
+        for buffer in module.buffers():
+            return buffer.device
+    return plan.options.device
+
+
+def cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
+    """Cast the unit's floating-point buffers; one under two names stays one."""
+    cast: dict[int, torch.Tensor] = {}
+    for module in plan.modules:
+        state = module.__dict__[STATE_KEY]
+        for name, submodule in plan.managed(module):
+            for key, buffer in buffer_slots(submodule).items():
+                if buffer is None or id(buffer) in plan.ignored.buffers:
+                    continue
+                if mp.buffer_dtype is not None and buffer.is_floating_point():
+                    state.buffer_dtypes[f"{name}.{key}" if name else key] = buffer.dtype
+                    if id(buffer) not in cast:
+                        cast[id(buffer)] = buffer.to(mp.buffer_dtype)
+                    buffer_slots(submodule)[key] = cast[id(buffer)]
+
+
+def leave_for_loading(meta: MetaValues, mesh: MeshLike | None, modules: Sequence[object]) -> None:
+    """Agree on what was meta, and have what no initialisation wrote wait for loading."""
+    for key in sorted(compare_values(mesh, meta.sums, meta.unwritten, meta.problem, modules)):
+        unit, value = meta.values[key]
+        if isinstance(value.tensor, nn.Parameter):
+            entry = find_entry(value.tensor)
+            owner_of(entry).unready.append(entry)
+        else:
+            unit.unready_buffers.append((value.name, value.slot))
+
+
+def rename_nested_units(outer: nn.Module) -> None:
+    """Name the units inside ``outer``, and their parameters, as ``outer`` names them."""
+    renamed: set[int] = set()
+    clean = name_cleaner(outer)
+    for path, submodule in outer.named_modules():
+        state = find_state(submodule)
+        if state is None or submodule is outer or id(state.unit) in renamed:
+            continue
+        unit, path = state.unit, clean(f"{path}.")[:-1]
+        renamed.add(id(unit))
+        unit.name = path
+        for bucket in unit.buckets:
+            for entry in bucket.entries:
+                name = entry.names[0]
+                if len(unit.modules) > 1:
+                    position, name = name.split(".", 1)
+                    member = unit.modules[int(position)]()
+                    path_of = {id(m): clean(f"{p}.")[:-1] for p, m in outer.named_modules()}
+                    fqn = f"{path_of.get(id(member), path)}.{name}"
+                else:
+                    fqn = f"{path}.{name}"
+                entry.spec = replace(entry.spec, fqn=fqn, unit=path)
+                tag(entry.param, entry.spec)

@@ -1,0 +1,178 @@
+"""Decide which parameters of a unit share a bucket, and plan each bucket with integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.mesh import (
+    Group,
+    check_fusable,
+    check_subgroup,
+    compute_device,
+    resolve_mesh,
+)
+from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
+from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
+from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
+from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
+from fsdp_compose.core.bucket import find_entry
+from fsdp_compose.core.state import lane_of, owner_of
+from fsdp_compose.layout.plan import Extent, Granularity, plan_layout, spread_work
+from fsdp_compose.sharded import is_sharded
+
+
+def plan_buckets(
+    plan: UnitPlan,
+    promised: set[int],
+    work: dict[tuple[int, ...], list[int]],
+    beside: Sequence[Group],
+) -> None:
+    """Sort the unit's own parameters into buckets and plan each with integers.
+
+    ``work``, on whole tensors by ranks of the shard group, is levelled over the units. ``beside``
+    are the groups over which tensor parallelism split other parameters of the model.
+    """
+    groups: dict[tuple[Any, ...], list[Found]] = {}
+    devices: dict[torch.device, str] = {}
+    options = plan.options
+    for item in plan.found:
+        param = item.param
+        if is_sharded(param):
+            _check_nesting(plan, item)
+            continue
+        if id(param) in promised:
+            continue
+        promised.add(id(param))
+        name = plan.full_name(item.names[0])
+        _check_parameter(plan, name, param)
+        item.parallel = find_parallel(param, name, plan.name)
+        devices.setdefault(options.device if param.is_meta else param.device, name)
+        if len(devices) > 1:
+            (device, first), (other, second) = devices.items()
+            raise ValueError(
+                f"fully_shard: parameter {second!r} of unit {plan.name!r} is on {other}, but "
+                f"{first!r} is on {device}; move the module to one device first: module.to(device)."
+            )
+        mp = precision_for(options.mp, name, param)
+        chosen = MixedPrecision(
+            mp.param_dtype,
+            mp.reduce_dtype,
+            keep_low_precision_grads=mp.keep_low_precision_grads,
+        )
+        groups.setdefault((param.dtype, param.requires_grad, chosen), []).append(item)
+    if not groups:
+        return
+    device = next(iter(devices))
+    if options.offload.shards:
+        device = compute_device(options.mesh, device)
+    mesh = resolve_mesh(options.mesh, device, options.placement)
+    if options.placement.spread is not None:
+        check_subgroup(mesh.shard, options.placement.spread)
+    if options.placement.fused:
+        check_fusable(mesh, options.mesh)
+    own = [item for items in groups.values() for item in items]
+    for item in own:
+        if item.parallel is not None:
+            check_meshes(item.parallel, item.names[0], plan.name, mesh, options.mesh)
+    note_repeated(own, mesh, beside)
+    for (storage, _, chosen), items in groups.items():
+        compute, reduce, _ = chosen.dtypes_for(storage)
+        itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
+        extents = [
+            Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity(plan, i))
+            for i in items
+        ]
+        parts = mesh.size if options.placement.fused else mesh.shard.size
+        layout = plan_layout(extents, itemsize, parts)
+        before = work.setdefault((parts, *mesh.shard.ranks), [0] * parts)
+        layout = spread_work(layout, before)
+        plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
+
+
+def _check_nesting(plan: UnitPlan, item: Found) -> None:
+    """A parameter that a unit has already may be tied, but not belong to a module around (D9)."""
+    entry = find_entry(item.param)
+    bucket = owner_of(entry)
+    for unit in lane_of(bucket.mesh.device).units:
+        if bucket not in unit.buckets:
+            continue
+        outer = {id(m) for ref in unit.modules if (top := ref()) is not None for m in top.modules()}
+        if any(id(module) in outer for module in plan.modules):
+            raise ValueError(
+                f"fully_shard: unit {plan.name!r} is inside unit {unit.name!r}, which was sharded "
+                f"before it and has its parameter {entry.spec.fqn!r}; shard from the inside out. "
+                "Call fsdp_compose.undo on the outer module, then fully_shard on the inner modules "
+                "first and on the outer one last, or once on the outer one with units=."
+            )
+
+
+def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
+    """Raise for what is no dense tensor in memory of its own; no attribute of it is read before."""
+    kind, where = type(param), f"fully_shard: parameter {name!r} of unit {plan.name!r}"
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"{where} is an {kind.__name__}, which has no shape yet; run one forward of the model "
+            "before fully_shard, so that its lazy modules are initialised."
+        )
+    if steps_in_backward(param):
+        raise ValueError(
+            f"{where} was given to torch's _apply_optimizer_in_backward, whose optimizer would "
+            "step before gradients are reduced. Build the model again, and after fully_shard let "
+            "param.register_post_accumulate_grad_hook(fn) step an optimizer of each parameter."
+        )
+    if is_opaque(param):
+        raise ValueError(
+            f"{where} is an instance of {kind.__name__}, whose class computes in "
+            "__torch_dispatch__ and keeps its data elsewhere, so it has no memory that could be "
+            "cut into slices. Keep that data in parameters of the module (nn.Parameter(packed, "
+            "requires_grad=False), whose bytes are sharded as they are) and build the tensor in "
+            "forward, or leave it whole on every rank: fully_shard(..., ignored=[parameter])."
+        )
+    if not issubclass(kind, DTensor) and kind.__basicsize__ != nn.Parameter.__basicsize__:
+        raise ValueError(
+            f"{where} is an instance of {kind.__name__}, a class with __slots__; sharding keeps "
+            "the object and changes its class for a while, which needs one without them. Remove "
+            "__slots__, or pass it in ignored=."
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"{where} has layout {param.layout}; wanted a dense parameter. Pass it in ignored=."
+        )
+
+
+def unit_precision(plan: UnitPlan) -> MixedPrecision:
+    """What decides the casts of a unit's inputs, outputs and buffers.
+
+    Where the policy is a function, its answer for the unit's largest parameter.
+    """
+    mp = plan.options.mp
+    if isinstance(mp, MixedPrecision):
+        return mp
+    if not plan.found:
+        return MixedPrecision()
+    largest = max(plan.found, key=lambda item: item.param.numel())
+    return precision_for(mp, plan.full_name(largest.names[0]), largest.param)
+
+
+def precision_for(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedPrecision:
+    if isinstance(mp, MixedPrecision):
+        return mp
+    assert not isinstance(mp, Mapping), "Options made a function of it"
+    found: Any = mp(name, param)
+    if found is not None and not isinstance(found, MixedPrecision):
+        raise TypeError(
+            f"fully_shard: mp_policy returned {found!r} for parameter {name!r}; wanted "
+            "MixedPrecision(...) or None."
+        )
+    return found or MixedPrecision()
+
+
+def _granularity(plan: UnitPlan, item: Found) -> Granularity:
+    chosen: Any = plan.options.granularity
+    found = chosen(plan.full_name(item.names[0]), item.param) if callable(chosen) else chosen
+    return 1 if found is None else cast(Granularity, found)

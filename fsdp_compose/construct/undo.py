@@ -1,0 +1,111 @@
+"""``undo``: sharded modules become plain modules with full parameters again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.policy import MixedPrecision
+from fsdp_compose.base.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
+from fsdp_compose.core import hooks
+from fsdp_compose.core.bucket import Bucket, Entry, forget_entry
+from fsdp_compose.core.gathering import check_slots, drop, install_leaves
+from fsdp_compose.core.guards.whole import hide_all
+from fsdp_compose.core.passes import begin_forward_pass
+from fsdp_compose.core.receiving import gather_flat
+from fsdp_compose.core.reducing import drain
+from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState, iter_units
+from fsdp_compose.sharded import close_dtensor, gather_part, give_back_hooks, untag
+
+
+def undo(module: nn.Module) -> nn.Module:
+    """Give back plain, full parameters, bit-identical, with every hook gone.
+
+    Every unit in ``module`` is undone; all ranks must call it. Gradients are gathered too.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded, or a tied parameter of it belongs to a unit
+            outside ``module``, or is used by one.
+    """
+    units = list(iter_units(module))
+    if not units:
+        raise ValueError(
+            f"undo: {type(module).__name__} is not sharded, and neither is a module in it."
+        )
+    _check_ties(units, module)
+    for lane in {id(unit.lane): unit.lane for unit in units}.values():
+        begin_forward_pass(lane)  # clears what a failed step left
+        drain(lane)
+    for unit in units:
+        check_slots(unit)
+    for unit in units:
+        for reason in tuple(unit.holds):
+            drop(unit, reason)
+        unit.opened = None
+        for entry in unit.entries:
+            hide_all(entry)
+        install_leaves(unit)
+    for unit in units:
+        for bucket in unit.buckets:
+            restore_parameters(bucket)
+        for ref in unit.modules:
+            member = ref()
+            if member is not None:
+                state = member.__dict__.pop(STATE_KEY)
+                hooks.detach(member)
+                _restore_buffers(member, state, unit.mp)
+        unit.lane.units.discard(unit)
+        for other in unit.lane.units:
+            other.watch = None  # what contains this module has its parameters to look at
+    return module
+
+
+def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:
+    """Raise where a parameter is tied between one of ``units`` and a unit outside ``module``."""
+    inside = {id(bucket) for unit in units for bucket in unit.buckets}
+    for unit in {other for one in units for other in one.lane.units}:
+        is_outside = unit not in units
+        for entry in unit.borrowed:
+            is_owned = entry.owner is not None and id(entry.owner()) in inside
+            if is_outside == is_owned:
+                raise ValueError(
+                    f"undo: parameter {entry.spec.fqn!r} is tied between units inside and outside "
+                    f"{type(module).__name__}; undo a module that contains both."
+                )
+
+
+def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
+    """Gather the parameters of a bucket, or those of ``only``, and make them plain again."""
+    full = gather_flat(bucket, bucket.shard, bucket.shard.dtype)
+    for entry in bucket.entries if only is None else only:
+        param, spec = entry.param, entry.spec
+        grad = None if param.grad is None else gather_part(param.grad)
+        part = torch.empty_strided(spec.shape, spec.stride, dtype=full.dtype, device=full.device)
+        part.as_strided((spec.numel,), (1,)).copy_(full[spec.offset : spec.offset + spec.numel])
+        with raw():
+            param.grad = None
+            untag(param)
+            if spec.parallel is not None and spec.is_dtensor:
+                close_dtensor(param, part, spec)
+                grad = None if grad is None else spec.parallel.wrap(grad)
+            else:
+                param.__class__ = entry.kind  # type: ignore[assignment]
+                param.data = part
+        param.grad = grad
+        forget_entry(param)
+        take_leaf_hooks(param)
+        tables = give_back_hooks(spec)
+        give_leaf_hooks(param, tables.gradient, tables.accumulated)
+
+
+def _restore_buffers(module: nn.Module, state: _FSDPState, mp: MixedPrecision) -> None:
+    """Cast back what was cast; a buffer that was converted since stays what it was meta."""
+    restored: dict[int, torch.Tensor] = {}
+    for name, dtype in state.buffer_dtypes.items():
+        path, _, key = name.rpartition(".")
+        buffers = buffer_slots(module.get_submodule(path))
+        buffer = buffers.get(key)
+        if buffer is not None and buffer.dtype == mp.buffer_dtype:
+            buffers[key] = restored.setdefault(id(buffer), buffer.to(dtype))
