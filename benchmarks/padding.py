@@ -16,7 +16,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from fsdp_compose.layout.plan import Extent, Granularity, plan_layout
+from fsdp_compose.layout.planner import plan_layout
+from fsdp_compose.layout.shards import Extent, Granularity
 
 Shape = tuple[int, ...]
 

@@ -39,10 +39,10 @@ if _is_used:
     from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
     from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
     from fsdp_compose.construct.undo import undo
+    from fsdp_compose.core.guards.collective_log import set_debug
     from fsdp_compose.core.guards.methods import detach_methods as _detach_methods
     from fsdp_compose.core.guards.methods import register_forward_method
     from fsdp_compose.core.guards.replicas import verify_replicas
-    from fsdp_compose.core.guards.verify import set_debug
     from fsdp_compose.core.hooks import attachments as _attachments
     from fsdp_compose.core.records import GradBucket
     from fsdp_compose.core.state import get_state, is_fully_sharded

@@ -45,7 +45,7 @@ PUBLIC_IN_PRACTICE = ("_foreach_", "_fused_")
 
 
 def name_of(path: Path, package: Path) -> str:
-    """`core/guards/used` for the file fsdp_compose/core/guards/used.py."""
+    """`core/guards/used_parameters` for the file fsdp_compose/core/guards/used_parameters.py."""
     return path.relative_to(package).with_suffix("").as_posix()
 
 
@@ -284,17 +284,17 @@ def test_house(check: Callable[[Path], list[str]]) -> None:
 
 CLEAN = {
     "layout/__init__.py": "",
-    "layout/plan.py": "import torch\ntorch._foreach_add_([], 1)\nx = torch.__version__",
+    "layout/shards.py": "import torch\ntorch._foreach_add_([], 1)\nx = torch.__version__",
     "base/__init__.py": "",
     "base/torch_private.py": "import torch\nfrom torch._utils import f\ntorch._C.g()",
     "comm/__init__.py": "",
-    "comm/collectives.py": "import torch.distributed as dist\nfrom ..layout import plan\n"
-    "dist.all_reduce(plan.x)",
+    "comm/collectives.py": "import torch.distributed as dist\nfrom ..layout import shards\n"
+    "dist.all_reduce(shards.x)",
     "core/__init__.py": "",
     "core/guards/__init__.py": "",
-    "core/guards/used.py": "from fsdp_compose.comm import collectives",
+    "core/guards/used_parameters.py": "from fsdp_compose.comm import collectives",
     "core/passes.py": "from fsdp_compose.comm.collectives import f\n"
-    "from fsdp_compose.core.guards import used\n"
+    "from fsdp_compose.core.guards import used_parameters\n"
     "def g(p, q):\n    comm.all_gather(p); comm.reduce_scatter(q); return p._parameters",
     "checkpoint/__init__.py": "from .model import f",
     "checkpoint/dcp.py": "from torch import distributed\ndistributed.all_gather_object([], 1)",
@@ -302,7 +302,7 @@ CLEAN = {
     "__init__.py": "from __future__ import annotations\nfrom .core.passes import g as gather\n"
     "__all__ = ['gather']\n_x = 1",
 }
-LISTS = {"core": ["guards/used", "passes"], "checkpoint": ["dcp", "model"]}
+LISTS = {"core": ["guards/used_parameters", "passes"], "checkpoint": ["dcp", "model"]}
 
 
 def build(tmp_path: Path, files: dict[str, str], docstring: bool = True) -> Path:
@@ -330,25 +330,25 @@ def test_checkers_accept_a_clean_package(
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("layout/plan.py", "from ..core.passes import unshard"),
-        ("layout/plan.py", "from ..core import passes"),
-        ("layout/plan.py", "import fsdp_compose.core.passes"),
-        ("layout/plan.py", "from fsdp_compose.core import passes as e"),
-        ("layout/plan.py", "def f():\n    from fsdp_compose.core.passes import unshard"),
+        ("layout/shards.py", "from ..core.passes import unshard"),
+        ("layout/shards.py", "from ..core import passes"),
+        ("layout/shards.py", "import fsdp_compose.core.passes"),
+        ("layout/shards.py", "from fsdp_compose.core import passes as e"),
+        ("layout/shards.py", "def f():\n    from fsdp_compose.core.passes import unshard"),
         (
-            "layout/plan.py",
+            "layout/shards.py",
             "from typing import TYPE_CHECKING as T\nif T:\n    from ..comm import collectives",
         ),
         (
-            "layout/plan.py",
+            "layout/shards.py",
             "from importlib import import_module\nimport_module('fsdp_compose.comm.collectives')",
         ),
-        ("layout/plan.py", "import importlib\nimportlib.import_module('..comm', __package__)"),
+        ("layout/shards.py", "import importlib\nimportlib.import_module('..comm', __package__)"),
         ("core/passes.py", "from fsdp_compose import gather"),
         ("core/passes.py", "from ..checkpoint.dcp import h"),
         ("core/passes.py", "from . import passes"),
         ("core/passes.py", "from ..core import unshard"),
-        ("core/guards/used.py", "from ..passes import g"),
+        ("core/guards/used_parameters.py", "from ..passes import g"),
         ("checkpoint/dcp.py", "from .model import f"),
         ("core/passes.py", "from .unheard_of import f"),
         ("core/unheard_of.py", "x = 1"),
@@ -407,9 +407,9 @@ def test_a_collective_elsewhere_is_found(body: str, tmp_path: Path) -> None:
 
 
 def test_form_is_checked(tmp_path: Path) -> None:
-    (wrong,) = check_form(build(tmp_path / "a", {"layout/plan.py": "x = 1"}, docstring=False))
+    (wrong,) = check_form(build(tmp_path / "a", {"layout/shards.py": "x = 1"}, docstring=False))
     assert "docstring" in wrong
-    (wrong,) = check_form(build(tmp_path / "b", {"layout/plan.py": "hasattr(1, 'x')"}))
+    (wrong,) = check_form(build(tmp_path / "b", {"layout/shards.py": "hasattr(1, 'x')"}))
     assert "hasattr" in wrong
     (wrong,) = check_form(build(tmp_path / "c", {"report/plan.py": "x = 1\n" * 599}))
     assert "601 lines" in wrong

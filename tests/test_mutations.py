@@ -30,7 +30,7 @@ from fsdp_compose.checkpoint import metadata, optim_agree
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.construct.plans import UnitPlan
-from fsdp_compose.core.guards import whole
+from fsdp_compose.core.guards import scope_parameters
 from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
@@ -336,7 +336,7 @@ def adopt_in_place() -> None:
 
         return mutant
 
-    replace("_make_shard", make, "core.guards.adopt")
+    replace("_make_shard", make, "core.guards.moved_parameters")
 
 
 def forget_the_unit() -> None:
@@ -406,7 +406,7 @@ def check_copies(rank: int) -> None:
 
 def hide_gradients() -> None:
     """In a scope parameters have no gradient, as the tensors that they show."""
-    whole.WholeParameter.grad = property(lambda self: None)
+    scope_parameters.WholeParameter.grad = property(lambda self: None)
 
 
 def check_scope(rank: int) -> None:
@@ -501,7 +501,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         check_replicas_verified, 2,
     ),
     "writes in forward lost": (
-        lambda: replace("find_writes", lambda original: lambda *_: None, "core.guards.writes"),
+        lambda: replace("find_writes", lambda _: lambda *_: None, "core.guards.forward_writes"),
         check_forward_writes, 2,
     ),
     "old weights in backward": (

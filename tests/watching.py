@@ -17,7 +17,7 @@ from fsdp_compose.core import autograd as gather_file
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core import passes as engine
 from fsdp_compose.core import receiving as receive
-from fsdp_compose.core.guards import inner
+from fsdp_compose.core.guards import inner_backward
 from fsdp_compose.core.state import Lane
 
 from harness import run_ranks
@@ -34,7 +34,11 @@ from models import (
 def events() -> Iterator[list[str]]:
     """Names of units as their gathers are issued, and of forwards (+) and backwards (-) begun."""
     log: list[str] = []
-    start, opened, closed = residency._start_gather, inner.open_backward, engine.close_backward
+    start, opened, closed = (
+        residency._start_gather,
+        inner_backward.open_backward,
+        engine.close_backward,
+    )
 
     def gather(lane: Lane, bucket: Any) -> None:
         log.append(bucket.entries[0].spec.unit)
@@ -52,7 +56,7 @@ def events() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(residency, "_start_gather", gather)
-        patch.setattr(inner, "open_backward", open_backward)
+        patch.setattr(inner_backward, "open_backward", open_backward)
         for home in (engine, gather_file, receive):
             patch.setattr(home, "close_backward", close_backward)
         yield log

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from fsdp_compose.layout.plan import Granularity
+from fsdp_compose.layout.shards import Granularity
 
 
 class ShardingStrategy(Enum):

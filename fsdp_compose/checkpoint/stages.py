@@ -24,8 +24,8 @@ from fsdp_compose.checkpoint.structure import Owned
 from fsdp_compose.checkpoint.values import whole, whole_shape
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import clean_name
+from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.replicas import checksum
-from fsdp_compose.core.guards.verify import code_of
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import is_sharded, to_local
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.layout.plan import Box, boxes
+from fsdp_compose.layout.boxes import Box, boxes
 from fsdp_compose.sharded import (
     ShardedDTensor,
     ShardedParameter,

@@ -22,7 +22,7 @@ from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core import hooks
 from fsdp_compose.core.bucket import Bucket, Entry, find_entry, flatten, make_bucket, storage_order
-from fsdp_compose.core.guards.audit import remember
+from fsdp_compose.core.guards.added_parameters import remember
 from fsdp_compose.core.guards.methods import attach_methods
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.records import Switches

@@ -22,7 +22,9 @@ from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
 from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.state import lane_of, owner_of
-from fsdp_compose.layout.plan import Extent, Granularity, plan_layout, spread_work
+from fsdp_compose.layout.matrix_work import spread_work
+from fsdp_compose.layout.planner import plan_layout
+from fsdp_compose.layout.shards import Extent, Granularity
 from fsdp_compose.sharded import is_sharded
 
 

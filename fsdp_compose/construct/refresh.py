@@ -32,7 +32,7 @@ from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.construct.undo import restore_parameters
 from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
 from fsdp_compose.core.gathering import drop
-from fsdp_compose.core.guards.audit import is_ignored, managed, remember
+from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain

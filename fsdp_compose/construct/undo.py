@@ -12,7 +12,7 @@ from fsdp_compose.base.torch_private import buffer_slots, give_leaf_hooks, raw, 
 from fsdp_compose.core import hooks
 from fsdp_compose.core.bucket import Bucket, Entry, forget_entry
 from fsdp_compose.core.gathering import check_slots, drop, install_leaves
-from fsdp_compose.core.guards.whole import hide_all
+from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.receiving import gather_flat
 from fsdp_compose.core.reducing import drain

@@ -24,7 +24,7 @@ from fsdp_compose.base.mesh import Group, Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import parameter_slots, raw, read_version
 from fsdp_compose.comm.collectives import Caller, Exchange
-from fsdp_compose.layout.plan import Layout
+from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Residence, ShardSpec, set_local, spec_of, tag
 
 
@@ -65,7 +65,7 @@ class Entry:
 
     ``held`` is the caller's object, which modules hold between passes and optimizers were given;
     ``param`` holds the slice. They are two only while a scope shows the parameter in full, see
-    whole.py.
+    scope_parameters.py.
     """
 
     param: nn.Parameter
@@ -156,10 +156,10 @@ class Bucket:
     stamp: object = None  # of the shard when it was gathered
     outrun: bool = False  # it is gathered, and parameters were given other memory since
     earlier: int = 0  # versions of the shards that it had before this one
-    counts: list[int] = field(default_factory=list)  # versions of ``aliases``, see writes.py
+    counts: list[int] = field(default_factory=list)  # versions of ``aliases``
     filled: tuple[int, ...] = ()  # versions of what ``full`` was gathered from ...
     handed_out: int = 0  # ... and ``residence.written`` then
-    unready: list[Entry] = field(default_factory=list)  # left for loading, see adopt.py
+    unready: list[Entry] = field(default_factory=list)  # left for loading, see moved_parameters.py
     packed: bool = False  # ``grads`` holds gradients that were not reduced
     partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
     mirror: Mirror | None = None
@@ -206,7 +206,7 @@ class Bucket:
 
 
 take_over: list[Callable[[Bucket], None]] = []
-"""What makes the memory that parameters were given the bucket's; adopt.py adds it."""
+"""What makes the memory that parameters were given the bucket's; moved_parameters.py adds it."""
 
 
 def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -25,8 +25,8 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.messages import is_point_to_point
 from fsdp_compose.core.bucket import Bucket, Entry, Inner, Phase
-from fsdp_compose.core.guards.adopt import adopt, moved_before_backward, require_written
-from fsdp_compose.core.guards.verify import Log, is_debugging
+from fsdp_compose.core.guards.collective_log import Log, is_debugging
+from fsdp_compose.core.guards.moved_parameters import adopt, moved_before_backward, require_written
 from fsdp_compose.core.records import Hold
 from fsdp_compose.core.state import Lane, Unit, lane_of
 from fsdp_compose.sharded import ShardSpec, part_of

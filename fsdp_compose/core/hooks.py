@@ -47,18 +47,9 @@ from fsdp_compose.core.gathering import (
     spread_inner,
     wait_gathered,
 )
-from fsdp_compose.core.guards.audit import check_additions, check_copy
+from fsdp_compose.core.guards.added_parameters import check_additions, check_copy
 from fsdp_compose.core.guards.callers import allow_script, check_caller, is_foreign, refuse_script
-from fsdp_compose.core.guards.inner import opened_at, trigger_of, unwatch, watch_hooked, watch_kept
-from fsdp_compose.core.guards.saved import shield_weights, unshield
-from fsdp_compose.core.guards.standin import (
-    StandIns,
-    close_stand_ins,
-    find_stand_ins,
-    open_stand_ins,
-)
-from fsdp_compose.core.guards.surroundings import find_surroundings
-from fsdp_compose.core.guards.writes import (
+from fsdp_compose.core.guards.forward_writes import (
     check_scope_is_current,
     find_lost_copies,
     find_writes,
@@ -66,6 +57,21 @@ from fsdp_compose.core.guards.writes import (
     note_copies,
     raise_lost,
 )
+from fsdp_compose.core.guards.functional_calls import (
+    StandIns,
+    close_stand_ins,
+    find_stand_ins,
+    open_stand_ins,
+)
+from fsdp_compose.core.guards.inner_backward import (
+    opened_at,
+    trigger_of,
+    unwatch,
+    watch_hooked,
+    watch_kept,
+)
+from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
+from fsdp_compose.core.guards.surroundings import find_surroundings
 from fsdp_compose.core.order import Change, Order
 from fsdp_compose.core.passes import (
     begin_forward_pass,

@@ -33,9 +33,9 @@ from fsdp_compose.core.gathering import (
     stamp_of,
     wait_gathered,
 )
-from fsdp_compose.core.guards.leftovers import guard_everywhere
+from fsdp_compose.core.guards.kept_views import guard_everywhere
 from fsdp_compose.core.guards.replicas import verify_units
-from fsdp_compose.core.guards.saved import recover_shields
+from fsdp_compose.core.guards.saved_tensors import recover_shields
 from fsdp_compose.core.order import Order
 from fsdp_compose.core.records import Hold
 from fsdp_compose.core.reducing import (

@@ -21,7 +21,7 @@ import torch
 from fsdp_compose.base.torch_private import graph_task_id, node_will_run, untraced, wanted_leaves
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.bucket import Bucket, Entry
-from fsdp_compose.core.guards.used import unite
+from fsdp_compose.core.guards.used_parameters import unite
 from fsdp_compose.core.passes import close_backward, consume, retain, running_task
 from fsdp_compose.core.records import Route
 from fsdp_compose.core.reducing import drain, pack, reduce_apart, start_reduce

@@ -103,16 +103,16 @@ class Opened:
     in_forward: bool  # forward reads these too, and nothing is gathered for it
     calls: int = 0  # such forwards that are running
     outer: Opened | None = None  # what was open before
-    for_call: bool = False  # ends with the forward it was made for; see standin.py
+    for_call: bool = False  # ends with the forward it was made for; see functional_calls.py
     stored: bool = False  # that forward computes in the shards' own dtype
     given: dict[int, torch.Tensor] = field(default_factory=dict)  # read in place of the gathered
-    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)  # see writes.py
+    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)  # of forwards
     leaf_versions: list[int] = field(default_factory=list)  # when ``tensors`` were gathered
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Watch:
-    """What a unit's modules held when they were last looked through; see audit.py."""
+    """What a unit's modules held when they were last looked through; see added_parameters.py."""
 
     tables: list[dict[str, Any]]  # their dictionaries of parameters and of children ...
     lengths: list[int]

@@ -18,9 +18,9 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.core.bucket import Bucket, Entry, make_grad_buffer
 from fsdp_compose.core.gathering import noted
-from fsdp_compose.core.guards.used import unite_early
-from fsdp_compose.core.guards.verify import code_of
-from fsdp_compose.core.guards.whole import at_rest
+from fsdp_compose.core.guards.collective_log import code_of
+from fsdp_compose.core.guards.scope_parameters import at_rest
+from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.records import GradBucket
 from fsdp_compose.core.state import Lane, Reduction, unit_of
 from fsdp_compose.sharded import run_gradient_hooks, tag_all

@@ -32,7 +32,7 @@ from fsdp_compose.core.bucket import (
     is_dressed,
     make_bucket,
 )
-from fsdp_compose.core.guards.verify import Log, code_of, is_alive, log_key
+from fsdp_compose.core.guards.collective_log import Log, code_of, is_alive, log_key
 from fsdp_compose.core.order import Order
 from fsdp_compose.core.records import (
     Hold,
@@ -109,12 +109,12 @@ class Unit:
     is_forked: bool = False  # this process is a child of the one that sharded it
     looked_around: bool = False  # for the module that its forward was called in
     surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
-    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # of backwards, see inner.py
+    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # of backwards
     keepers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """Attributes of its modules in which a forward left tensors of its graph."""
     bound_at: int = -1  # when the last node before a unit that trains nothing was made
-    keeps_views: bool = False  # its modules hold views of gathered weights, see leftovers.py
-    inspected: set[tuple[bool, bool]] = field(default_factory=set)  # forwards, see writes.py
+    keeps_views: bool = False  # its modules hold views of gathered weights, see kept_views.py
+    inspected: set[tuple[bool, bool]] = field(default_factory=set)  # forwards: forward_writes.py
 
     def __post_init__(self) -> None:
         self.link()
@@ -141,7 +141,7 @@ class Unit:
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
         self.__dict__.pop("recurrent", None)
-        self.pointers: list[int] | None = None  # of the aliases if they never move; see writes.py
+        self.pointers: list[int] | None = None  # of the aliases, if they never move
         self.routes: dict[tuple[int, ...], list[Route]] = {}
         self._watch()
         self._meet_sharers()
@@ -380,7 +380,7 @@ class Lane:
     retained: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for their readers
     prefetched: list[Unit] = field(default_factory=list)
     carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
-    inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for leftovers.py
+    inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for kept_views.py
     forward_order: Order = field(default_factory=Order)
     backward_order: Order = field(default_factory=Order)
     eval_order: Order | None = None  # of the outermost unit, while an inference forward runs

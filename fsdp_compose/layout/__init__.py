@@ -2,5 +2,8 @@
 
 Files, each importing only from those above it:
 
-    plan  cuts a bucket into equal rank shards and proves the cut
+    shards       a bucket cut into equal rank shards, proved where it is built
+    planner      plans a layout: the default of ``fully_shard(..., layout=)``
+    matrix_work  balances the work on whole matrices over the ranks
+    boxes        a flat range as rectangular boxes
 """

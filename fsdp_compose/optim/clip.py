@@ -26,8 +26,8 @@ from fsdp_compose.base.mesh import Group, group_of
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.bucket import Entry, find_entry
+from fsdp_compose.core.guards.scope_parameters import end_rests, leaf_of, rest
 from fsdp_compose.core.guards.surroundings import check_once
-from fsdp_compose.core.guards.whole import end_rests, leaf_of, rest
 from fsdp_compose.core.passes import drop_prefetched
 from fsdp_compose.core.reducing import get_grad, requires_grad
 from fsdp_compose.core.state import _lanes, held_by_fewer, owner_of

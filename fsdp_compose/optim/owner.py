@@ -35,7 +35,7 @@ from fsdp_compose.comm.collectives import move_pieces
 from fsdp_compose.core.bucket import Entry, find_entry, flatten
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.layout.plan import balance, matrix_work
+from fsdp_compose.layout.matrix_work import balance, matrix_work
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, to_local
 
 Params: TypeAlias = "Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]"

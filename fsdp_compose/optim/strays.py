@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.torch_private import clipped_parameters, parameter_slots
 from fsdp_compose.core.bucket import entry_of
-from fsdp_compose.core.guards.audit import listed
+from fsdp_compose.core.guards.added_parameters import listed
 from fsdp_compose.core.state import _lanes, owner_of
 from fsdp_compose.optim.flat import source_of
 from fsdp_compose.sharded import HANDLERS, is_sharded_parameter

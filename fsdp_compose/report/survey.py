@@ -23,7 +23,8 @@ from fsdp_compose.construct.names import clean_name
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.state import Unit, owner_of
-from fsdp_compose.layout.plan import Layout, whole_owners
+from fsdp_compose.layout.matrix_work import whole_owners
+from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Parallel
 
 

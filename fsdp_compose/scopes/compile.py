@@ -39,7 +39,7 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.core.autograd import trained_entries
 from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import admit, check_slots
-from fsdp_compose.core.guards.audit import check_additions
+from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.receiving import Tensors, gather_flat, reduce_at_once, take

@@ -22,8 +22,8 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import connect, is_running
-from fsdp_compose.core.guards.whole import as_parameter, hide, is_whole, new_layer, show
-from fsdp_compose.core.guards.writes import leaf_versions_of
+from fsdp_compose.core.guards.forward_writes import leaf_versions_of
+from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, is_whole, new_layer, show
 from fsdp_compose.core.receiving import gather_flat
 from fsdp_compose.core.records import Hold, Opened
 from fsdp_compose.core.reducing import requires_grad

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import drop, install_leaves, keep, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
-from fsdp_compose.core.guards.whole import as_parameter, hide, new_layer, show
+from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
 from fsdp_compose.core.passes import prefetch
 from fsdp_compose.core.records import Hold, Opened
 from fsdp_compose.core.reducing import drain, land, pack, start_all_reduce, start_reduce

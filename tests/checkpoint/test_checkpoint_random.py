@@ -24,7 +24,8 @@ from fsdp_compose.checkpoint import (
     state_dict,
 )
 from fsdp_compose.checkpoint.values import chunks_of
-from fsdp_compose.layout.plan import Extent, plan_layout
+from fsdp_compose.layout.planner import plan_layout
+from fsdp_compose.layout.shards import Extent
 from fsdp_compose.sharded import Residence, ShardSpec, tag
 
 from harness import run_ranks

@@ -19,8 +19,8 @@ from fsdp_compose import (
     set_debug,
 )
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.guards import verify
-from fsdp_compose.core.guards.verify import TRIAL_PASSES, explain
+from fsdp_compose.core.guards import collective_log
+from fsdp_compose.core.guards.collective_log import TRIAL_PASSES, explain
 
 from harness import fake_world, rank_errors, run_ranks, single_process
 from models import (
@@ -223,14 +223,14 @@ def test_on_an_accelerator_it_is_read_a_step_later(monkeypatch: pytest.MonkeyPat
         def synchronize(self) -> None:
             waits.append(self.name)
 
-    compare = verify.Log._compare
+    compare = collective_log.Log._compare
 
-    def later(log: verify.Log, code: int) -> Any:
+    def later(log: collective_log.Log, code: int) -> Any:
         comparison = compare(log, code)
         comparison.mark = Mark(f"step {comparison.step}")
         return comparison
 
-    monkeypatch.setattr(verify.Log, "_compare", later)
+    monkeypatch.setattr(collective_log.Log, "_compare", later)
     monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
 
     def ranks(rank: int) -> None:
@@ -402,8 +402,8 @@ def test_the_environment_asks_for_debug(
     monkeypatch.setenv("FSDP_COMPOSE_DEBUG", value)
 
     def ranks(rank: int) -> bool:
-        importlib.reload(verify)  # as an import in a process of its own
-        return verify._debug
+        importlib.reload(collective_log)  # as an import in a process of its own
+        return collective_log._debug
 
     assert run_ranks(ranks, 1, init=False) == [wanted]
 

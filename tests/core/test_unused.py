@@ -23,7 +23,7 @@ from fsdp_compose import (
     set_find_unused_parameters,
     unshard,
 )
-from fsdp_compose.core.guards import used as used_module
+from fsdp_compose.core.guards import used_parameters as used_module
 from fsdp_compose.scopes.comm_hooks import default_hook
 
 from harness import rank_errors, run_ranks

@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compose.layout.plan import (
-    ALIGN_BYTES,
-    Box,
-    Extent,
-    Granularity,
-    Layout,
-    Slice,
-    boxes,
-    lcm_layout,
-    plan_layout,
-)
+from fsdp_compose.layout.boxes import Box, boxes
+from fsdp_compose.layout.planner import lcm_layout, plan_layout
+from fsdp_compose.layout.shards import ALIGN_BYTES, Extent, Granularity, Layout, Slice
 
 Shape = tuple[int, ...]
 

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.layout.plan import (
-    matrix_work,
-)
+from fsdp_compose.layout.matrix_work import matrix_work
 
 from harness import rank_errors, run_ranks
 from models import Tolerance, Tower, by_block, compare, data, mesh_of_replicas, seeded, whole

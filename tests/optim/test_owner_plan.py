@@ -17,14 +17,9 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.layout.plan import (
-    Extent,
-    balance,
-    matrix_work,
-    plan_layout,
-    spread_work,
-    whole_work,
-)
+from fsdp_compose.layout.matrix_work import balance, matrix_work, spread_work, whole_work
+from fsdp_compose.layout.planner import plan_layout
+from fsdp_compose.layout.shards import Extent
 
 from harness import run_ranks
 from models import Tower

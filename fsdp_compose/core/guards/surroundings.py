@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.torch_private import calling_modules, child_slots, parameter_slots
-from fsdp_compose.core.guards.audit import is_ignored, listed
-from fsdp_compose.core.guards.whole import is_whole
+from fsdp_compose.core.guards.added_parameters import is_ignored, listed
+from fsdp_compose.core.guards.scope_parameters import is_whole
 from fsdp_compose.core.state import Unit, find_state, iter_units
 from fsdp_compose.sharded import is_sharded
 

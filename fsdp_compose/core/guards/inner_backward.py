@@ -25,8 +25,8 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.autograd import DELETED
-from fsdp_compose.core.guards.adopt import moved_before_backward
-from fsdp_compose.core.guards.audit import managed
+from fsdp_compose.core.guards.added_parameters import managed
+from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.passes import open_backward, running_task
 from fsdp_compose.core.state import Unit, _lanes

@@ -13,7 +13,7 @@ from fsdp_compose.base.mesh import Group
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.collectives import Flags
 from fsdp_compose.core.bucket import Bucket
-from fsdp_compose.core.guards.verify import Log
+from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.state import unit_of
 
 
