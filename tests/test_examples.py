@@ -91,7 +91,8 @@ def test_tensor_parallel_equals_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dpo_learns_preferences_and_reduces_the_policy_once_a_step() -> None:
+def test_dpo_learns_and_reduces_once_a_step() -> None:
+    """DPO learns preferences and reduces the policy once a step."""
     printed = run("dpo", "--base-steps", 40, "--steps", 30)
     loss = numbers(r"loss ([\d.]+)", printed)
     assert loss[0] == 0.6931 and loss[-1] < 0.6  # -log sigmoid(0) while policy is reference
@@ -103,7 +104,8 @@ def test_dpo_learns_preferences_and_reduces_the_policy_once_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_gradient_penalty_equals_one_process_and_learns() -> None:
+def test_gradient_penalty_equals_one_process() -> None:
+    """Gradient penalty equals one process and learns."""
     printed = run("gradient_penalty", "--steps", 21)
     ((loss, plain),) = re.findall(r"loss (\S+), one process: ([\d.]+);", printed)
     assert float(loss) == pytest.approx(float(plain), abs=2e-6)

@@ -46,7 +46,9 @@ def backward() -> float:
     return float(x.grad.norm())
 
 
-def test_results_come_in_rank_order_and_collectives_work() -> None:
+def test_results_come_in_rank_order() -> None:
+    """Results come in rank order and collectives work."""
+
     def fn(rank: int, scale: float, *, shift: float) -> dict[str, Any]:
         x = torch.full((3,), float(rank))
         dist.all_reduce(x)
@@ -117,7 +119,9 @@ def test_every_rank_starts_from_seed_zero() -> None:
     torch.set_rng_state(before)
 
 
-def test_the_first_failure_is_reported_first_and_the_stuck_rank_shows_where() -> None:
+def test_the_first_failure_is_reported_first() -> None:
+    """The first failure is reported first and the stuck rank shows where."""
+
     def stuck_here(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
@@ -304,7 +308,8 @@ def test_an_interrupt_in_the_parent_kills_the_ranks(monkeypatch: pytest.MonkeyPa
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_fake_world_lives_in_this_process_and_goes_away() -> None:
+def test_fake_world_lives_in_this_process() -> None:
+    """``fake_world`` lives in this process and goes away."""
     for rank in (0, 7):
         with fake_world(1024, rank=rank):
             assert (dist.get_world_size(), dist.get_rank()) == (1024, rank)
@@ -326,7 +331,8 @@ def test_subgroups_and_a_device_mesh_work() -> None:
     assert run_ranks(fn, 4) == [1.0, 1.0, 5.0, 5.0]
 
 
-def test_a_test_that_never_ends_is_killed_with_its_stack(tmp_path: Path) -> None:
+def test_a_test_that_never_ends_is_killed(tmp_path: Path) -> None:
+    """A test that never ends is killed with its stack."""
     conftest = Path(__file__).with_name("conftest.py").read_text("utf-8")
     assert "HARD_TIMEOUT = 300.0" in conftest
     conftest = conftest.replace("HARD_TIMEOUT = 300.0", "HARD_TIMEOUT = 0.5")

@@ -87,7 +87,7 @@ def resumed(rank: int, path: Path, how: str, strategy: Any, steps: int) -> list[
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_resuming_gives_the_next_ten_losses_bit_for_bit(tmp_path: Path, world: int) -> None:
+def test_resuming_gives_the_next_losses_bit_for_bit(tmp_path: Path, world: int) -> None:
     """Saved at 4 ranks; every rank sees the same batch, so that averages are exact at 1, 2, 4."""
 
     def uninterrupted(rank: int) -> list[float]:
@@ -140,7 +140,9 @@ def test_no_parameter_is_gathered(tmp_path: Path) -> None:
     run_ranks(run, 2)
 
 
-def test_an_asynchronous_save_is_of_the_state_when_it_was_called(tmp_path: Path) -> None:
+def test_an_asynchronous_save_is_of_the_call(tmp_path: Path) -> None:
+    """An asynchronous save is of the state when it was called."""
+
     def run(rank: int) -> State:
         model = shard(Net())
         optim = OPTIMIZERS["adamw"](model)
@@ -245,14 +247,16 @@ def test_a_bad_file_is_named_on_every_rank(tmp_path: Path, which: str, how: str)
         assert wanted in error and (how in error or which == ".metadata"), error
 
 
-def test_no_checkpoint_and_a_first_save_that_was_killed(tmp_path: Path) -> None:
+def test_no_checkpoint_and_a_killed_first_save(tmp_path: Path) -> None:
+    """No checkpoint and a first save that was killed."""
     errors = rank_errors(loads_unchanged, 2, tmp_path / "nowhere")
     assert all("no checkpoint" in str(e) for e in errors)
     (tmp_path / "data-1").mkdir()
     assert all("half-written" in str(e) for e in rank_errors(loads_unchanged, 2, tmp_path))
 
 
-def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_old(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_the_old(tmp_path: Path) -> None:
+    """A full disk is an error on every rank and leaves the old."""
     saved = run_ranks(save, 2, tmp_path)[0]
 
     def full(rank: int, asynchronous: bool, to_full: bool) -> None:
@@ -283,7 +287,8 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_old(tmp_path: Path
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "save_full", "load_full"])
-def test_a_rank_that_calls_alone_is_told_who_is_missing(tmp_path: Path, call: str) -> None:
+def test_a_rank_that_calls_alone_names_the_missing(tmp_path: Path, call: str) -> None:
+    """A rank that calls alone is told who is missing."""
     run_ranks(save, 3, tmp_path / "c")
     run_ranks(lambda rank: save_full(tmp_path / "f", shard(Net())), 3)
 
@@ -446,7 +451,9 @@ def test_full_in_another_dtype_and_every_dtype(tmp_path: Path) -> None:
     assert sizes[1] < sizes[0]
 
 
-def test_full_holds_one_bucket_and_the_ranks_share_the_files(tmp_path: Path) -> None:
+def test_full_holds_one_bucket_at_a_time(tmp_path: Path) -> None:
+    """``save_full`` holds one bucket and the ranks share the files."""
+
     def run(rank: int) -> int:
         from fsdp_compose.checkpoint import stream, tensorfile
 
@@ -490,7 +497,9 @@ def test_a_bad_full_file_is_named_on_every_rank(tmp_path: Path, how: str) -> Non
         assert error is not None and str(file) in error and how in error, error
 
 
-def test_full_refuses_what_is_not_a_tensor_and_bad_folders(tmp_path: Path) -> None:
+def test_full_refuses_other_values_and_bad_folders(tmp_path: Path) -> None:
+    """``save_full`` refuses what is not a tensor and bad folders."""
+
     class Odd(nn.Linear):
         def get_extra_state(self) -> str:
             return "x"

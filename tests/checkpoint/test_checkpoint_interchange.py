@@ -146,7 +146,7 @@ def test_we_save_and_fsdp2_loads(tmp_path: Path) -> None:
     run_ranks(run, 2)
 
 
-def test_torchs_checkpoint_saves_our_plain_state_dicts_and_reshards_them(tmp_path: Path) -> None:
+def test_torchs_checkpoint_reshards_our_state_dicts(tmp_path: Path) -> None:
     """``dcp.save({"model": model.state_dict(), ...})``, as people write it."""
 
     def put(rank: int) -> Any:

@@ -29,7 +29,9 @@ def build() -> nn.Module:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("make", [flat_parameters, local_parameters])
-def test_state_is_that_of_the_plain_optimizer_and_loads_back(make, ranks: int) -> None:
+def test_state_is_the_plain_optimizers_and_loads_back(make, ranks: int) -> None:
+    """State is that of the plain optimizer and loads back."""
+
     def check(rank: int) -> None:
         plain = build()
         plain_optim = torch.optim.AdamW(plain.parameters(), lr=0.1)

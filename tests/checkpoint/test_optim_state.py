@@ -34,7 +34,7 @@ def plain_state(name: str, steps: int = 3) -> tuple[Net, Optimizer]:
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_full_is_the_plain_optimizers_and_both_load_each_other(name: str) -> None:
+def test_full_is_the_plain_optimizers_and_loads_there(name: str) -> None:
     """World of one against plain is bit-equal; two ranks compute the same averages here too."""
 
     def run(rank: int) -> None:
@@ -392,7 +392,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", list(BAD))
-def test_bad_state_raises_everywhere_and_changes_nothing(case: str) -> None:
+def test_bad_state_raises_and_changes_nothing(case: str) -> None:
+    """Bad state raises everywhere and changes nothing."""
     change, text = BAD[case]
 
     def run(rank: int) -> None:

@@ -117,7 +117,9 @@ def test_plain_state_dict_is_sharded_and_free() -> None:
 
 
 @pytest.mark.parametrize("units", ["blocks", "root", "head"])
-def test_state_dict_type_chooses_what_plain_state_dict_returns(units: str) -> None:
+def test_state_dict_type_chooses_what_is_returned(units: str) -> None:
+    """``state_dict_type`` chooses what plain state dict returns."""
+
     def run(rank: int) -> None:
         want = TiedNet().state_dict()
         model = shard_tied(TiedNet(), units)
@@ -145,7 +147,9 @@ def test_state_dict_type_chooses_what_plain_state_dict_returns(units: str) -> No
     run_ranks(run, 2)
 
 
-def test_state_dict_type_refuses_bad_options_and_plain_modules() -> None:
+def test_state_dict_type_refuses_bad_options() -> None:
+    """``state_dict_type`` refuses bad options and plain modules."""
+
     def run(rank: int) -> None:
         set_type = fc.checkpoint.set_state_dict_type
         with pytest.raises(ValueError, match="not sharded"):
@@ -194,7 +198,9 @@ def test_local_round_trip(units: str, way: str) -> None:
     run_ranks(run, 2)
 
 
-def test_local_refuses_another_layout_everywhere_and_writes_nothing() -> None:
+def test_local_refuses_another_layout_everywhere() -> None:
+    """Local refuses another layout everywhere and writes nothing."""
+
     def save(rank: int) -> list[Any]:
         import pickle
 
@@ -225,7 +231,9 @@ def test_local_refuses_another_layout_everywhere_and_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_bad_keys_and_shapes_raise_everywhere_and_write_nothing(plain: bool) -> None:
+def test_bad_keys_and_shapes_write_nothing(plain: bool) -> None:
+    """Bad keys and shapes raise everywhere and write nothing."""
+
     def run(rank: int, change: str) -> None:
         model = shard_tied(TiedNet(1))
         before = state_dict(model)
@@ -454,7 +462,9 @@ def test_peak_of_full_is_one_bucket() -> None:
     run_ranks(run, 2)
 
 
-def test_ignored_parameters_and_cast_buffers_are_where_a_plain_module_has_them() -> None:
+def test_ignored_parameters_and_cast_buffers_are_saved() -> None:
+    """Ignored parameters and cast buffers are where a plain module has them."""
+
     def run(rank: int) -> None:
         def build(seed: int) -> nn.Module:
             model = TiedNet(seed)

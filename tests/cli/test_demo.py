@@ -73,7 +73,8 @@ def test_gpt_shapes():
     assert sum(isinstance(m, Block) for m in model.modules()) == TINY.n_layer
 
 
-def test_gpt_default_is_a_few_million_parameters_over_bytes():
+def test_gpt_default_is_a_few_million_parameters():
+    """The default GPT is a few million parameters over bytes."""
     assert GPTConfig().vocab_size == 256
     with torch.device("meta"):
         assert 2e6 < sum(p.numel() for p in GPT(GPTConfig()).parameters()) < 5e6
@@ -155,7 +156,8 @@ def test_split_keeps_every_byte_on_one_side():
     assert bytes(corpus.train.tolist()) == train
 
 
-def test_split_refuses_a_text_too_short_to_hold_anything_out():
+def test_split_refuses_a_text_that_is_too_short():
+    """Split refuses a text too short to hold anything out."""
     with pytest.raises(ValueError, match=r"90 bytes long.*longer than 90"):
         text.split("x" * 90, piece=10)
     assert len(text.split("x" * 91, piece=10).held_out) == 1
@@ -170,7 +172,8 @@ def test_unigram_entropy():
     assert entropy(1, 1, 1, 2) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
-def test_batches_are_a_function_of_the_step_and_shares_make_the_whole():
+def test_batches_are_a_function_of_the_step():
+    """Batches are a function of the step and shares make the whole."""
     data = torch.arange(200, dtype=torch.uint8)
     batches = text.Batches(data, rows=6, block=5, seed=3)
     inputs, targets = batches.full(4)
@@ -204,7 +207,8 @@ def test_memory_is_measured():
 # The launcher
 
 
-def test_run_gives_every_rank_its_environment_and_passes_arguments_on(script):
+def test_run_gives_ranks_environment_and_arguments(script):
+    """Run gives every rank its environment and passes arguments on."""
     path = script(
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')",
         "print(*(os.environ[n] for n in names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:])",
@@ -306,7 +310,8 @@ def test_demo_on_two_ranks(tmp_path, dtype):
     assert train_gpt.load_exported(tmp_path / "gpt.pt").config.n_embd == 32
 
 
-def test_demo_in_one_process_that_nobody_launched_and_a_promise_it_cannot_keep(tmp_path):
+def test_demo_in_one_process_that_nobody_launched(tmp_path):
+    """Demo in one process that nobody launched and a promise it cannot keep."""
     command = [sys.executable, ROOT / "examples" / "train_gpt.py", *SMALL, "--device=cpu"]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["PYTHONPATH"] = str(ROOT)

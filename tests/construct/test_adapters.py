@@ -70,7 +70,7 @@ def test_adapters_by_hand(shard: Any, world: int, optimizer: MakeOptimizer) -> N
     run_ranks(ranks, world)
 
 
-def test_frozen_buckets_reduce_nothing_and_gather_no_more_than_they_must() -> None:
+def test_frozen_buckets_reduce_nothing_and_gather_less() -> None:
     """A frozen unit in front of everything trained is gathered once: no backward needs it."""
 
     def build() -> nn.Module:
@@ -94,7 +94,9 @@ def test_frozen_buckets_reduce_nothing_and_gather_no_more_than_they_must() -> No
     run_ranks(ranks, 2)
 
 
-def test_frozen_units_may_stay_gathered_until_their_weights_change() -> None:
+def test_frozen_units_stay_gathered_until_changed() -> None:
+    """Frozen units may stay gathered until their weights change."""
+
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, blocks_with(lambda b: b.requires_grad_(False)), by_block, sgd)
         for block in twin.model.blocks:
@@ -120,7 +122,9 @@ def test_frozen_units_may_stay_gathered_until_their_weights_change() -> None:
     run_ranks(ranks, 2)
 
 
-def test_in_a_unit_that_stays_gathered_only_what_trained_is_gathered_again() -> None:
+def test_only_what_trained_is_gathered_again() -> None:
+    """In a unit that stays gathered only what trained is gathered again."""
+
     def ranks(rank: int) -> None:
         model = by_block(seeded(blocks_with(low_rank)))
         for block in model.blocks:

@@ -152,7 +152,9 @@ def test_averages_by_hand_and_in_checkpoints(world: int, tmp_path: Path) -> None
     run_ranks(ranks, world)
 
 
-def test_averages_of_a_model_that_is_cut_differently_are_refused_by_name() -> None:
+def test_averages_of_another_layout_are_refused() -> None:
+    """Averages of a model that is cut differently are refused by name."""
+
     def ranks(rank: int) -> None:
         model = seeded(lambda: Tower(2))
         mean = one_unit(copy.deepcopy(model))

@@ -313,7 +313,9 @@ def test_replicas_that_start_differently(shape: tuple[int, int]) -> None:
         assert all(e and "head.weight" in e for e in errors), errors
 
 
-def test_an_error_on_one_rank_of_a_two_axis_mesh_reaches_all() -> None:
+def test_an_error_on_two_axes_reaches_all_ranks() -> None:
+    """An error on one rank of a two axis mesh reaches all."""
+
     def ranks(rank: int) -> None:
         model = seeded(lambda: Tower(2))
         init = "random" if rank == 3 else "verify"
@@ -366,7 +368,8 @@ def test_as_is_takes_each_rank_as_it_is() -> None:
     run_ranks(ranks)
 
 
-def test_values_of_mixed_precision_and_prefetch_check_themselves() -> None:
+def test_mixed_precision_and_prefetch_check_values() -> None:
+    """Values of mixed precision and prefetch check themselves."""
     with pytest.raises(ValueError, match=r"param_dtype.*int32"):
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(ValueError, match="forward=-1"):

@@ -95,7 +95,9 @@ class Exiting(Tower):
 
 
 @pytest.mark.filterwarnings("ignore:the forward of unit")
-def test_early_exit_that_is_the_same_everywhere_gathers_only_what_ran() -> None:
+def test_early_exit_gathers_only_what_ran() -> None:
+    """Early exit that is the same everywhere gathers only what ran."""
+
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, Exiting)
         for step, depth in enumerate([3, 1, 1, 0, 0, 2, 2]):
@@ -123,7 +125,9 @@ class Forked(nn.Module):
         return (self.left, self.right)[self.side](x)
 
 
-def test_parameters_that_some_ranks_do_not_use_count_as_zero_there() -> None:
+def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
+    """Parameters that some ranks do not use count as zero there."""
+
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, Forked, one_unit)
         for step in range(3):

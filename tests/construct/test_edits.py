@@ -47,7 +47,9 @@ def _legacy() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shard", [by_block, one_unit])
-def test_layers_are_initialised_rows_edited_and_weights_exchanged(shard: Any) -> None:
+def test_layers_initialised_edited_and_exchanged(shard: Any) -> None:
+    """Layers are initialised rows edited and weights exchanged."""
+
     def edit(model: nn.Module) -> None:
         torch.manual_seed(5)
         model.head.reset_parameters()
@@ -167,7 +169,8 @@ def between(rank: int) -> None:
         (between, "torch.Tensor.__getitem__ needs the whole of 'head.weight' (unit 'Tower')"),
     ],
 )
-def test_a_sharded_weight_that_is_read_says_what_to_call(use: Any, text: str) -> None:
+def test_reading_a_sharded_weight_says_what_to_call(use: Any, text: str) -> None:
+    """A sharded weight that is read says what to call."""
     for rank, error in enumerate(rank_errors(use, 2)):
         assert error is not None and error.startswith(f"ShardedWeightError: {text}")
         assert re.search(rf"of which rank {rank} holds (no )?elements", error)

@@ -74,9 +74,9 @@ def test_progressive_unfreezing(shard: Any, optimizer: MakeOptimizer) -> None:
 
 @pytest.mark.parametrize("keep", ["sharded", "unsharded", "no_all_reduce"])
 @pytest.mark.parametrize(("pattern", "shard"), [("up", one_unit), ("blocks.0", by_block)])
-def test_what_is_frozen_during_accumulation_keeps_what_it_had(
-    shard: Any, pattern: str, keep: Any
-) -> None:
+def test_freezing_during_accumulation_keeps_gradients(shard: Any, pattern: str, keep: Any) -> None:
+    """What is frozen during accumulation keeps what it had."""
+
     def ranks(rank: int) -> None:
         world = 4 if keep == "no_all_reduce" else 2
         mesh = torch.distributed.init_device_mesh("cpu", (world // 2, 2))
@@ -107,7 +107,7 @@ def test_what_is_frozen_during_accumulation_keeps_what_it_had(
     run_ranks(ranks, 4 if keep == "no_all_reduce" else 2)
 
 
-def test_gradients_of_a_unit_that_was_frozen_before_the_last_backward_are_asked_for() -> None:
+def test_gradients_of_a_unit_frozen_late_are_asked_for() -> None:
     """Nothing of it runs in the last backward, so the step says what to call (D12)."""
 
     def ranks(rank: int) -> None:
@@ -127,7 +127,9 @@ def test_gradients_of_a_unit_that_was_frozen_before_the_last_backward_are_asked_
 
 
 @pytest.mark.parametrize("keep", ["unsharded", "no_all_reduce"])
-def test_a_discarded_accumulation_leaves_nothing_to_what_is_frozen(keep: Any) -> None:
+def test_a_discarded_accumulation_leaves_nothing(keep: Any) -> None:
+    """A discarded accumulation leaves nothing to what is frozen."""
+
     def ranks(rank: int) -> None:
         mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
         twin = Twin(rank, 4, lambda: Tower(2), lambda m: by_block(m, mesh=mesh))

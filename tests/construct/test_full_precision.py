@@ -134,7 +134,8 @@ def test_full_precision_equals_casts_written_by_hand() -> None:
     run_ranks(ranks)
 
 
-def test_full_precision_of_the_sharded_module_itself_and_of_a_few() -> None:
+def test_full_precision_of_the_sharded_module_itself() -> None:
+    """Full precision of the sharded module itself and of a few."""
     with single_process():
         norm = fully_shard(nn.LayerNorm(WIDTH), mp_policy=BF16)
         assert get_state(norm).unit.mp.param_dtype is torch.float32

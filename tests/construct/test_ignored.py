@@ -36,7 +36,7 @@ class Buffered(Tower):
         return self.head(x)
 
 
-def test_ignored_modules_and_parameters_train_by_themselves() -> None:
+def test_ignored_parameters_train_by_themselves() -> None:
     """Nobody averages them: here each rank gets the same data, so that they stay equal."""
 
     def ranks(rank: int) -> None:
@@ -112,7 +112,8 @@ def test_an_ignored_module_keeps_the_units_inside_it() -> None:
     run_ranks(ranks)
 
 
-def test_an_ignored_parameter_is_ignored_wherever_it_is_shared() -> None:
+def test_an_ignored_parameter_is_ignored_everywhere() -> None:
+    """An ignored parameter is ignored wherever it is shared."""
     with single_process():
         for pick in (lambda m: m.first.weight, lambda m: m.first):
             model = Tower(2)

@@ -43,9 +43,9 @@ def mesh_for(world: int, hybrid: bool) -> Any:
 
 @pytest.mark.parametrize(("world", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
 @pytest.mark.parametrize("shard", ["blocks", "nested"])
-def test_broadcast_takes_parameters_and_buffers_from_rank_0(
-    world: int, hybrid: bool, shard: str
-) -> None:
+def test_broadcast_takes_values_from_rank_0(world: int, hybrid: bool, shard: str) -> None:
+    """Broadcast takes parameters and buffers from rank 0."""
+
     def ranks(rank: int) -> None:
         model = unlike(rank)
         ids = [id(p) for p in model.parameters()]
@@ -94,7 +94,9 @@ def fully_mesh(pg: Any) -> Any:
     return group_of(pg, torch.device("cpu"))
 
 
-def test_broadcast_reaches_the_buffers_of_a_unit_without_parameters() -> None:
+def test_broadcast_reaches_a_unit_without_parameters() -> None:
+    """Broadcast reaches the buffers of a unit without parameters."""
+
     def ranks(rank: int) -> None:
         norm = unlike(rank, lambda: nn.BatchNorm1d(3, affine=False))
         norm.running_mean.fill_(rank)
@@ -144,7 +146,9 @@ def test_verify_names_what_differs(name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [1, 2, 3])
-def test_verify_compares_over_both_axes_of_a_hybrid_mesh(odd: int) -> None:
+def test_verify_compares_over_both_axes(odd: int) -> None:
+    """Verify compares over both axes of a hybrid mesh."""
+
     def ranks(rank: int) -> None:
         model = unlike(0)
         if rank == odd:
@@ -157,14 +161,16 @@ def test_verify_compares_over_both_axes_of_a_hybrid_mesh(odd: int) -> None:
         assert f"rank {odd}" in text
 
 
-def test_verify_compares_where_every_rank_holds_a_replica() -> None:
+def test_verify_compares_replicas() -> None:
+    """Verify compares where every rank holds a replica."""
+
     def ranks(rank: int) -> None:
         fully_shard(unlike(rank), strategy=ShardingStrategy.NO_SHARD)
 
     assert all("differs between rank 0 and rank 1" in str(e) for e in rank_errors(ranks, 2))
 
 
-def test_values_may_differ_between_ranks_that_share_no_mesh_axis() -> None:
+def test_values_may_differ_between_unrelated_ranks() -> None:
     """Experts: a unit on a mesh of its own inside a call for all ranks."""
 
     def ranks(rank: int) -> None:

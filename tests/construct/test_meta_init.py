@@ -29,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.mark.parametrize("shard", list(EVERY_SHARD))
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_reset_parameters_initialises_a_model_from_meta(shard: str, world: int) -> None:
+def test_reset_parameters_initialises_from_meta(shard: str, world: int) -> None:
+    """``reset_parameters`` initialises a model from meta."""
+
     def ranks(rank: int) -> Any:
         model = on_meta(lambda: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), Block()))
         before = list(model.parameters())
@@ -52,7 +54,9 @@ def test_reset_parameters_initialises_a_model_from_meta(shard: str, world: int) 
     assert all(v.isfinite().all() for v in first.values())
 
 
-def test_one_unit_equals_the_plain_model_initialised_in_the_same_order() -> None:
+def test_one_unit_initialises_as_the_plain_model() -> None:
+    """One unit equals the plain model initialised in the same order."""
+
     def ranks(rank: int) -> None:
         model = on_meta(lambda: Tower(2))
         torch.manual_seed(5)
@@ -117,7 +121,9 @@ def test_param_init_fn_may_write_in_any_way(how: str) -> None:
     run_ranks(ranks, 2)
 
 
-def test_a_buffer_that_nothing_fills_is_refused_on_every_rank() -> None:
+def test_a_buffer_that_nothing_fills_is_refused() -> None:
+    """A buffer that nothing fills is refused on every rank."""
+
     def ranks(rank: int, kind: type[nn.Module]) -> None:
         fully_shard(on_meta(lambda: nn.Sequential(kind())))
 
@@ -128,7 +134,9 @@ def test_a_buffer_that_nothing_fills_is_refused_on_every_rank() -> None:
         assert "param_init_fn(module)" in text
 
 
-def test_an_initialiser_that_fails_on_one_rank_raises_on_all() -> None:
+def test_an_initialiser_that_fails_raises_on_all_ranks() -> None:
+    """An initialiser that fails on one rank raises on all."""
+
     def ranks(rank: int, mode: str) -> None:
         def fail(module: nn.Module) -> None:
             if rank == 1 and isinstance(module, nn.LayerNorm):
@@ -143,7 +151,9 @@ def test_an_initialiser_that_fails_on_one_rank_raises_on_all() -> None:
         assert texts[0] == "RuntimeError: OSError: no such file (found on rank 1)"
 
 
-def test_initialisers_that_differ_between_ranks_are_refused_or_broadcast() -> None:
+def test_initialisers_that_differ_between_ranks() -> None:
+    """Initialisers that differ between ranks are refused or broadcast."""
+
     def ranks(rank: int, mode: str) -> None:
         torch.manual_seed(rank)
         model = by_block(on_meta(lambda: Tower(1)), init=mode)
@@ -263,7 +273,7 @@ def test_what_was_not_loaded_is_named_on_every_rank() -> None:
         assert "RuntimeError: unit 'Bare': parameter 'shift' came from the meta device" in text
 
 
-def test_reset_parameters_leaves_weights_that_are_there() -> None:
+def test_reset_parameters_leaves_real_weights() -> None:
     """A model that is on meta in part: what is real keeps its value."""
 
     def ranks(rank: int) -> None:
@@ -277,7 +287,9 @@ def test_reset_parameters_leaves_weights_that_are_there() -> None:
     run_ranks(ranks, 2)
 
 
-def test_recurrent_modules_hooks_and_attributes_survive() -> None:
+def test_recurrent_modules_and_hooks_survive() -> None:
+    """Recurrent modules hooks and attributes survive."""
+
     def ranks(rank: int) -> None:
         model = on_meta(lambda: nn.LSTM(WIDTH, 5))
         param = model.weight_hh_l0

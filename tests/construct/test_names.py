@@ -135,7 +135,8 @@ def test_every_list_of_names_agrees_below_wrappers(tmp_path: Any) -> None:
     run_ranks(ranks)
 
 
-def test_units_are_listed_parents_first_and_outermost_alone() -> None:
+def test_units_are_listed_parents_first() -> None:
+    """Units are listed parents first and outermost alone."""
     model = nn.ModuleDict({"a": Tower(2), "b": Tower(1), "c": Block(), "d": nn.Linear(2, 2)})
     by_block(model["a"])
     by_block(model["b"])
@@ -188,7 +189,9 @@ def test_apply_is_that_of_the_plain_module(shard: str, world: int) -> None:
     run_ranks(ranks, world)
 
 
-def test_apply_on_a_part_of_a_unit_and_on_a_list_of_units() -> None:
+def test_apply_on_a_part_and_on_a_list_of_units() -> None:
+    """Apply on a part of a unit and on a list of units."""
+
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.weight.fill_(2)

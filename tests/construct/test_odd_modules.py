@@ -155,7 +155,9 @@ def test_odd_modules(build: Callable[[], nn.Module]) -> None:
     run_ranks(ranks, 2)
 
 
-def test_backward_hooks_of_modules_see_and_change_gradients() -> None:
+def test_module_backward_hooks_change_gradients() -> None:
+    """Backward hooks of modules see and change gradients."""
+
     def hook(model: nn.Module) -> list[tuple[int, ...]]:
         seen: list[tuple[int, ...]] = []
         for block in model.blocks:

@@ -178,7 +178,9 @@ def test_what_cannot_be_sharded_is_refused_by_name(build: Any, text: str) -> Non
         assert text in error and ("ignored=" in error or build is lazy)
 
 
-def test_scripted_functions_and_ignored_modules_are_left_alone() -> None:
+def test_scripted_functions_are_left_alone() -> None:
+    """Scripted functions and ignored modules are left alone."""
+
     def ranks(rank: int) -> None:
         plain = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 2)).double()
         model = copy.deepcopy(plain)

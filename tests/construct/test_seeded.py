@@ -58,7 +58,9 @@ def children_first(model: nn.Module, **options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_same_weights_for_every_world_and_choice_of_units(world: int) -> None:
+def test_the_same_weights_for_every_world(world: int) -> None:
+    """The same weights for every world and choice of units."""
+
     def ranks(rank: int) -> list[dict[str, Tensor]]:
         found = []
         for shard in (*EVERY_SHARD.values(), children_first):

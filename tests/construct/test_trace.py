@@ -144,7 +144,8 @@ class Whole(fx.Tracer):
         return isinstance(m, Unsteady) or super().is_leaf_module(m, qualname)
 
 
-def test_what_cannot_be_traced_says_where_and_what_to_do() -> None:
+def test_what_cannot_be_traced_says_where() -> None:
+    """What cannot be traced says where and what to do."""
     with pytest.raises(ValueError, match="DataDependent cannot be traced") as caught:
         trace_execution_order(DataDependent(), X)
     text = str(caught.value)
@@ -242,7 +243,8 @@ def test_units_by_execution_order_are_consecutive() -> None:
     assert chosen(Around(), small) == ["Around", "middle.0", "middle.1", "pair.into", "pair.out"]
 
 
-def test_units_by_execution_order_of_what_cannot_be_traced() -> None:
+def test_execution_order_of_what_cannot_be_traced() -> None:
+    """Units by execution order of what cannot be traced."""
     from fsdp_compose import fully_shard
 
     with pytest.raises(ValueError, match="DataDependent cannot be traced"):

@@ -90,7 +90,8 @@ def test_by_size_excludes_classes_but_looks_inside() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_leaf_is_taken_whole_whatever_it_is_combined_with(first: bool) -> None:
+def test_a_leaf_is_taken_whole_in_any_combination(first: bool) -> None:
+    """A leaf is taken whole whatever it is combined with."""
     size, linear = wrap.by_size(20), wrap.by_class(nn.Linear)
     policy = size | linear if first else linear | size
     assert policy.leaves == (nn.MultiheadAttention,)
@@ -282,7 +283,9 @@ def test_training_with_overrides() -> None:
     run_ranks(lambda rank: Twin(rank, 2, Tower, lambda m: fully_shard(m, units=policy)).train())
 
 
-def test_reshard_of_one_unit_keeps_the_rest_of_the_strategy() -> None:
+def test_reshard_of_one_unit_keeps_the_strategy() -> None:
+    """Reshard of one unit keeps the rest of the strategy."""
+
     def ranks(rank: int) -> None:
         model = seeded(Tower)
         policy = only_first(reshard_after_forward=False)
@@ -315,7 +318,9 @@ def test_overrides_that_are_wrong(options: dict[str, Any], text: str) -> None:
         fully_shard(Tower(), units=only_first(**options))
 
 
-def test_a_wrong_override_on_one_rank_is_an_error_on_all() -> None:
+def test_a_wrong_override_is_an_error_on_all_ranks() -> None:
+    """A wrong override on one rank is an error on all."""
+
     def ranks(rank: int) -> None:
         fully_shard(Tower(), units=only_first(**({"wrong": 1} if rank else {})))
 

@@ -61,7 +61,9 @@ def test_grad_of_parameters_and_inputs_in_one_call(shard: str, world: int) -> No
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_gradients_of_several_calls_added_up_by_the_user(shard: str) -> None:
+def test_gradients_of_several_calls_added_up(shard: str) -> None:
+    """Gradients of several calls added up by the user."""
+
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         for step in range(2):
@@ -183,7 +185,9 @@ def test_grad_of_parameters_that_were_not_used(shard: str, option: str) -> None:
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_batches_of_gradients_reach_inputs_and_are_refused_for_parameters(shard: str) -> None:
+def test_batches_of_gradients_for_inputs_alone(shard: str) -> None:
+    """Batches of gradients reach inputs and are refused for parameters."""
+
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         rows = torch.eye(6, dtype=torch.float64).reshape(6, 3, 2)

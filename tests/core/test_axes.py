@@ -146,7 +146,7 @@ PLACES = ("0.0.weight", "0.1.down.bias", "1.bias", "2.0.weight")
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
-def test_replicas_beside_tensor_parallelism_start_alike(shape: tuple[int, int]) -> None:
+def test_replicas_beside_parts_start_alike(shape: tuple[int, int]) -> None:
     """Verified and broadcast over every axis of the mesh; also what a refresh or meta adds."""
 
     def ranks(rank: int) -> list[str]:
@@ -282,7 +282,7 @@ def test_one_norm_on_every_rank_though_replicas_differ(shape: tuple[int, int]) -
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_surgery_that_cannot_be_sharded_leaves_the_modules() -> None:
+def test_surgery_that_cannot_be_sharded_is_undone() -> None:
     """Weight norm of a row-parallel layer makes a partial sum; the scope's end gives all back."""
 
     def ranks(rank: int) -> None:
@@ -364,6 +364,7 @@ def test_meshes_with_a_one_train_like_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_meshes_of_four_with_a_one_train_like_one_process() -> None:
+def test_meshes_with_a_dimension_of_one_train() -> None:
+    """Meshes of four with a one train like one process."""
     shapes = [(1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, 2), (1, 1, 4, 1)]
     run_ranks(train_on, 4, shapes, timeout=240)

@@ -64,7 +64,9 @@ def test_collectives_and_bytes_on_two_axes(
     run_ranks(ranks, shape[0] * shape[1])
 
 
-def test_inference_gathers_each_unit_once_and_reduces_nothing() -> None:
+def test_inference_gathers_each_unit_once() -> None:
+    """Inference gathers each unit once and reduces nothing."""
+
     def ranks(rank: int) -> None:
         for mode in (torch.no_grad, torch.inference_mode):
             model = by_block(seeded(Tower))
@@ -173,7 +175,8 @@ def test_prefetch_gathers_ahead() -> None:
     run_ranks(check_prefetch, 2, Prefetch(1, 1, "pre"), True)
 
 
-def test_without_prefetch_a_unit_is_gathered_when_it_runs() -> None:
+def test_without_prefetch_units_are_gathered_on_use() -> None:
+    """Without prefetch a unit is gathered when it runs."""
     run_ranks(check_prefetch, 2, Prefetch(0, 0, None), False)
 
 

@@ -154,7 +154,9 @@ def test_a_pipeline_of_two_chunks() -> None:
     quiet(ranks)
 
 
-def test_units_without_a_root_prefetch_each_other_and_may_change() -> None:
+def test_units_without_a_root_prefetch_each_other() -> None:
+    """Units without a root prefetch each other and may change."""
+
     def ranks(rank: int) -> list[str]:
         twin = Twin(rank, 2, Loose, loose)
         twin.train(steps=2)
@@ -173,7 +175,7 @@ def test_units_without_a_root_prefetch_each_other_and_may_change() -> None:
     assert first == "+Block Block Block +Block Block +Block Block +Block"
 
 
-def test_what_was_gathered_ahead_is_gathered_again_once_changed() -> None:
+def test_what_was_gathered_ahead_and_changed() -> None:
     """Between two units without a root the next one's weights may be written."""
 
     def ranks(rank: int) -> None:

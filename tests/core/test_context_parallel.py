@@ -176,7 +176,7 @@ def train(
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-def test_sequences_cut_over_ranks_train_as_in_one_process(
+def test_sequences_cut_over_ranks_train(
     shape: tuple[int, int], attention: str, optimizer: MakeOptimizer
 ) -> None:
     """Each unit gathers twice, the root's once, and reduces once over all ranks together."""

@@ -63,7 +63,9 @@ def test_training_is_that_of_the_cpu(cell: str) -> None:
 
 
 @pytest.mark.parametrize("cell", ["default", "kept", "no prefetch"])
-def test_a_step_never_waits_and_uses_the_same_memory_each_time(cell: str) -> None:
+def test_a_step_never_waits_and_memory_stays(cell: str) -> None:
+    """A step never waits and uses the same memory each time."""
+
     def ranks(rank: int) -> None:
         model = build("cuda", **CELLS[cell])
         optim = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)

@@ -337,7 +337,7 @@ def test_experts_split_from_one_parameter(how: str, tmp_path: Path) -> None:
     run_ranks(ranks, WORLD)
 
 
-def test_experts_by_their_numbers_are_saved_by_every_rank(tmp_path: Path) -> None:
+def test_experts_by_number_are_saved_by_every_rank(tmp_path: Path) -> None:
     """Names unlike on ranks that hold other experts do not collide in a checkpoint."""
 
     def ranks(rank: int) -> None:
@@ -365,9 +365,9 @@ def test_experts_by_their_numbers_are_saved_by_every_rank(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("save", [save_checkpoint, save_full])
-def test_other_experts_under_one_name_are_not_saved_over_each_other(
-    ep: int, save: Any, tmp_path: Path
-) -> None:
+def test_other_experts_under_one_name_are_kept_apart(ep: int, save: Any, tmp_path: Path) -> None:
+    """Other experts under one name are not saved over each other."""
+
     def ranks(rank: int) -> None:
         over, among = meshes(ep)
         model = seeded(lambda: Model(GroupedMoE))
@@ -418,7 +418,9 @@ def test_a_scale_that_nobody_chose_is_an_error(ep: int) -> None:
         assert "set_gradient_divide_factor(experts, 4)" in error
 
 
-def test_a_norm_that_would_differ_between_ranks_is_an_error() -> None:
+def test_a_norm_that_differs_between_ranks_is_an_error() -> None:
+    """A norm that would differ between ranks is an error."""
+
     def ranks(rank: int) -> None:
         model = seeded(Model)
         shard(model, 2)
@@ -449,7 +451,7 @@ def test_ranks_that_repeat_each_other_need_no_experts() -> None:
     run_ranks(ranks, WORLD)
 
 
-def test_units_beside_tensor_parallel_ones_are_no_experts(tmp_path: Path) -> None:
+def test_units_beside_parallel_ones_are_no_experts(tmp_path: Path) -> None:
     """All are over the same ranks; what is not split is the same on the others."""
 
     def ranks(rank: int) -> None:
@@ -477,7 +479,9 @@ class Pair(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def test_a_nonfinite_gradient_of_another_ranks_expert_is_named() -> None:
+def test_a_nonfinite_gradient_of_an_expert_is_named() -> None:
+    """A nonfinite gradient of another rank's expert is named."""
+
     def ranks(rank: int) -> None:
         model = seeded(Model)
         over = shard(model, 4)

@@ -95,7 +95,7 @@ def test_a_failed_first_step(at: Any) -> None:
 
 
 @pytest.mark.parametrize("at", [1, "backward 1"])
-def test_gradients_from_before_a_failed_micro_batch_stay(at: Any) -> None:
+def test_gradients_before_a_failed_micro_batch_stay(at: Any) -> None:
     """A failed forward changes no gradient; a failed backward leaves those that were complete."""
 
     def ranks(rank: int) -> None:
@@ -123,7 +123,7 @@ def test_gradients_from_before_a_failed_micro_batch_stay(at: Any) -> None:
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_an_update_after_a_failed_micro_batch_is_read_by_the_next_forward(
+def test_an_update_after_a_failed_micro_batch_is_read(
     error: type[BaseException], strategy: ShardingStrategy | None, depth: int
 ) -> None:
     """What was gathered ahead of the failure holds the weights from before the update."""

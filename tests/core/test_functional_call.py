@@ -46,7 +46,7 @@ from models import (
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_functional_call_computes_with_what_it_is_given(shard: str) -> None:
+def test_functional_call_uses_what_it_is_given(shard: str) -> None:
     """Nothing is gathered, and the caller's dictionary still holds the caller's tensors."""
 
     def ranks(rank: int) -> None:
@@ -163,7 +163,7 @@ def test_inner_step_on_gathered_weights(shard: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_functional_call_with_another_models_parameters(shard: str) -> None:
+def test_functional_call_with_other_parameters(shard: str) -> None:
     """Plain ``nn.Parameter`` stand-ins, which outside functional_call would be a mistake (D5)."""
 
     def ranks(rank: int) -> None:
@@ -181,7 +181,9 @@ def test_functional_call_with_another_models_parameters(shard: str) -> None:
     run_ranks(ranks)
 
 
-def test_functional_call_with_slices_of_something_else_is_refused() -> None:
+def test_functional_call_refuses_foreign_slices() -> None:
+    """Functional call with slices of something else is refused."""
+
     def ranks(rank: int) -> None:
         twin, other = Twin(rank, 2, two_blocks), Twin(rank, 2, two_blocks, one_unit)
         wrong = {"head.weight": other.model.get_parameter("head.weight")}
@@ -213,7 +215,9 @@ def test_functional_call_inside_scopes(shard: str) -> None:
     run_ranks(ranks)
 
 
-def test_a_parameter_replaced_in_a_scope_is_what_forward_reads() -> None:
+def test_forward_reads_what_a_scope_replaced() -> None:
+    """A parameter replaced in a scope is what forward reads."""
+
     def ranks(rank: int) -> None:
         for shard in SHARDS.values():
             twin = Twin(rank, 2, two_blocks, shard)
@@ -300,7 +304,9 @@ class Tied(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*tied")
-def test_tied_weights_in_functional_calls_and_transforms() -> None:
+def test_tied_weights_in_functional_calls() -> None:
+    """Tied weights in functional calls and transforms."""
+
     def shard(model: nn.Module) -> Any:
         children = {"a", "block", "b"}
         return fully_shard(model, units=wrap.by_fn(lambda name, _: name in children))

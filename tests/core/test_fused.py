@@ -80,7 +80,9 @@ def test_steps_equal_one_process(shape: tuple[int, int]) -> None:
     run_ranks(ranks, world)
 
 
-def test_state_is_cut_over_every_rank_and_weights_over_one_axis() -> None:
+def test_state_is_cut_over_every_rank() -> None:
+    """State is cut over every rank and weights over one axis."""
+
     def ranks(rank: int) -> None:
         model = fused(seeded(Tower))
         optim = torch.optim.AdamW(model.parameters())

@@ -39,9 +39,9 @@ from models import (
 
 @pytest.mark.parametrize("when", ["before", "after", "after evaluation", "after a step"])
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
-def test_optimizer_built_at_any_time_trains_every_parameter(
-    when: str, make: Callable[..., Any]
-) -> None:
+def test_optimizer_built_at_any_time_trains_all(when: str, make: Callable[..., Any]) -> None:
+    """Optimizer built at any time trains every parameter."""
+
     def ranks(rank: int) -> None:
         model, plain = seeded(lambda: Tower(2)), seeded(lambda: Tower(2))
         ids = [id(p) for p in model.parameters()]
@@ -182,7 +182,9 @@ def storage_alive(tensor: Tensor) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("alive", ["loss", "output"])
-def test_a_tensor_that_outlives_the_model_does_not_keep_it(alive: str) -> None:
+def test_a_tensor_that_outlives_the_model(alive: str) -> None:
+    """A tensor that outlives the model does not keep it."""
+
     def ranks(rank: int) -> None:
         gc.collect()
         gc.disable()
@@ -229,9 +231,9 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_weights_written_between_steps_are_what_the_next_forward_reads(
-    how: str, strategy: str
-) -> None:
+def test_weights_written_between_steps_are_read(how: str, strategy: str) -> None:
+    """Weights written between steps are what the next forward reads."""
+
     def ranks(rank: int) -> None:
         shard = lambda m: by_block(m, strategy=ShardingStrategy[strategy])  # noqa: E731
         twin = Twin(rank, 2, lambda: Tower(2), shard)

@@ -195,9 +195,7 @@ def test_a_head_on_chunks_is_gathered_and_reduced_once(
 @pytest.mark.filterwarnings("ignore:the forward of unit")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("strategy", [None, *STRATEGIES])
-def test_a_backward_for_each_chunk_with_one_gather_and_one_reduction(
-    strategy: ShardingStrategy | None, world: int
-) -> None:
+def test_a_backward_for_each_chunk(strategy: ShardingStrategy | None, world: int) -> None:
     """Memory-saving cross-entropy: no more than one chunk of logits exists at a time."""
 
     def ranks(rank: int) -> None:
@@ -223,7 +221,7 @@ def test_a_backward_for_each_chunk_with_one_gather_and_one_reduction(
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_calls_whose_gradients_could_go_together_may_also_be_apart(order: tuple[int, int]) -> None:
+def test_calls_whose_gradients_arrive_apart(order: tuple[int, int]) -> None:
     """Two forwards of one unit, then a backward of each, with weights read between them."""
 
     def ranks(rank: int) -> None:
@@ -259,7 +257,9 @@ def test_calls_whose_gradients_could_go_together_may_also_be_apart(order: tuple[
     run_ranks(ranks)
 
 
-def test_head_weights_that_change_between_chunks_are_read_anew() -> None:
+def test_head_weights_changed_between_chunks() -> None:
+    """Head weights that change between chunks are read anew."""
+
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, lambda: nn.Linear(WIDTH, 2), one_unit)
         outs = []

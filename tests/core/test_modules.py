@@ -160,7 +160,9 @@ def test_recurrent_modules_inside_a_unit(mode: str) -> None:
     run_ranks(ranks)
 
 
-def test_forward_and_backward_hooks_of_the_user_see_what_they_would_see() -> None:
+def test_hooks_of_the_user_see_what_they_would_see() -> None:
+    """Forward and backward hooks of the user see what they would see."""
+
     def attach(model: nn.Module, log: list[Any]) -> None:
         for module in (model, model.blocks[0], model.blocks[0].up, model.head):
             module.register_forward_pre_hook(lambda m, a: log.append(("pre", a[0].detach())))

@@ -81,7 +81,8 @@ def test_a_change_inside_a_pass_is_told_and_recorded() -> None:
     assert run(order, R, B, A) == []  # longer than before: nothing was expected
 
 
-def test_after_a_change_the_prediction_goes_on_from_there() -> None:
+def test_after_a_change_prediction_goes_on() -> None:
+    """After a change the prediction goes on from there."""
     order = Order()
     run(order, R, A, B, C, D)
     order.close()

@@ -29,7 +29,9 @@ from models import (
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("shard", SHARDS)
-def test_hooks_on_parameters_fire_once_with_the_reduced_gradient(shard: str, when: str) -> None:
+def test_hooks_fire_once_with_the_reduced_gradient(shard: str, when: str) -> None:
+    """Hooks on parameters fire once with the reduced gradient."""
+
     def ranks(rank: int) -> None:
         log: list[tuple[str, Tensor]] = []
         wanted: list[tuple[str, Tensor]] = []
@@ -86,7 +88,9 @@ def test_hooks_on_parameters_can_be_removed() -> None:
     run_ranks(ranks)
 
 
-def test_hooks_registered_before_sharding_can_be_removed_after() -> None:
+def test_hooks_from_before_sharding_can_be_removed() -> None:
+    """Hooks registered before sharding can be removed after."""
+
     def ranks(rank: int) -> None:
         log: list[str] = []
         model = seeded(lambda: Tower(1))

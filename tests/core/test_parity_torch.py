@@ -149,7 +149,9 @@ def test_bit_equal_to_fsdp2_with_gradient_accumulation() -> None:
     run_ranks(ranks, 2)
 
 
-def test_bit_equal_to_fsdp2_in_bf16_with_fp32_reduction() -> None:
+def test_bit_equal_to_fsdp2_in_bf16() -> None:
+    """Bit-equal to FSDP2 in bf16 with fp32 reduction."""
+
     def mixed_ours(model: GPT) -> nn.Module:
         return ours(model, mp_policy=MixedPrecision(torch.bfloat16, torch.float32))
 

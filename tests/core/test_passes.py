@@ -40,7 +40,9 @@ def test_two_forwards_then_one_backward(shard: str) -> None:
     train_twin(two_blocks, forward, SHARDS[shard], world=3)
 
 
-def test_two_forwards_then_two_backwards_in_either_order() -> None:
+def test_two_forwards_then_two_backwards() -> None:
+    """Two forwards then two backwards in either order."""
+
     def ranks(rank: int) -> None:
         for order in ((0, 1), (1, 0)):
             twin = Twin(rank, 2, two_blocks)
@@ -347,7 +349,7 @@ def test_weights_written_before_backward_are_an_error(strategy: str, how: str) -
     run_ranks(ranks)
 
 
-def test_weights_that_stayed_gathered_are_those_of_the_forward() -> None:
+def test_kept_weights_are_those_of_the_forward() -> None:
     """Plain torch refuses this; kept weights are read by nobody else, so it is exact here."""
 
     def ranks(rank: int) -> None:

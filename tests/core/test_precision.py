@@ -53,7 +53,9 @@ def test_eval_computes_in_full_precision_on_request(grad: bool) -> None:
     run_ranks(check, 2)
 
 
-def test_only_what_enters_from_outside_is_cast_on_request() -> None:
+def test_only_outside_inputs_are_cast_on_request() -> None:
+    """Only what enters from outside is cast on request."""
+
     def check(rank: int) -> None:
         seen: dict[str, list[torch.dtype]] = {}
         for casts in (True, "root", False):

@@ -110,7 +110,7 @@ def test_a_rule_narrows_the_depth(count: int) -> None:
     assert second_step(prefetch) == (FORWARD[count], BACKWARD[count])
 
 
-def test_a_rule_is_told_the_next_units_and_what_is_held() -> None:
+def test_a_rule_is_told_next_units_and_bytes_held() -> None:
     """The units in the order of their use; bytes as gathering allocates them."""
 
     def ranks(rank: int) -> list[Any]:
@@ -170,7 +170,9 @@ def test_explicit_lists_replace_the_order() -> None:
     assert backward == "-R 2 3 -3 =3 -2 =2 -1 1 0 =1 -0 =0 =R"
 
 
-def test_explicit_lists_are_followed_in_the_first_iteration() -> None:
+def test_explicit_lists_are_followed_at_once() -> None:
+    """Explicit lists are followed in the first iteration."""
+
     def ranks(rank: int) -> str:
         model = by_block(seeded(lambda: Tower(3)))
         set_forward_prefetch(model, list(model.blocks))
@@ -231,7 +233,9 @@ def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:
     assert run_ranks(ranks) == [depth, depth]
 
 
-def test_a_seeded_order_prefetches_in_the_first_iteration() -> None:
+def test_a_seeded_order_prefetches_at_once() -> None:
+    """A seeded order prefetches in the first iteration."""
+
     def ranks(rank: int) -> tuple[str, str]:
         model = seeded(lambda: Tower(3))
         order = trace_execution_order(model, data(0, rank))

@@ -158,7 +158,9 @@ def test_a_later_step_on_two_axes(options: dict[str, Any]) -> None:
             assert "found at the end" not in error
 
 
-def test_a_rank_that_stops_after_its_forward_in_a_later_step() -> None:
+def test_a_rank_that_stops_in_a_later_step() -> None:
+    """A rank that stops after its forward in a later step."""
+
     def ranks(rank: int) -> None:
         model = by_block(seeded(Branching), strategy=ShardingStrategy.SHARD_GRAD_OP)
         for seed in range(3):
@@ -172,7 +174,9 @@ def test_a_rank_that_stops_after_its_forward_in_a_later_step() -> None:
     assert "rank 0 reduces unit 'blocks.2' (backward) where rank 1 ends the step" in text
 
 
-def test_the_right_steps_after_an_error_in_a_later_step() -> None:
+def test_steps_after_an_error_in_a_later_step() -> None:
+    """The right steps after an error in a later step."""
+
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, Uneven)
         twin.train()
@@ -189,7 +193,7 @@ def test_the_right_steps_after_an_error_in_a_later_step() -> None:
         run_ranks(ranks)
 
 
-def test_without_point_to_point_it_is_found_at_the_end_of_the_step(
+def test_without_point_to_point_a_step_is_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks of one size blend silently; the step ends with an error before anyone uses it."""
@@ -351,7 +355,9 @@ def test_one_comparison_a_step() -> None:
     assert (debug_from, last) == (1, 1)
 
 
-def test_inference_is_compared_one_by_one_only_at_first() -> None:
+def test_inference_is_compared_singly_only_at_first() -> None:
+    """Inference is compared one by one only at first."""
+
     def ranks(rank: int) -> list[int]:
         model = by_block(seeded(Tower))
         counts = []
@@ -366,7 +372,9 @@ def test_inference_is_compared_one_by_one_only_at_first() -> None:
     assert counts == [5] * TRIAL_PASSES + [1, 1]
 
 
-def test_the_first_training_step_after_inference_is_compared_one_by_one() -> None:
+def test_a_first_step_after_inference_is_compared() -> None:
+    """The first training step after inference is compared one by one."""
+
     def ranks(rank: int) -> None:
         model = by_block(seeded(Branching))
         with torch.no_grad():

@@ -77,7 +77,7 @@ def test_separate_models_step_by_step() -> None:
     run_ranks(ranks)
 
 
-def test_backward_of_one_model_inside_the_backward_of_another() -> None:
+def test_backward_inside_the_backward_of_another() -> None:
     """A tensor hook in one model's backward runs a whole training step of another's."""
 
     def ranks(rank: int) -> None:
@@ -129,7 +129,7 @@ def test_training_in_a_thread() -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])
-def test_a_frozen_model_is_released_after_a_forward_in_grad_mode(
+def test_a_frozen_model_is_released_in_grad_mode(
     strategy: ShardingStrategy | None,
 ) -> None:
     """A teacher called without no_grad: no backward will come that could release it."""

@@ -245,7 +245,8 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_work_on_streams_is_ordered_and_the_host_never_waits(cell: str) -> None:
+def test_streams_are_ordered_and_the_host_never_waits(cell: str) -> None:
+    """Work on streams is ordered and the host never waits."""
     world, options, build = CELLS[cell]
     run_ranks(train, world, world, build, options)
 

@@ -66,7 +66,7 @@ def test_saved_tensor_hooks(shard: str, strategy: ShardingStrategy, forward: For
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_saved_tensor_hooks_see_activations_and_no_weights(shard: str) -> None:
+def test_saved_tensor_hooks_see_no_weights(shard: str) -> None:
     """What the plain model's hooks see, less its weights, in the same order."""
 
     def ranks(rank: int, world: int) -> None:

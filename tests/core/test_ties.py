@@ -122,7 +122,7 @@ def test_tied_weights(tie: str, strategy: ShardingStrategy | None) -> None:
 
 @pytest.mark.filterwarnings("ignore:the forward of unit")
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_tied_weight_that_an_idle_unit_keeps_gathered_is_read_fresh(first: int) -> None:
+def test_a_tied_weight_kept_by_an_idle_unit_is_fresh(first: int) -> None:
     """One unit stays gathered, its loss dropped; the other trains the weight they share."""
 
     def ranks(rank: int) -> None:
@@ -140,7 +140,7 @@ def test_a_tied_weight_that_an_idle_unit_keeps_gathered_is_read_fresh(first: int
 
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("between", ["inference", "failure", "dropped loss"])
-def test_weights_that_stay_gathered_are_read_fresh_after_every_change(
+def test_kept_weights_are_fresh_after_every_change(
     between: str, strategy: ShardingStrategy | None
 ) -> None:
     """Kept by a dropped loss, changed, read by a forward that keeps nothing, and changed again."""
@@ -171,7 +171,7 @@ def test_weights_that_stay_gathered_are_read_fresh_after_every_change(
     run_ranks(ranks)
 
 
-def test_a_tied_weight_that_was_gathered_ahead_is_read_fresh() -> None:
+def test_a_tied_weight_gathered_ahead_is_fresh() -> None:
     """A forward fails when the weight's owner is gathered ahead; then the weight is changed; then
     the unit that borrows it runs first."""
 

@@ -289,7 +289,7 @@ def test_full_files_and_scopes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fused", [None, True], ids=["foreach", "fused"])
-def test_optimizers_and_state_that_are_built_afterwards(fused: bool | None) -> None:
+def test_optimizers_that_are_built_afterwards(fused: bool | None) -> None:
     """Fused and foreach kernels, plain local parameters, a loss scaler, frozen later."""
 
     def check(rank: int) -> None:
@@ -379,7 +379,9 @@ def test_from_the_meta_device_and_from_rank_zero(tmp_path: Path) -> None:
     run_ranks(check, 4)
 
 
-def test_an_error_on_one_rank_reaches_those_that_hold_other_parts() -> None:
+def test_an_error_reaches_ranks_of_other_parts() -> None:
+    """An error on one rank reaches those that hold other parts."""
+
     def check(rank: int) -> None:
         mesh = mesh_of(dp=2, tp=2)
         model = parallelize_module(MLP(4, 6), mesh["tp"], _PLAN)

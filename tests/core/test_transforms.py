@@ -74,7 +74,9 @@ def test_training_through_transforms(kind: str) -> None:
     run_ranks(ranks)
 
 
-def test_a_transform_gathers_and_reduces_each_unit_once() -> None:
+def test_a_transform_gathers_each_unit_once() -> None:
+    """A transform gathers and reduces each unit once."""
+
     def ranks(rank: int) -> tuple[int, int]:
         twin = Twin(rank, 2, two_blocks)
         comm.traffic.reset()

@@ -111,7 +111,7 @@ def test_backward_through_a_cache_equals_one_process(how: str) -> None:
     run_ranks(step, 2)
 
 
-def test_backward_through_a_cache_of_a_unit_gathered_ahead_raises() -> None:
+def test_backward_through_a_cache_raises() -> None:
     """Backward meets the last unit's first forward, of which the loss has only the cache.
 
     The backward order of the step before has that unit gathered ahead at this moment, in a buffer
@@ -163,7 +163,7 @@ def test_state_dict_inside_gathered_is_full() -> None:
     run_ranks(step, 2)
 
 
-def test_data_parallel_around_a_sharded_model_is_refused() -> None:
+def test_data_parallel_around_it_is_refused() -> None:
     """As trainers wrap what they are given; it used to replace every slice by that of rank 0."""
 
     def wrap_it(rank: int) -> None:

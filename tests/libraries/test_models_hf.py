@@ -276,7 +276,7 @@ def test_gathers_of_generate(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_generate_that_is_not_a_method_of_the_unit_says_so(name: str) -> None:
+def test_generate_that_is_not_listed_says_so(name: str) -> None:
     """Their encoder is called by itself, outside of any unit's forward."""
 
     def write(rank: int) -> None:

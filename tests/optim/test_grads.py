@@ -107,7 +107,9 @@ def test_norms_and_clipping_equal_one_process(shard: Shard, world: int) -> None:
     run_ranks(check, world)
 
 
-def test_a_large_limit_changes_nothing_and_lists_are_taken() -> None:
+def test_a_large_limit_changes_nothing() -> None:
+    """A large limit changes nothing and lists are taken."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
@@ -170,7 +172,9 @@ def test_mixed_dtypes_and_plain_parameters(world: int, order: float) -> None:
     run_ranks(check, world)
 
 
-def test_one_all_reduce_per_group_and_none_without_gradients() -> None:
+def test_one_all_reduce_per_group() -> None:
+    """One all reduce per group and none without gradients."""
+
     def check(rank: int) -> None:
         model = hybrid(seeded(Tower))
         assert float(grad_norm(model)) == 0.0 and float(clip_grad_norm_(model, 1.0)) == 0.0
@@ -185,7 +189,9 @@ def test_one_all_reduce_per_group_and_none_without_gradients() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_nonfinite_gradients_are_seen_and_named_on_every_rank(bad: float, order: float) -> None:
+def test_nonfinite_gradients_are_named_on_every_rank(bad: float, order: float) -> None:
+    """Nonfinite gradients are seen and named on every rank."""
+
     def spoil(rank: int, strict: bool) -> Any:
         model = by_block(seeded(Tower))
         square(model, data(0, rank)).backward()
@@ -203,7 +209,9 @@ def test_nonfinite_gradients_are_seen_and_named_on_every_rank(bad: float, order:
         assert "'blocks.1.down.weight'" in error and "error_if_nonfinite=False" in error
 
 
-def test_clipping_inside_a_scope_reaches_the_sharded_gradients() -> None:
+def test_clipping_inside_a_scope_reaches_shards() -> None:
+    """Clipping inside a scope reaches the sharded gradients."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
@@ -257,9 +265,9 @@ def test_accumulate_equals_one_large_batch(
 
 @cells
 @pytest.mark.parametrize("how", ["no_sync", "switch", "all_reduce", "reduce_grads"])
-def test_open_accumulation_is_reduced_by_the_last_backward_or_on_request(
-    shard: Shard, world: int, how: str
-) -> None:
+def test_open_accumulation_is_reduced_at_last(shard: Shard, world: int, how: str) -> None:
+    """Open accumulation is reduced by the last backward or on request."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, world, Tower, shard, adamw)
         for step in range(STEPS):
@@ -317,7 +325,9 @@ def test_reduction_in_another_dtype_accumulates_in_it() -> None:
     run_ranks(check, 2)
 
 
-def test_flags_are_restored_after_an_exception_and_gradients_dropped() -> None:
+def test_flags_are_restored_after_an_exception() -> None:
+    """Flags are restored after an exception and gradients dropped."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 4, Tower, hybrid)
 
@@ -352,7 +362,9 @@ def test_flags_are_restored_after_an_exception_and_gradients_dropped() -> None:
 
 @pytest.mark.parametrize("how", ["no_sync", "no_all_reduce"])
 @pytest.mark.parametrize("action", ["step", "clip"])
-def test_using_gradients_while_accumulation_is_open_is_an_error(how: str, action: str) -> None:
+def test_gradients_of_open_accumulation_are_refused(how: str, action: str) -> None:
+    """Using gradients while accumulation is open is an error."""
+
     def check(rank: int) -> None:
         model = hybrid(seeded(Tower))
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -427,7 +439,9 @@ def test_divide_factor() -> None:
     run_ranks(check, 2)
 
 
-def test_reshard_switches_change_what_is_gathered_and_not_the_result() -> None:
+def test_reshard_switches_change_no_result() -> None:
+    """Reshard switches change what is gathered and not the result."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         count = len(units(twin.model))
@@ -455,7 +469,8 @@ def test_reshard_switches_change_what_is_gathered_and_not_the_result() -> None:
     run_ranks(check, 2)
 
 
-def test_switches_of_one_unit_and_of_a_module_without_units() -> None:
+def test_switches_of_one_unit_and_of_none() -> None:
+    """Switches of one unit and of a module without units."""
     setters = [
         (set_requires_gradient_sync, "sync"),
         (set_requires_all_reduce, "all_reduce"),
@@ -478,7 +493,9 @@ def test_switches_of_one_unit_and_of_a_module_without_units() -> None:
             scope(nn.Linear(WIDTH, 1)).__enter__()
 
 
-def test_gradients_that_wait_on_the_host_are_reduced_on_request() -> None:
+def test_gradients_on_the_host_are_reduced_on_request() -> None:
+    """Gradients that wait on the host are reduced on request."""
+
     def check(rank: int) -> None:
         offload = Offload(grads=True, pin_memory=False)
         twin = Twin(rank, 2, Tower, lambda m: by_block(m, offload_policy=offload), adamw)

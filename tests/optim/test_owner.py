@@ -60,7 +60,7 @@ def test_updates_are_bit_equal_to_one_process(granularity: Any, ranks: int) -> N
 
 
 @pytest.mark.parametrize("granularity", [wholes, 1])
-def test_training_equals_one_process_on_the_whole_batch(granularity: Any) -> None:
+def test_training_equals_one_process(granularity: Any) -> None:
     """SGD, which shows a wrong gradient scale."""
 
     def body(rank: int) -> None:
@@ -170,7 +170,7 @@ def test_mixed_precision_and_offload() -> None:
     run_ranks(body, 2)
 
 
-def test_schedulers_weight_loads_conversions_and_zero_grad() -> None:
+def test_schedulers_loads_conversions_and_zero_grad() -> None:
     """Settings reach the owner; nothing is stale after weights were loaded or moved."""
 
     def body(rank: int) -> None:

@@ -46,7 +46,7 @@ def test_balance_keeps_holders_and_levels_the_rest(
     st.integers(1, 5),
 )
 @settings(max_examples=200, deadline=None)
-def test_spreading_cuts_nothing_pads_nothing_and_levels(units: list[list[Any]], ranks: int) -> None:
+def test_spreading_cuts_and_pads_nothing(units: list[list[Any]], ranks: int) -> None:
     """``Layout`` proves bounds, overlaps and cuts of each; the shard stays as large as it was."""
     loads = [0] * ranks
     for unit in units:
@@ -117,7 +117,9 @@ def test_cut_matrices_are_levelled_whatever_the_units() -> None:
         assert max(loads) * ranks == sum(work)
 
 
-def test_the_sharded_module_has_the_owners_that_were_planned() -> None:
+def test_the_module_has_the_owners_that_were_planned() -> None:
+    """The sharded module has the owners that were planned."""
+
     def body(rank: int) -> None:
         options = {"granularity": wholes, "units": fc.wrap.by_class({type(Tower().blocks[0])})}
         planned = fc.plan(Tower(5), **options)

@@ -60,9 +60,9 @@ def test_scaled_training_equals_unscaled(kind: Any, world: int) -> None:
 @pytest.mark.parametrize("kind", SCALERS.values(), ids=SCALERS)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_an_infinity_in_one_ranks_slice_skips_the_step_on_all(
-    kind: Any, bad: float, culprit: int
-) -> None:
+def test_an_infinity_in_one_slice_skips_all_steps(kind: Any, bad: float, culprit: int) -> None:
+    """An infinity in one rank's slice skips the step on all."""
+
     def check(rank: int) -> float:
         model = by_block(seeded(Tower))
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +79,7 @@ def test_an_infinity_in_one_ranks_slice_skips_the_step_on_all(
     assert run_ranks(check, 3) == [2.0**7] * 3
 
 
-def test_ranks_agree_between_parameters_of_different_groups() -> None:
+def test_ranks_agree_between_different_groups() -> None:
     """Experts are sharded over pairs; only one pair overflows, and all four ranks skip."""
 
     def check(rank: int) -> tuple[float, bool]:
@@ -152,6 +152,7 @@ def test_disabled_and_without_gradients() -> None:
     run_ranks(check, 2)
 
 
-def test_unscaling_outside_the_optimizer_sees_what_torch_sees() -> None:
+def test_unscaling_outside_the_optimizer() -> None:
+    """Unscaling outside the optimizer sees what torch sees."""
     with pytest.raises(AssertionError, match="scale"):
         make(GradScaler).unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

@@ -79,7 +79,9 @@ if hasattr(torch.optim, "Muon"):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_optimizers_that_need_whole_tensors_name_the_parameter(ranks: int) -> None:
+def test_optimizers_of_whole_tensors_name_parameters(ranks: int) -> None:
+    """Optimizers that need whole tensors name the parameter."""
+
     def body(group: Group) -> None:
         for name, make in REFUSING.items():
             params = shard(tensors(0), group)

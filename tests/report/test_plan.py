@@ -186,7 +186,9 @@ class Parts(nn.Module):
         return x
 
 
-def test_units_without_an_outer_one_and_of_several_modules() -> None:
+def test_units_without_an_outer_one() -> None:
+    """Units without an outer one and of several modules."""
+
     def ranks(rank: int) -> None:
         model = Parts()
         torch.manual_seed(0)
@@ -347,7 +349,8 @@ def test_total_is_persistent_plus_the_larger_peak() -> None:
     assert memory.backward.total > memory.forward.total
 
 
-def test_offload_moves_shards_gradients_and_state_to_the_host() -> None:
+def test_offload_moves_everything_to_the_host() -> None:
+    """Offload moves shards gradients and state to the host."""
     model = Model()
     found = plan(model, world_size=4, units=BLOCKS, optimizer="adamw", offload_policy=Offload(True))
     assert found.memory.host == found.memory.shards + found.memory.optimizer

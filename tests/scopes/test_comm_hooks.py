@@ -87,7 +87,9 @@ def test_half_precision_hooks_move_half_the_bytes() -> None:
     assert full == 2 * bf16 == 2 * fp16
 
 
-def test_fp16_hook_does_not_overflow_where_a_sum_of_halves_would() -> None:
+def test_fp16_hook_does_not_overflow() -> None:
+    """The fp16 hook does not overflow where a sum of halves would."""
+
     def train(rank: int) -> float:
         model = fc.fully_shard(nn.Linear(4, 1, bias=False))
         fc.register_comm_hook(model, None, fc.fp16_compress_hook)
@@ -185,7 +187,9 @@ def test_int8_moves_about_a_quarter_of_the_bytes() -> None:
     assert small < 0.3 * full
 
 
-def test_a_hook_can_be_taken_back_and_is_refused_when_it_cannot_be_called() -> None:
+def test_a_hook_can_be_taken_back_or_is_refused() -> None:
+    """A hook can be taken back and is refused when it cannot be called."""
+
     def train(rank: int) -> None:
         calls: list[str] = []
 
@@ -220,7 +224,9 @@ def test_a_hook_that_returns_the_wrong_part_is_named() -> None:
         assert "wanted this rank's part" in error
 
 
-def test_a_post_reduce_hook_can_step_and_drop_gradients_inside_backward() -> None:
+def test_a_post_reduce_hook_can_step_in_backward() -> None:
+    """A post reduce hook can step and drop gradients inside backward."""
+
     def train(rank: int, ranks: int) -> None:
         model = build()
         torch.manual_seed(0)

@@ -242,7 +242,9 @@ def test_accumulation_and_eval_between_steps() -> None:
     run_ranks(run, 2)
 
 
-def test_autograd_grad_retain_graph_and_gradient_penalty() -> None:
+def test_autograd_grad_and_gradient_penalty() -> None:
+    """``autograd.grad``, retain graph and gradient penalty."""
+
     def run(rank: int) -> None:
         model, sharded = seeded(Tower), by_block(seeded(Tower))
         shard_then_compile(model, "eager")
@@ -263,7 +265,9 @@ def test_autograd_grad_retain_graph_and_gradient_penalty() -> None:
     run_ranks(run, 2)
 
 
-def test_an_error_in_a_compiled_block_leaves_nothing_behind() -> None:
+def test_an_error_in_a_block_leaves_nothing_behind() -> None:
+    """An error in a compiled block leaves nothing behind."""
+
     def run(rank: int) -> None:
         trial = Trial(rank, 2, Tower, shard_then_compile)
         trial.run(graphs=1)
@@ -347,7 +351,9 @@ def test_a_compiled_optimizer_over_local_parameters() -> None:
     run_ranks(run, 2)
 
 
-def test_names_and_state_dicts_know_nothing_of_wrappers() -> None:
+def test_names_and_state_dicts_have_no_wrappers() -> None:
+    """Names and state dicts know nothing of wrappers."""
+
     def run(rank: int) -> None:
         seen: list[str] = []
 

@@ -230,7 +230,8 @@ def recorded(rank: int) -> None:
     twin.check()
 
 
-def test_nested_units_are_joined_in_the_order_in_which_they_ran() -> None:
+def test_nested_units_are_joined_in_order() -> None:
+    """Nested units are joined in the order in which they ran."""
     run_ranks(recorded, 2)
 
 

@@ -163,7 +163,7 @@ def train(rank: int, schedule: str, optimizer: MakeOptimizer, **options: Any) ->
 @pytest.mark.parametrize(
     ("schedule", "optimizer"), [*((schedule, sgd) for schedule in SCHEDULES), ("1f1b", adamw)]
 )
-def test_a_step_equals_one_process_and_reduces_each_bucket_once(
+def test_a_step_equals_one_process_and_reduces_once(
     schedule: str, optimizer: MakeOptimizer
 ) -> None:
     """The first step also tries shapes out, so gathers are counted after it."""
@@ -185,7 +185,8 @@ def test_zero1_gathers_once_a_step(schedule: str) -> None:
         assert counts == [(stages * BUCKETS, stages * BUCKETS)] * 2
 
 
-def test_a_stage_that_was_not_adapted_reduces_for_each_microbatch() -> None:
+def test_a_stage_that_was_not_adapted() -> None:
+    """A stage that was not adapted reduces for each microbatch."""
     for reports in run_ranks(train, 4, "1f1b", sgd, adapt=False):
         assert [report["reduces"] for report in reports] == [MICROBATCHES * BUCKETS] * 3
 
@@ -199,7 +200,7 @@ def test_activation_checkpointing_in_stages(schedule: str, recompute: str) -> No
         assert [report["reduces"] for report in reports] == [BUCKETS] * 3
 
 
-def test_what_the_last_microbatch_does_not_use_is_reduced_too() -> None:
+def test_what_the_last_microbatch_does_not_use() -> None:
     """A block that runs in the first microbatch alone has its gradients in the step's end."""
 
     class Skipping(Part):
@@ -296,7 +297,9 @@ def test_norms_and_clipping_are_per_stage() -> None:
 
 
 @pytest.mark.parametrize("scope", ["no_sync", "accumulate", "leftover"])
-def test_gradients_that_the_schedule_would_divide_wrongly_are_an_error(scope: str) -> None:
+def test_gradients_divided_wrongly_are_an_error(scope: str) -> None:
+    """Gradients that the schedule would divide wrongly are an error."""
+
     def ranks(rank: int) -> None:
         pipeline = Pipeline("1f1b")
         scopes = contextlib.ExitStack()

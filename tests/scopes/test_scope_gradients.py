@@ -42,9 +42,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("shard", EVERY_SHARD.values(), ids=EVERY_SHARD)
-def test_with_grads_shows_full_gradients_and_writes_them_back(
-    world: int, shard: Callable[..., Any]
-) -> None:
+def test_with_grads_shows_and_writes_full_gradients(world: int, shard: Callable[..., Any]) -> None:
+    """``with_grads`` shows full gradients and writes them back."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, world, Tower, shard)
         twin.backward(square, 0)
@@ -66,7 +66,9 @@ def test_with_grads_shows_full_gradients_and_writes_them_back(
     run_ranks(check, world)
 
 
-def test_an_edited_gradient_without_writeback_is_an_error() -> None:
+def test_an_edited_gradient_needs_writeback() -> None:
+    """An edited gradient without writeback is an error."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
@@ -86,7 +88,9 @@ def test_no_gradients_is_none() -> None:
     run_ranks(check, 2)
 
 
-def test_with_grads_during_open_accumulation_is_an_error() -> None:
+def test_with_grads_refuses_open_accumulation() -> None:
+    """``with_grads`` during open accumulation is an error."""
+
     def check(rank: int) -> None:
         from fsdp_compose.scopes.switches import no_sync
 
@@ -155,7 +159,9 @@ def test_a_chunked_head_trains_after_the_scope(world: int, optimizer: Any) -> No
     run_ranks(check, world)
 
 
-def test_a_chunked_head_is_one_gather_and_one_reduction() -> None:
+def test_a_chunked_head_is_gathered_once() -> None:
+    """A chunked head is one gather and one reduction."""
+
     def check(rank: int) -> None:
         model = seeded(Tower)
         fully_shard(model.head)
@@ -187,7 +193,9 @@ def test_uses_in_forward_and_in_scopes_add_up(world: int, shard: Callable[..., A
     train_twin(Tower, both, shard, adamw, world=world)
 
 
-def test_the_whole_model_trains_inside_one_scope_and_gathers_once() -> None:
+def test_the_model_trains_inside_one_scope() -> None:
+    """The whole model trains inside one scope and gathers once."""
+
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         with gathered(model):
             return model(x).square().mean() + model(x + 1).square().mean()
@@ -203,7 +211,9 @@ def test_the_whole_model_trains_inside_one_scope_and_gathers_once() -> None:
     run_ranks(check, 2)
 
 
-def test_backward_inside_the_scope_of_a_forward_before_it() -> None:
+def test_backward_inside_a_scope_after_forward() -> None:
+    """Backward inside the scope of a forward before it."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         for seed in range(2):
@@ -218,7 +228,9 @@ def test_backward_inside_the_scope_of_a_forward_before_it() -> None:
     run_ranks(check, 2)
 
 
-def test_a_forward_in_the_scope_is_in_the_compute_dtype() -> None:
+def test_a_forward_in_a_scope_has_the_compute_dtype() -> None:
+    """A forward in the scope is in the compute dtype."""
+
     def check(rank: int) -> None:
         mp = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = by_block(seeded(Tower).float(), mp_policy=mp)
@@ -284,7 +296,8 @@ def test_gradient_hooks_see_the_sharded_gradient() -> None:
     run_ranks(check, 2)
 
 
-def test_unsynchronised_uses_accumulate_and_are_reduced_later() -> None:
+def test_unsynchronised_uses_are_reduced_later() -> None:
+    """Unsynchronised uses accumulate and are reduced later."""
     from fsdp_compose.scopes.switches import no_sync
 
     def check(rank: int) -> None:
@@ -334,7 +347,9 @@ def test_nested_scopes_share_their_tensors() -> None:
     run_ranks(check, 2)
 
 
-def test_an_inner_scope_writes_and_the_outer_has_the_edit() -> None:
+def test_an_outer_scope_sees_an_inner_scopes_edit() -> None:
+    """An inner scope writes and the outer has the edit."""
+
     def check(rank: int) -> None:
         model = one_unit(seeded(Tower))
         with gathered(model):

@@ -39,7 +39,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("grad", [True, False])
-def test_every_parameter_reads_as_the_plain_module_has_it(world: int, grad: bool) -> None:
+def test_every_parameter_reads_as_in_the_plain_module(world: int, grad: bool) -> None:
+    """Every parameter reads as the plain module has it."""
+
     def check(rank: int) -> None:
         plain, model = seeded_oddities(), by_block(seeded_oddities())
         leaves = dict(model.named_parameters(remove_duplicate=False))
@@ -68,12 +70,15 @@ def test_the_classic_name_is_the_same_function() -> None:
     assert summon_full_params is gathered
 
 
-def test_a_module_without_sharded_parameters_opens_nothing() -> None:
+def test_a_module_without_shards_opens_nothing() -> None:
+    """A module without sharded parameters opens nothing."""
     with gathered(nn.Linear(2, 2)) as module:
         assert module.weight.shape == (2, 2)
 
 
-def test_a_part_of_a_unit_opens_and_a_nested_unit_stays_shut_without_recurse() -> None:
+def test_a_part_opens_and_nested_units_stay_shut() -> None:
+    """A part of a unit opens and a nested unit stays shut without recurse."""
+
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         with gathered(model.head):
@@ -257,7 +262,9 @@ def test_replicas_of_shards_read_write_and_train() -> None:
     run_ranks(check, 4)
 
 
-def test_an_exception_on_rank_0_reaches_the_others_and_nothing_is_written() -> None:
+def test_an_exception_on_rank_0_reaches_the_others() -> None:
+    """An exception on rank 0 reaches the others and nothing is written."""
+
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         before = [whole(p) for p in model.parameters()]
@@ -276,7 +283,9 @@ def test_an_exception_on_rank_0_reaches_the_others_and_nothing_is_written() -> N
     run_ranks(check, 2)
 
 
-def test_an_exception_writes_nothing_and_leaves_the_model_as_it_was() -> None:
+def test_an_exception_writes_nothing() -> None:
+    """An exception writes nothing and leaves the model as it was."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
 
@@ -354,7 +363,9 @@ def test_a_replacement_of_another_shape_is_an_error(wrong: Any, found: str) -> N
         assert "'head.weight'" in error and found in error and "(2, 6)" in error
 
 
-def test_a_step_inside_a_scope_with_writeback_is_an_error() -> None:
+def test_a_step_in_a_writing_scope_is_an_error() -> None:
+    """A step inside a scope with writeback is an error."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
@@ -365,7 +376,9 @@ def test_a_step_inside_a_scope_with_writeback_is_an_error() -> None:
         assert error is not None and "step the optimizer outside" in error
 
 
-def test_a_step_inside_a_reading_scope_counts_and_is_no_edit() -> None:
+def test_a_step_in_a_reading_scope_counts() -> None:
+    """A step inside a reading scope counts and is no edit."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
@@ -377,7 +390,9 @@ def test_a_step_inside_a_reading_scope_counts_and_is_no_edit() -> None:
     run_ranks(check, 2)
 
 
-def test_writing_inside_the_units_own_forward_is_an_error() -> None:
+def test_writing_in_the_units_own_forward_is_refused() -> None:
+    """Writing inside the unit's own forward is an error."""
+
     class Writes(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with gathered(self, writeback=True):

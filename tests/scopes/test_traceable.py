@@ -160,7 +160,9 @@ def test_fullgraph_on_four_ranks_and_replicas() -> None:
     run_ranks(run, 4)
 
 
-def test_fullgraph_gathers_again_in_backward_unless_kept() -> None:
+def test_fullgraph_gathers_again_unless_kept() -> None:
+    """Fullgraph gathers again in backward unless kept."""
+
     def run(rank: int) -> None:
         for strategy, again in (("FULL_SHARD", 3), ("SHARD_GRAD_OP", 0)):
             torch._dynamo.reset()
@@ -242,7 +244,9 @@ def test_fullgraph_accumulates_and_evaluates() -> None:
     run_ranks(lambda rank: Trial(rank, 2, Line, traceable, loss=loss).run(graphs=2), 2)
 
 
-def test_fullgraph_backward_for_inputs_alone_leaves_parameters_alone() -> None:
+def test_fullgraph_backward_for_inputs_alone() -> None:
+    """Fullgraph backward for inputs alone leaves parameters alone."""
+
     def loss(model: nn.Module, call: Call, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         loss = call(x).square().mean()
@@ -288,7 +292,9 @@ def test_fullgraph_gradients_of_chosen_parameters() -> None:
     run_ranks(run, 2)
 
 
-def test_fullgraph_second_derivatives_are_right_or_refused() -> None:
+def test_fullgraph_second_derivatives() -> None:
+    """Fullgraph second derivatives are right or refused."""
+
     def run(rank: int) -> None:
         model, sharded = seeded(Line), by_block(seeded(Line))
         call = traceable(model, "eager")
@@ -305,7 +311,9 @@ def test_fullgraph_second_derivatives_are_right_or_refused() -> None:
     run_ranks(run, 2)
 
 
-def test_fullgraph_around_checkpoints_needs_a_setting_of_torch() -> None:
+def test_fullgraph_around_checkpoints() -> None:
+    """Fullgraph around checkpoints needs a setting of torch."""
+
     def run(rank: int) -> None:
         call = traceable(seeded(Checkpointed), "eager")
         with pytest.raises(torch._dynamo.exc.Unsupported, match="skip_fwd_side_effects"):

@@ -53,7 +53,9 @@ def test_unshard_holds_a_unit_gathered_until_reshard() -> None:
     run_ranks(check, 2)
 
 
-def test_unshard_of_a_module_that_is_no_unit_gathers_the_units_in_it() -> None:
+def test_unshard_of_no_unit_gathers_the_units_in_it() -> None:
+    """``unshard`` of a module that is no unit gathers the units in it."""
+
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         handle = unshard(model.blocks, async_op=True)
@@ -70,7 +72,9 @@ def test_unshard_of_a_module_that_is_no_unit_gathers_the_units_in_it() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_training_while_unsharded_reads_new_weights_every_step(world: int) -> None:
+def test_training_while_unsharded_reads_new_weights(world: int) -> None:
+    """Training while unsharded reads new weights every step."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, world, Tower)
         for u in (twin.model, *twin.model.blocks):
@@ -88,7 +92,9 @@ def test_training_while_unsharded_reads_new_weights_every_step(world: int) -> No
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_flow_through_unsharded_parameters_after_reshard(world: int) -> None:
+def test_gradients_flow_after_reshard(world: int) -> None:
+    """Gradients flow through unsharded parameters after reshard."""
+
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         if any(units(model)):
             unshard(model)
@@ -109,7 +115,9 @@ def test_gradients_flow_through_unsharded_parameters_after_reshard(world: int) -
     run_ranks(check, world)
 
 
-def test_a_graph_over_unsharded_parameters_keeps_them_gathered() -> None:
+def test_a_graph_keeps_parameters_gathered() -> None:
+    """A graph over unsharded parameters keeps them gathered."""
+
     def check(rank: int) -> None:
         model = one_unit(seeded(Tower))
         unshard(model)
@@ -123,7 +131,9 @@ def test_a_graph_over_unsharded_parameters_keeps_them_gathered() -> None:
     run_ranks(check, 2)
 
 
-def test_writing_between_unshard_and_reshard_is_an_error() -> None:
+def test_writing_after_unshard_is_an_error() -> None:
+    """Writing between unshard and reshard is an error."""
+
     def check(rank: int) -> None:
         model = one_unit(seeded(Tower))
         unshard(model)
@@ -137,7 +147,9 @@ def test_writing_between_unshard_and_reshard_is_an_error() -> None:
         assert error is not None and "'head.weight'" in error and "writeback=True" in error
 
 
-def test_reshard_releases_what_a_forward_without_backward_kept() -> None:
+def test_reshard_releases_what_a_forward_kept() -> None:
+    """Reshard releases what a forward without backward kept."""
+
     def check(rank: int) -> None:
         model = one_unit(seeded(Tower))
         model(data(0, rank))
@@ -148,7 +160,9 @@ def test_reshard_releases_what_a_forward_without_backward_kept() -> None:
     run_ranks(check, 2)
 
 
-def test_reshard_between_forward_and_backward_gathers_again() -> None:
+def test_reshard_before_backward_gathers_again() -> None:
+    """Reshard between forward and backward gathers again."""
+
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         loss, plain = twin.losses(square, 0)
@@ -161,7 +175,9 @@ def test_reshard_between_forward_and_backward_gathers_again() -> None:
     run_ranks(check, 2)
 
 
-def test_gathered_inside_unshard_and_reshard_inside_gathered() -> None:
+def test_gathered_and_unshard_inside_each_other() -> None:
+    """Gathered inside unshard and reshard inside gathered."""
+
     def check(rank: int) -> None:
         model = one_unit(seeded(Tower))
         leaf = model.head.weight
@@ -179,7 +195,9 @@ def test_gathered_inside_unshard_and_reshard_inside_gathered() -> None:
     run_ranks(check, 2)
 
 
-def test_prefetch_units_gathers_ahead_and_a_step_drops_it() -> None:
+def test_prefetch_units_gathers_ahead() -> None:
+    """``prefetch_units`` gathers ahead and a step drops it."""
+
     def check(rank: int) -> None:
         import fsdp_compose.optim.clip  # noqa: F401  the guard on steps
 
@@ -218,7 +236,9 @@ def test_iter_full_yields_what_named_parameters_has(world: int, bucket_bytes: in
     run_ranks(check, world)
 
 
-def test_iter_full_of_a_part_has_its_own_names_and_ignored_parameters() -> None:
+def test_iter_full_of_a_part_has_its_own_names() -> None:
+    """``iter_full`` of a part has its own names and ignored parameters."""
+
     def check(rank: int) -> None:
         model = seeded(Tower)
         by_block(model, ignored=[model.head])
@@ -232,7 +252,9 @@ def test_iter_full_of_a_part_has_its_own_names_and_ignored_parameters() -> None:
     run_ranks(check, 2)
 
 
-def test_iter_full_moves_each_bucket_once_and_large_ones_by_owner() -> None:
+def test_iter_full_moves_each_bucket_once() -> None:
+    """``iter_full`` moves each bucket once and large ones by owner."""
+
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         comm.traffic.reset()
@@ -245,7 +267,9 @@ def test_iter_full_moves_each_bucket_once_and_large_ones_by_owner() -> None:
     run_ranks(check, 2)
 
 
-def test_reduce_grads_without_anything_waiting_does_nothing() -> None:
+def test_reduce_grads_with_nothing_waiting() -> None:
+    """``reduce_grads`` without anything waiting does nothing."""
+
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         comm.traffic.reset()

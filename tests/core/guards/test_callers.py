@@ -22,7 +22,9 @@ from harness import run_ranks
 from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, square
 
 
-def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
+def test_a_second_thread_is_refused() -> None:
+    """A second thread is refused and the first goes on."""
+
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         wanted = square(model, data(0, rank))

@@ -192,7 +192,7 @@ def test_a_write_through_data_before_backward(strategy: ShardingStrategy, held: 
     run_ranks(ranks, 2)
 
 
-def test_a_counted_write_before_backward_raises_after_data() -> None:
+def test_a_counted_write_after_data_raises() -> None:
     """Also where ``.data`` was handed out before, which no longer switches the check off (D8)."""
 
     def ranks(rank: int) -> None:

@@ -136,7 +136,8 @@ def inference(rank: int) -> None:
     torch.testing.assert_close(model(x), plain(x))
 
 
-def test_inference_and_exceptions_leave_the_model_at_rest() -> None:
+def test_inference_and_exceptions_leave_it_at_rest() -> None:
+    """Inference and exceptions leave the model at rest."""
     run_ranks(inference, 2)
 
 
@@ -177,7 +178,8 @@ def test_a_copy_drives_its_own_state() -> None:
     run_ranks(copies, 2)
 
 
-def test_a_method_of_the_instance_is_used_and_given_back() -> None:
+def test_a_method_of_the_instance_is_given_back() -> None:
+    """A method of the instance is used and given back."""
     with single_process():
         model = seeded(Coder)
         own = lambda x: model.head(x) + 1  # noqa: E731
@@ -199,7 +201,8 @@ def unlisted(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_method_that_is_not_listed_raises_and_says_so() -> None:
+def test_a_method_that_is_not_listed_raises() -> None:
+    """A method that is not listed raises and says so."""
     run_ranks(unlisted, 2)
 
 
@@ -232,7 +235,8 @@ def test_ranks_agree_on_methods() -> None:
         assert "methods" in str(error)
 
 
-def test_forward_need_not_be_listed_and_static_methods_may() -> None:
+def test_forward_unlisted_and_static_methods_listed() -> None:
+    """Forward need not be listed and static methods may."""
     with single_process():
         model = shard(seeded(Coder), methods=("twice",))
         assert torch.equal(model.twice(torch.ones(2)), torch.full((2,), 2.0))

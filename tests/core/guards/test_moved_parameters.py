@@ -136,7 +136,9 @@ def test_gradients_are_converted_and_accumulated_on() -> None:
 
 
 @pytest.mark.parametrize("shard", [by_block, nested])
-def test_gradients_that_wait_for_the_last_microbatch_are_converted(shard: Any) -> None:
+def test_gradients_that_wait_are_converted(shard: Any) -> None:
+    """Gradients that wait for the last microbatch are converted."""
+
     def ranks(rank: int) -> None:
         pair = twin(rank, 2, shard)
         pair.tolerance = Tolerance(1e-4, 1e-5)
@@ -153,7 +155,9 @@ def test_gradients_that_wait_for_the_last_microbatch_are_converted(shard: Any) -
     run_ranks(ranks, 2)
 
 
-def test_compute_dtype_follows_the_policy_or_else_the_storage() -> None:
+def test_compute_dtype_follows_policy_or_storage() -> None:
+    """Compute dtype follows the policy or else the storage."""
+
     def policy(name: str, param: nn.Parameter) -> MixedPrecision | None:
         return MixedPrecision(param_dtype=torch.float32) if "norm" in name else None
 
@@ -217,7 +221,9 @@ def test_tied_weights_across_units_stay_tied() -> None:
     run_ranks(ranks, 2)
 
 
-def test_reading_without_a_forward_takes_the_change_over_too() -> None:
+def test_reading_without_a_forward_sees_the_change() -> None:
+    """Reading without a forward takes the change over too."""
+
     def ranks(rank: int) -> None:
         model = by_block(Tower(1))
         before = {n: whole(p) for n, p in model.named_parameters()}
@@ -357,7 +363,9 @@ class Fail(torch.autograd.Function):
         raise ValueError("in backward")
 
 
-def test_a_parameter_replaced_after_a_failed_step_is_not_lost() -> None:
+def test_a_parameter_replaced_after_a_failed_step() -> None:
+    """A parameter replaced after a failed step is not lost."""
+
     def ranks(rank: int) -> None:
         model = by_block(Tower(1))
         x = data(0, rank).float().requires_grad_()
@@ -376,7 +384,7 @@ def assert_at_rest_but_for(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
-def test_a_change_between_forward_and_backward_is_refused(kind: torch.dtype) -> None:
+def test_a_change_before_backward_is_refused(kind: torch.dtype) -> None:
     """Backward of the plain module uses the values that forward saw; here they are gone."""
 
     def ranks(rank: int) -> None:
