@@ -6,5 +6,6 @@ Files, each importing only from those above it:
     traffic      counts what this process communicates
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group
+    meeting      ranks that wait for each other in different groups raise
     collectives  gather, reduce and exchange over plain tensors and a group
 """

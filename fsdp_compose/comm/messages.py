@@ -194,6 +194,20 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 
 
 _attended: dict[int, Group] = {}  # by thread
+_looks: dict[int, Callable[[], None]] = {}  # by thread
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """Scope in which this thread calls ``look`` now and then while it waits for messages.
+
+    What that raises ends the wait; the group must not be used again.
+    """
+    _looks[threading.get_ident()] = look
+    try:
+        yield
+    finally:
+        del _looks[threading.get_ident()]
 
 
 @contextlib.contextmanager
@@ -273,6 +287,9 @@ def _wait_attentively(
     while not done.wait(pause):
         pause = min(2 * pause, 1.0)
         _raise_if_left(group)
+        look = _looks.get(threading.get_ident())
+        if look is not None:
+            look()
     if failure:
         _raise_if_left(group)
         raise failure[0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdp_compose.base.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.torch_private import buffer_slots
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
@@ -96,7 +96,8 @@ def _compare_beside(
     """
     for group in tensor_parallel_groups(modules):
         mine = {k: (total, v.what) for k, (total, v) in sums.items() if group in v.repeated}
-        reports = comm.gather_objects((_describe(problem), mine, left), group)
+        mine_and_left = (_describe(problem), mine, left)
+        reports = gather_objects_or_differ(mine_and_left, group, "fully_shard")
         problem = problem or _problem_in([report for report, _, _ in reports], group)
         problem = problem or _difference_beside([found for _, found, _ in reports], group)
         left = left.union(*(others for _, _, others in reports))
@@ -291,7 +292,8 @@ def _exchange(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:
     """Every rank's report, by rank."""
     known = {dist.get_rank(): report}
     for group in groups:
-        known = {rank: r for part in comm.gather_objects(known, group) for rank, r in part.items()}
+        parts = gather_objects_or_differ(known, group, "fully_shard")
+        known = {rank: r for part in parts for rank, r in part.items()}
     return dict(sorted(known.items()))
 
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_compose.base.mesh import Group, Mesh, group_of
 from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.core.bucket import contiguous_strides, storage_order
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, part_of, spec_of, split_axes
 
@@ -62,7 +62,8 @@ def declare_tensor_parallel(
             mine.append(_part(param, number, dim))
     except (TypeError, ValueError) as error:
         problem = error
-    reports = comm.gather_objects((None if problem is None else repr(problem), mine), group)
+    report = None if problem is None else repr(problem), mine
+    reports = gather_objects_or_differ(report, group, "declare_tensor_parallel")
     if problem is not None:
         raise problem
     for rank, (text, parts) in zip(group.ranks, reports, strict=True):

@@ -1,0 +1,103 @@
+"""Ranks that are given different meshes raise, all that wait, long before the timeout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compose import declare_tensor_parallel, fully_shard, refresh
+
+from harness import rank_errors, run_ranks
+from models import units
+
+Make = Callable[[int], Any]
+
+
+def grid(rank: int) -> Any:
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return mesh if rank == 0 else flat
+
+
+def own_group(rank: int) -> Any:
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    return groups[rank]
+
+
+def none_or_group(rank: int) -> Any:
+    group = dist.new_group([0, 1])
+    return group if rank else None
+
+
+def part_of_the_world(rank: int) -> Any:
+    group = dist.new_group([0, 1, 2])
+    return group if rank == 2 else None
+
+
+CASES: dict[str, tuple[int, Make]] = {
+    "another group of the same ranks": (2, own_group),
+    "no mesh or a group": (2, none_or_group),
+    "one axis or two": (4, grid),
+    "a part of the world": (4, part_of_the_world),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_different_meshes_are_told_on_every_rank(case: str) -> None:
+    """Also where one call was right before, and where the model is refreshed."""
+    world, make = CASES[case]
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(model[0])
+        refresh(model)
+        started = time.monotonic()
+        mesh = make(rank)
+        try:
+            fully_shard(model, mesh=mesh)
+        finally:
+            assert time.monotonic() - started < 15
+
+    for text in rank_errors(ranks, world):
+        assert text is not None and "ValueError" in text, text
+        assert "given a mesh or a group over ranks (0, 1" in text and "mesh['dp']" in text, text
+
+
+def test_ranks_that_wait_for_late_ones_do_not_differ() -> None:
+    """Ranks of a smaller group that are slow, of which the others wait for one, in any order."""
+
+    def ranks(rank: int) -> None:
+        small = dist.new_group([0, 1])
+        model, part = nn.Linear(2, 2), nn.Linear(2, 2)
+        if rank == 0:
+            time.sleep(2.5)
+        if rank < 2:
+            fully_shard(part, mesh=small)
+            if rank == 0:
+                time.sleep(1.5)
+        fully_shard(model)
+
+    run_ranks(ranks, 3)
+
+
+def test_declared_parts_over_different_meshes() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        other = own_group(rank)
+        declare_tensor_parallel(nn.Linear(2, 2).weight, other if rank else mesh, 0)
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "declare_tensor_parallel: rank 0 was given" in text, text
+
+
+def test_exchanges_in_time_touch_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "fsdp_compose.comm.meeting.default_store", lambda: pytest.fail("used the store")
+    )
+    run_ranks(lambda rank: len(units(fully_shard(nn.Linear(2, 2)))), 2)
