@@ -1,277 +1,37 @@
-"""The house rules: who may import whom, and what may appear only where. Checked from the source."""
+"""The house rules hold, and their checkers find what breaks them in packages made up for it."""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "fsdp_compose"
-
-# A folder imports only from folders above it. Inside a folder, a file imports only from files above
-# it in the list that the docstring of the folder's `__init__` shows: "    name  what it is for".
-FOLDERS = [
-    "layout",
-    "base",
-    "comm",
-    "sharded",
-    "core",
-    "construct",
-    "scopes",
-    "optim",
-    "report",
-    "checkpoint",
-    "cli",
-]
-TOP = ["wrap", "__init__", "__main__"]  # the public face: may import everything
-LISTED = re.compile(r"^    ([a-z_0-9/]+)  +\S", re.MULTILINE)
-PRIVATE_TORCH = {"base/torch_private"}
-COLLECTIVES = re.compile(r"comm/|checkpoint/")
-MAX_LINES = 600
-
-COLLECTIVE = re.compile(
-    r"(_?(all_gather|all_reduce|all_to_all|reduce_scatter)\w*|\w+_into_tensor|\w+_coalesced"
-    r"|(monitored_)?barrier|broadcast(_object_list)?|reduce|(gather|scatter)(_object(_list)?)?"
-    r"|i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|P2POp)"
+import house
+from house import (
+    PACKAGE,
+    check_collectives,
+    check_fields,
+    check_form,
+    check_layers,
+    check_private_torch,
+    check_public_names,
+    check_sizes,
+    check_stale,
+    check_tests,
 )
-GROUP_METHOD = re.compile(r"_?(allreduce|allgather|alltoall|reduce_scatter)(_base|_\w*coalesced)?")
-PUBLIC_IN_PRACTICE = ("_foreach_", "_fused_")
 
-
-# What the checkers share: the files, the modules they import, the torch names they mention.
-
-
-def name_of(path: Path, package: Path) -> str:
-    """`core/guards/used_parameters` for the file fsdp_compose/core/guards/used_parameters.py."""
-    return path.relative_to(package).with_suffix("").as_posix()
-
-
-def sources(package: Path) -> Iterator[tuple[Path, str, ast.Module]]:
-    """(path, name, syntax tree) of every file."""
-    for path in sorted(package.rglob("*.py")):
-        yield path, name_of(path, package), ast.parse(path.read_text("utf-8"), str(path))
-
-
-def listed(package: Path, folder: str) -> list[str]:
-    """The files of a folder in the order that its `__init__` gives."""
-    init = package / folder / "__init__.py"
-    if not init.exists():
-        return []
-    return LISTED.findall(ast.get_docstring(ast.parse(init.read_text("utf-8")), clean=False) or "")
-
-
-def places(package: Path) -> dict[str, tuple[int, int]]:
-    """By name of a file, its folder's place and its own; `__init__` is the last of its folder."""
-    found: dict[str, tuple[int, int]] = {}
-    for i, folder in enumerate(FOLDERS):
-        names = listed(package, folder)
-        found |= {f"{folder}/{name}": (i, j) for j, name in enumerate(names)}
-        found[f"{folder}/__init__"] = (i, len(names))
-    return found | {name: (len(FOLDERS), i) for i, name in enumerate(TOP)}
-
-
-def at(path: Path, package: Path, node: ast.AST) -> str:
-    return f"{path.relative_to(package.parent)}:{getattr(node, 'lineno', 1)}"
-
-
-def imported(path: Path, package: Path, tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """Names of the package's files that a file imports, wherever the import stands."""
-    here = [package.name, *path.relative_to(package).parent.parts]
-
-    def file(dotted: list[str]) -> str:
-        inner = dotted[1:]
-        is_folder = not inner or (package.joinpath(*inner) / "__init__.py").exists()
-        return "/".join([*inner, "__init__"] if is_folder else inner)
-
-    def is_file(dotted: list[str]) -> bool:
-        inner = package.joinpath(*dotted[1:])
-        return inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == package.name:
-                    yield node, file(alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            base = list(here[: len(here) - node.level + 1]) if node.level else []
-            base += node.module.split(".") if node.module else []
-            for alias in node.names if base[:1] == [package.name] else []:
-                # `from package.folder import x`: the file x, or a name that `__init__` has.
-                yield node, file([*base, alias.name] if is_file([*base, alias.name]) else base)
-        elif isinstance(node, ast.Call) and node.args:
-            match ast.unparse(node.func).split(".")[-1], node.args[0]:
-                case (("import_module" | "__import__"), ast.Constant(value=str(module))):
-                    dots = len(module) - len(module.lstrip("."))
-                    base = list(here[: len(here) - dots + 1]) if dots else []
-                    base += [*filter(None, module.split("."))]
-                    if base[:1] == [package.name]:
-                        yield node, file(base)
-
-
-def torch_names(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """Full dotted names below `torch` that the file mentions: `dist.x` is torch.distributed.x."""
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-                    yield node, alias.name
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            module = node.module or ""
-            for alias in node.names if module.split(".")[0] == "torch" else []:
-                bound[alias.asname or alias.name] = f"{module}.{alias.name}"
-                yield node, f"{module}.{alias.name}"
-
-    def dotted(node: ast.AST) -> str | None:
-        if isinstance(node, ast.Name):
-            return bound.get(node.id)
-        if isinstance(node, ast.Attribute):
-            owner = dotted(node.value)
-            return f"{owner}.{node.attr}" if owner else None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-            match node.args:
-                case [owner_node, ast.Constant(value=str(attr)), *_]:
-                    owner = dotted(owner_node)
-                    return f"{owner}.{attr}" if owner else None
-        return None
-
-    for node in ast.walk(tree):
-        name = dotted(node)
-        if name is not None:
-            yield node, name
-
-
-# The checkers. Each takes the folder of a package and returns what is wrong, one line each.
-
-
-def check_layers(package: Path) -> list[str]:
-    place = places(package)
-    files = {name for _, name, _ in sources(package)}
-    wrong = []
-    for path, name, tree in sources(package):
-        if name.endswith("guards/__init__"):
-            continue  # its files are listed in core
-        if name not in place:
-            wrong.append(f"{at(path, package, tree)}: no folder's __init__ lists {name}")
-            continue
-        for node, target in imported(path, package, tree):
-            where = at(path, package, node)
-            if target not in place:
-                wrong.append(f"{where}: imports {target}, which no folder's __init__ lists")
-            elif place[target] >= place[name]:
-                wrong.append(f"{where}: {name} imports {target}, which is not above it")
-    for name in place:
-        folder = name.split("/")[0]
-        if name not in files and (package / folder).is_dir():
-            wrong.append(f"fsdp_compose/{folder}/__init__.py: lists {name}, which does not exist")
-    return list(dict.fromkeys(wrong))  # one import statement, one line
-
-
-def check_private_torch(package: Path) -> list[str]:
-    wrong = set()
-    for path, file, tree in sources(package):
-        if file in PRIVATE_TORCH:
-            continue
-        for node, name in torch_names(tree):
-            for part in name.split("."):
-                dunder = part.startswith("__") and part.endswith("__")
-                if part.startswith("_") and not dunder and not part.startswith(PUBLIC_IN_PRACTICE):
-                    wrong.add(f"{at(path, package, node)}: {name} is private; use torch_private.py")
-    return sorted(wrong)
-
-
-def check_collectives(package: Path) -> list[str]:
-    wrong = set()
-    for path, file, tree in sources(package):
-        if COLLECTIVES.match(file):
-            continue
-        found = [
-            (node, name)
-            for node, name in torch_names(tree)
-            if name.startswith("torch.distributed.") and COLLECTIVE.fullmatch(name.split(".")[-1])
-        ]
-        found += [
-            (node, f".{node.func.attr}()")
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and GROUP_METHOD.fullmatch(node.func.attr)
-            and node.func.attr != "reduce_scatter"  # comm.reduce_scatter is ours
-        ]
-        for node, name in found:
-            wrong.add(f"{at(path, package, node)}: {name} is a collective; it belongs in comm.py")
-    return sorted(wrong)
-
-
-def check_form(package: Path) -> list[str]:
-    wrong = []
-    for path, _, tree in sources(package):
-        if not (ast.get_docstring(tree) or "").strip():
-            wrong.append(f"{at(path, package, tree)}: no docstring says what the file promises")
-        lines = len(path.read_text("utf-8").splitlines())
-        if lines > MAX_LINES:
-            wrong.append(f"{at(path, package, tree)}: {lines} lines; at most {MAX_LINES}")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id == "hasattr":
-                wrong.append(f"{at(path, package, node)}: hasattr; declare the field instead")
-    return wrong
-
-
-def check_public_names(package: Path) -> list[str]:
-    path = package / "__init__.py"
-    if not path.exists():
-        return []
-    tree = ast.parse(path.read_text("utf-8"))
-    listed: list[str] | None = None
-    bound: set[str] = set()
-    wrong: list[str] = []
-
-    def visit(body: list[ast.stmt]) -> None:
-        nonlocal listed
-        for node in body:
-            match node:
-                case ast.Import(names=names):
-                    bound.update(a.asname or a.name.split(".")[0] for a in names)
-                case ast.ImportFrom(module="__future__"):
-                    pass
-                case ast.ImportFrom(names=names):
-                    bound.update(a.asname or a.name for a in names)
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                    bound.add(node.name)
-                case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
-                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                    found = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-                    if "__all__" not in found:
-                        bound.update(found)
-                        continue
-                    try:
-                        listed = (listed or []) + list(ast.literal_eval(node.value or ast.List([])))
-                    except ValueError:
-                        wrong.append(f"{at(path, package, node)}: __all__ is not a literal list")
-                case ast.If() | ast.Try():
-                    for inner in ("body", "orelse", "finalbody"):
-                        visit(getattr(node, inner, []))
-                    for handler in getattr(node, "handlers", []):
-                        visit(handler.body)
-
-    visit(tree.body)
-    where = at(path, package, tree)
-    if listed is None:
-        return [*wrong, f"{where}: no __all__"]
-    public = {name for name in bound if not name.startswith("_")}
-    names = set(listed)
-    dunder = {n for n in names & bound if n.startswith("__")}
-    wrong += [f"{where}: {n} is public but not in __all__" for n in sorted(public - names)]
-    wrong += [f"{where}: __all__ has {n}, not defined" for n in sorted(names - public - dunder)]
-    wrong += [f"{where}: __all__ has {n} twice" for n in sorted(names) if listed.count(n) > 1]
-    return wrong
-
-
-CHECKS = [check_layers, check_private_torch, check_collectives, check_form, check_public_names]
+CHECKS = [
+    check_layers,
+    check_private_torch,
+    check_collectives,
+    check_form,
+    check_public_names,
+    check_sizes,
+    check_fields,
+    check_stale,
+    check_tests,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
@@ -411,9 +171,112 @@ def test_form_is_checked(tmp_path: Path) -> None:
     assert "docstring" in wrong
     (wrong,) = check_form(build(tmp_path / "b", {"layout/shards.py": "hasattr(1, 'x')"}))
     assert "hasattr" in wrong
-    (wrong,) = check_form(build(tmp_path / "c", {"report/plan.py": "x = 1\n" * 599}))
-    assert "601 lines" in wrong
-    assert not check_form(build(tmp_path / "d", {"report/plan.py": "x = 1\n" * 598}))
+
+
+def function(lines: int) -> str:
+    """A function whose body has that many lines, under a docstring."""
+    return 'def f():\n    """Does.\n\n    A lot.\n    """\n' + "    g()\n" * lines
+
+
+def indented(body: str) -> str:
+    return body.replace("\n", "\n    ")
+
+
+@pytest.mark.parametrize(
+    ("name", "fits", "breaks", "text"),
+    [
+        (
+            "report/plan.py",
+            "x = 1\n" * 498,
+            "x = 1\n" * 499,
+            "report/plan has 501 lines",
+        ),
+        ("report/plan.py", function(50), function(51), "report/plan:f has 51 lines of body"),
+        (
+            "core/passes.py",
+            indented("class A:\n" + function(50)),
+            indented("class A:\n" + function(51)),
+            "core/passes:f has 51 lines of body",
+        ),
+    ],
+)
+def test_what_is_too_long_is_found(
+    name: str, fits: str, breaks: str, text: str, tmp_path: Path
+) -> None:
+    assert not check_sizes(build(tmp_path / "a", {name: fits}))
+    (wrong,) = check_sizes(build(tmp_path / "b", {name: breaks}))
+    assert text in wrong
+
+
+def test_the_size_of_the_engine_is_checked(tmp_path: Path) -> None:
+    """Its guards do not count."""
+    files = {f"core/file{i}.py": "x = 1" for i in range(house.ENGINE_FILES)}
+    guards = {"core/guards/one.py": "x = 1", "report/plan.py": "x = 1"}
+    assert not check_sizes(build(tmp_path / "a", files | guards))
+    (wrong,) = check_sizes(build(tmp_path / "b", files | {"core/one_more.py": "x = 1"}))
+    assert f"{house.ENGINE_FILES + 1} files" in wrong
+    long = {f"core/file{i}.py": "x = 1\n" * 490 for i in range(house.ENGINE_LINES // 490 + 1)}
+    (wrong,) = check_sizes(build(tmp_path / "c", long))
+    assert f"at most {house.ENGINE_LINES}" in wrong
+
+
+def test_what_is_still_over_may_only_shrink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = build(tmp_path, {"report/plan.py": function(60)})
+    monkeypatch.setattr(house, "PACKAGE", package)
+    monkeypatch.setattr(house, "STILL_OVER", {"report/plan:f": 60})
+    assert not check_sizes(package)
+    monkeypatch.setattr(house, "STILL_OVER", {"report/plan:f": 59})
+    (wrong,) = check_sizes(package)
+    assert "60 lines of body; at most 59" in wrong
+    monkeypatch.setattr(house, "STILL_OVER", {"report/plan:f": 61, "report/plan:g": 55})
+    (wrong,) = check_stale(package)
+    assert "report/plan:g is within its limit" in wrong
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            "class A:\n" + "".join(f"    x{i}: int\n" for i in range(23)),
+            "A has 23 fields",
+        ),
+        ("class A:\n    x: int\n    def f(self):\n        self.y = 1", "A.y is set"),
+        ("class A:\n    x: int\n    def f(self, b):\n        b.z, self.y = 1, 2", "A.y is set"),
+        ("class A:\n    __slots__ = ('x',)\n    def f(me):\n        me.y: int = 1", "A.y is set"),
+        ("class B:\n    x: int\nclass A(B):\n    def f(self):\n        self.y += 1", "A.y is set"),
+    ],
+)
+def test_too_many_and_undeclared_fields_are_found(body: str, text: str, tmp_path: Path) -> None:
+    (wrong,) = check_fields(build(tmp_path, {"core/passes.py": body}))
+    assert text in wrong
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "class A:\n" + "".join(f"    x{i}: int\n" for i in range(22)) + "    y: ClassVar[int] = 1",
+        "class A:\n    def __init__(self):\n        self.x = 1\n    def f(me):\n        me.x = 2",
+        "class A:\n    __slots__ = ('x',)\n    def f(self):\n        self.x = 2",
+        "class B:\n    x: int\nclass A(B):\n    def f(self):\n        self.x = 1",
+        "class A:\n    @property\n    def x(self): ...\n    def f(self):\n        self.x = 1",
+        "class A:\n    @staticmethod\n    def forward(ctx):\n        ctx.x = 1",
+    ],
+)
+def test_declared_fields_are_accepted(body: str, tmp_path: Path) -> None:
+    assert not check_fields(build(tmp_path, {"core/passes.py": body}))
+
+
+def test_files_and_names_of_tests_are_checked(tmp_path: Path) -> None:
+    package = build(tmp_path, CLEAN)
+    tests = tmp_path / "tests" / "core"
+    tests.mkdir(parents=True)
+    name = "test_" + "a" * 45
+    (tests / "test_one.py").write_text(f"def {name}(): ...\n" + "x = 1\n" * 598, "utf-8")
+    assert not check_tests(package)
+    (tests / "test_two.py").write_text(f"def {name}a(): ...\n" + "x = 1\n" * 599, "utf-8")
+    assert len(check_tests(package)) == 2
 
 
 @pytest.mark.parametrize(
