@@ -199,6 +199,7 @@ def _skip(model: nn.Module, n: int) -> None:
 
 @operation("skip")
 def _skip_everywhere(run: Run, n: int, seed: int) -> None:
+    run.waiting = True  # what an inference kept gathered for a unit that is skipped from now on
     for model in run.all_models:
         _skip(model, n)
 

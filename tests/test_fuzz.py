@@ -36,6 +36,13 @@ FOUND = {
         (("fail backward", 10), ("write data", 11), ("copy", 0)),
     ),
     **{
+        f"seed 1167: kept ({how}), moved, gathered again, then written in a scope": Case(
+            Node((Leaf("matrix"),)), 2, how,
+            (("dropped", 0), ("write data", 0), ("functional", 0), ("edit", 0)),
+        )
+        for how in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
+    },
+    **{
         f"seed 496: recomputed ({how}) from a scope, kept from a forward before it": Case(
             Node((Node((Leaf("matrix"),), True),), recompute=how), 2, "SHARD_GRAD_OP",
             (("dropped", 0), ("write data", 0), ("gathered loss", 0)),

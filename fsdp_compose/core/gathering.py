@@ -103,7 +103,17 @@ def settle(bucket: Bucket) -> None:
     if bucket.residence.moved:
         adopt(bucket)
     if was_gathered:
-        _start_gather(lane_of(bucket.mesh.device), bucket)
+        _gather_again(lane_of(bucket.mesh.device), bucket)
+
+
+def _gather_again(lane: Lane, bucket: Bucket) -> None:
+    """Gather anew what is held; where it was kept for a later pass, it still is."""
+    kept = bucket.stamp is not None
+    if bucket.phase is Phase.GATHERING:
+        _finish_gather(lane, bucket)
+    _start_gather(lane, bucket)
+    if kept:
+        bucket.stamp = stamp_of(bucket)
 
 
 def drop(unit: Unit, reason: Hold) -> None:
@@ -140,8 +150,7 @@ def refresh_stale(unit: Unit) -> None:
         if bucket in stale:
             _note(events, bucket, code, unit.name, "again, since it was changed")
     for bucket in stale:
-        _start_gather(unit.lane, bucket)
-        bucket.stamp = stamp_of(bucket)  # what kept it may keep it on after this pass
+        _gather_again(unit.lane, bucket)
 
 
 def refresh_handed_out(unit: Unit) -> None:
@@ -154,7 +163,7 @@ def refresh_handed_out(unit: Unit) -> None:
             for other, events, code in unit.gather_events:
                 if other is bucket:
                     _note(events, bucket, code, unit.name, "again, since p.data was handed out")
-            _start_gather(unit.lane, bucket)
+            _gather_again(unit.lane, bucket)
         elif bucket.residence.lent and bucket.stamp is not None:
             _check_lent(unit, bucket)
 
@@ -179,7 +188,7 @@ def _check_lent(unit: Unit, bucket: Bucket) -> None:
 
 
 def _is_stale(bucket: Bucket) -> bool:
-    return bucket.phase is Phase.GATHERED and bucket.stamp != stamp_of(bucket)
+    return bucket.phase is not Phase.SHARDED and bucket.stamp != stamp_of(bucket)
 
 
 def find_difference(bucket: Bucket) -> Entry | None:
