@@ -48,3 +48,9 @@ def test_own_reduction() -> None:
     """With one byte per element of the gradients, the loss falls to less than a fifth."""
     before, after = re.findall(r"loss ([\d.]+) after", run("own_reduction"))
     assert float(after) < float(before) / 5
+
+
+def test_checkpoint_format() -> None:
+    """A model saved in zip archives, and nothing else, is the same when it is loaded."""
+    printed = run("checkpoint_format")
+    assert printed == "loaded the same from ['model.zip', 'model.zip.index.json']: True\n"

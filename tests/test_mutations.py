@@ -26,7 +26,8 @@ from fsdp_compose import (
     optim_state_dict,
     verify_replicas,
 )
-from fsdp_compose.checkpoint import metadata, optim_agree
+from fsdp_compose.checkpoint import metadata
+from fsdp_compose.checkpoint.optimizer import agree as optim_agree
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.construct.plans import UnitPlan

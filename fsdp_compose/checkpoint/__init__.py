@@ -2,47 +2,52 @@
 
 Files, each importing only from those above it:
 
-    consensus    errors of one rank are raised on all before state is written
-    files        a folder's files, committed by one rename and checked on load
-    names        a module's own names whatever wraps it
-    values       sharded values in state dicts
-    members      what an optimizer's parameters are
-    metadata     what a checkpoint folder says of itself, read without trust
-    local        kind='local': raw shards and the layout they fit in
-    stream       full tensors out of shards, one bucket at a time
-    transfer     state that only rank 0 has, sent tensor by tensor
-    model        model state, out of and into a sharded module
-    nested       lists and dictionaries of tensors in optimizer state
-    structure    optimizer state in another shape than its parameter
-    optim_agree  ranks agree on what their optimizers hold
-    optim_read   optimizer state by name, out of any optimizer
-    rekey        optimizer state by names or by numbers
-    watch        what torch's own functions load into optimizers
-    optim        optimizer state by name, into any optimizer
-    source       a torch.distributed.checkpoint folder to read from
-    stages       pipeline stages: who saves what of a model
-    write        a state written as torch.distributed.checkpoint plans it
-    dcp          save_checkpoint and load_checkpoint
-    tensorfile   the safetensors format, read and written in pieces
-    export       safetensors files committed by one atomic step
-    full         save_full and load_full
-    plain        model.state_dict() and model.load_state_dict(), through hooks
+    ranks                 ranks meet before they save or load
+    files                 a folder's files, committed by one rename and checked on load
+    contents              what a module's state dict holds, and its full tensors bucket by bucket
+    values                values in state dicts: cut, fitted, gathered, sent
+    metadata              what a checkpoint folder says of itself, read without trust
+    local                 kind='local': raw shards and the layout they fit in
+    model                 model state, out of and into a sharded module
+    optimizer/members     what an optimizer's parameters are
+    optimizer/nested      lists and dictionaries of tensors in optimizer state
+    optimizer/shapes      optimizer state in another shape than its parameter
+    optimizer/agree       ranks agree on what their optimizers hold
+    optimizer/read        optimizer state by name, out of any optimizer
+    optimizer/rekey       optimizer state by names or by numbers
+    optimizer/watch       what torch's own functions load into optimizers
+    optimizer/write       optimizer state by name, into any optimizer
+    source                a torch.distributed.checkpoint folder to read from
+    stages                pipeline stages: who saves what of a model
+    dcp                   save_checkpoint and load_checkpoint
+    formats/format        what a file of whole tensors is to save_full and load_full
+    formats/safetensors   the safetensors format, read and written in pieces
+    formats/export        files of a whole model, committed by one atomic step
+    full                  save_full and load_full
+    plain                 model.state_dict() and model.load_state_dict(), through hooks
 """
 
 from fsdp_compose.checkpoint.dcp import Saving, load_checkpoint, save_checkpoint
+from fsdp_compose.checkpoint.formats.format import Format, Stored
+from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.full import load_full, save_full
 from fsdp_compose.checkpoint.model import load_state_dict, state_dict
-from fsdp_compose.checkpoint.optim import load_optim_state_dict
-from fsdp_compose.checkpoint.optim_read import optim_state_dict
+from fsdp_compose.checkpoint.optimizer.read import optim_state_dict
+from fsdp_compose.checkpoint.optimizer.rekey import rekey_optim_state_dict
+from fsdp_compose.checkpoint.optimizer.write import load_optim_state_dict
 from fsdp_compose.checkpoint.plain import (
     get_state_dict_type,
     set_state_dict_type,
     state_dict_type,
 )
-from fsdp_compose.checkpoint.rekey import rekey_optim_state_dict
+from fsdp_compose.checkpoint.values import Outline
 
 __all__ = [
+    "SAFETENSORS",
+    "Format",
+    "Outline",
     "Saving",
+    "Stored",
     "get_state_dict_type",
     "load_checkpoint",
     "load_full",

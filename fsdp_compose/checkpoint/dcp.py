@@ -22,29 +22,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.checkpoint import optim as optimizers
-from fsdp_compose.checkpoint.consensus import (
-    Shared,
-    assemble,
-    attending,
-    check_names,
-    claim,
-    groups_of,
-    settle,
-    several,
-)
-from fsdp_compose.checkpoint.files import CommittingWriter
-from fsdp_compose.checkpoint.members import OptimLike
+from fsdp_compose.checkpoint.contents import Contents, contents_of
+from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
-from fsdp_compose.checkpoint.names import Names, names_of
-from fsdp_compose.checkpoint.optim_read import Found, read_optim
+from fsdp_compose.checkpoint.optimizer.members import OptimLike
+from fsdp_compose.checkpoint.optimizer.read import Found, read_optim
+from fsdp_compose.checkpoint.optimizer.shapes import Owned
+from fsdp_compose.checkpoint.optimizer.write import (
+    Targets,
+    checked,
+    commit,
+    is_elementwise,
+    parts_of,
+    targets_of,
+)
+from fsdp_compose.checkpoint.ranks import (
+    attend_call,
+    check_names,
+    claim_folder,
+    groups_of,
+    meet_ranks,
+)
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.stages import Stages, find_stages, join_states
-from fsdp_compose.checkpoint.structure import Owned
-from fsdp_compose.checkpoint.transfer import broadcast_object
-from fsdp_compose.checkpoint.write import write_checkpoint
-from fsdp_compose.comm.messages import to_bytes
+from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import is_sharded
@@ -112,8 +114,8 @@ def save_checkpoint(
         ValueError: the optimizer holds tensors that are not ``module``'s.
     """
     finish_pending()
-    group = assemble("save_checkpoint", module, process_group, timeout)
-    with attending(group):
+    group = meet_ranks("save_checkpoint", module, process_group, timeout)
+    with attend_call(group):
         return _save(os.fspath(path), module, optim, extra, group, asynchronous, checksum)
 
 
@@ -136,27 +138,20 @@ def _save(
 ) -> Saving:
     check_names("save_checkpoint", module, group, everywhere=False)
     stages = find_stages("save_checkpoint", module, group, saves=True)
-    claim("save_checkpoint", Path(path), group)
-    problem: Exception | None = None
+    claim_folder("save_checkpoint", Path(path), group)
     found: Found | None = None
-    try:
+    with SharedErrors(group):
         found = None if optim is None else read_optim(module, optim)
-    except Exception as error:
-        problem = error
-    settle(problem, several(group))
     state: dict[str, Any] = {}
-    try:
+    with SharedErrors(group, facts=path):
         if found is not None:
             found.agree("save_checkpoint", groups_of(module))
         state = _state(module, found, extra, stages)
-    except Exception as error:
-        problem = error
-    settle(problem, several(group), path)
     state = join_states("save_checkpoint", state, stages)
     if asynchronous:
-        with Shared(several(group)):
+        with SharedErrors(group):
             state = _staged(state)
-    token = broadcast_object(uuid.uuid4().hex[:12], several(group))
+    token = broadcast_object(uuid.uuid4().hex[:12], [group])
     writer = CommittingWriter(Path(path), token, group.size, checksum)
     saving = Saving()
     if not asynchronous:
@@ -165,7 +160,7 @@ def _save(
 
     def run() -> None:
         try:
-            with attending(group):
+            with attend_call(group):
                 write_checkpoint(state, writer, group)
         except BaseException as error:
             saving._error = error
@@ -253,8 +248,8 @@ def load_checkpoint(
             or shapes do not fit; a rank did not come, which is named.
     """
     finish_pending()
-    group = assemble("load_checkpoint", module, process_group, timeout)
-    with attending(group):
+    group = meet_ranks("load_checkpoint", module, process_group, timeout)
+    with attend_call(group):
         return _load(Path(path), module, optim, strict, verify_files, group)
 
 
@@ -267,16 +262,15 @@ def _load(
     group: Group,
 ) -> Any:
     stages = find_stages("load_checkpoint", module, group, saves=False)
-    ranks = several(group)
-    with Shared(ranks):
+    with SharedErrors(group):
         metadata = read_metadata(root)
-    with Shared(ranks):
+    with SharedErrors(group):
         verify(root, metadata, slice(group.rank, None, group.size), verify_files)
-    names = names_of(module)
-    with Shared(ranks):
+    contents = contents_of(module)
+    with SharedErrors(group):
         source = Source(root, metadata)
-        staged, unknown = _stage_model(source, module, names, strict, stages)
-        targets = None if optim is None else optimizers.targets_of(module, optim)
+        staged, unknown = _stage_model(source, module, contents, strict, stages)
+        targets = None if optim is None else targets_of(module, optim)
         given = {} if targets is None else _stage_optim(source, module, targets, stages)
         key = _extra_key(source, group)
         hooks_key = _comm_hooks_key(source, module, group)
@@ -284,9 +278,9 @@ def _load(
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
     values = {name: source.values[key] for name, key in staged.items()}
-    write(module, names, values, {name: source.values[key] for name, key in unknown.items()})
+    write(module, contents, values, {name: source.values[key] for name, key in unknown.items()})
     if targets is not None:
-        optimizers.commit(targets, {**given, "state": _fill(given["state"], source)})
+        commit(targets, {**given, "state": _fill(given["state"], source)})
     if remembered is None:
         fits = not comm_hooks.remembers(module)
     else:
@@ -301,19 +295,19 @@ def _load(
 
 
 def _stage_model(
-    source: Source, module: nn.Module, names: Names, strict: bool, stages: Stages
+    source: Source, module: nn.Module, contents: Contents, strict: bool, stages: Stages
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Ask ``source`` for what fits the module: keys by name, and those of names it does not have.
 
     Raises:
         RuntimeError: names or shapes do not fit.
     """
-    prefix = source.model_prefix(names.values)
+    prefix = source.model_prefix(contents.values)
     keys = {clean_name(path[-1]): key for path, key in source.below(prefix).items()}
     keys = stages.keep_own(keys)
     outlines = {name: source.outline(key) for name, key in keys.items()}
     custom = custom_load(module)
-    matched = match(module, names.values, outlines, strict and not custom, None)
+    matched = match(module, contents.values, outlines, strict and not custom, None)
     if matched.problem is not None:
         raise type(matched.problem)(
             f"{source.path}: {matched.problem}{stages.advise(matched.unexpected)}"
@@ -322,7 +316,7 @@ def _stage_model(
     staged: dict[str, str] = {}
     by_outline = {id(outline): keys[name] for name, outline in outlines.items()}
     for name, outline in matched.values.items():
-        current = names.values[name]
+        current = contents.values[name]
         key = asked.setdefault(id(current), by_outline[id(outline)])
         staged[name] = key
         source.want(key, current if isinstance(current, Tensor) else None)
@@ -333,7 +327,7 @@ def _stage_model(
 
 
 def _stage_optim(
-    source: Source, module: nn.Module, targets: optimizers.Targets, stages: Stages
+    source: Source, module: nn.Module, targets: Targets, stages: Stages
 ) -> dict[str, Any]:
     """Ask ``source`` for optimizer state: what was saved, by name, with outlines for tensors.
 
@@ -342,16 +336,16 @@ def _stage_optim(
     """
     saved = stages.keep_own_groups(source.optimizer())
     try:
-        given = optimizers.checked(module, targets, saved)
+        given = checked(module, targets, saved)
     except (RuntimeError, TypeError, ValueError) as error:
         raise type(error)(f"{source.path}: {error}") from error
-    for name, part in optimizers.parts_of(targets).items():
+    for name, part in parts_of(targets).items():
         if part.is_elsewhere:
             continue
         for state_name, value in given["state"].get(name, {}).items():
             if isinstance(value, Tensor):
                 cut = part.owner is None
-                cut = cut and optimizers.is_elementwise(state_name, value, part, given)
+                cut = cut and is_elementwise(state_name, value, part, given)
                 leaf = part.entry.param if cut and part.entry is not None else None
                 source.want(source.key_of(value), leaf, value.dtype)
     return given

@@ -21,11 +21,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.comm.messages import SharedErrors, through_first
 
 fcntl: Any
 try:
@@ -213,6 +217,15 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def sync_file(path: Path) -> None:
+    """Return when a file is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(path: Path) -> None:
     """Make renames in a folder durable, where the system can."""
     try:
@@ -245,3 +258,44 @@ def json_of(path: Path) -> dict[str, Any]:
 def describe_failures(failures: Sequence[tuple[int, BaseException]]) -> str:
     """One line of what each rank met."""
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in failures)
+
+
+def write_checkpoint(state: dict[str, Any], writer: CommittingWriter, group: Group) -> None:
+    """Write what this rank has of ``state``; the first rank plans who writes what, and commits.
+
+    Torch plans it, and the messages are ours: torch's need NumPy, wait half an hour whatever the
+    group's timeout is, and turn Ctrl-C into an error.
+
+    Raises:
+        RuntimeError: on every rank, when it failed on any; nothing was committed.
+    """
+    planner, first = DefaultSavePlanner(), group.rank == 0
+    planned: list[Metadata] = []
+
+    def plan(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        planned.append(metadata)
+        return writer.prepare_global_plan(plans)
+
+    def finish(results: list[list[WriteResult]]) -> list[None]:
+        writer.finish(planned[0], results)
+        return [None] * len(results)
+
+    try:
+        with SharedErrors(group):
+            planner.set_up_planner(state, writer.storage_meta(), first)
+            writer.set_up_storage_writer(first)
+            local = writer.prepare_local_plan(planner.create_local_plan())
+        mine = through_first(local, plan, group)
+        with SharedErrors(group):
+            results = writer.write_data(planner.finish_plan(mine), planner).wait()
+        through_first(results, finish, group)
+    except Exception as error:
+        writer.discard()
+        raise RuntimeError(
+            f"save_checkpoint: {writer.root} was not saved; what it held before is untouched: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    except BaseException:
+        writer.discard()
+        raise

@@ -1,4 +1,4 @@
-"""``save_full`` and ``load_full``: the plain model in safetensors files, as Hugging Face lays out.
+"""``save_full`` and ``load_full``: the plain model in safetensors files, or in a format you give.
 
 Saving streams: one bucket is gathered at a time, and each file is written by one rank. Loading
 reads only the bytes of this rank's slices. Neither holds the model, and nothing is unpickled.
@@ -6,67 +6,59 @@ reads only the bytes of this rank's slices. Neither holds the model, and nothing
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.checkpoint.consensus import (
-    Shared,
-    assemble,
-    attending,
-    check_names,
-    claim,
-    settle,
-    several,
-)
-from fsdp_compose.checkpoint.export import INDEX, Export, known_sums
-from fsdp_compose.checkpoint.files import Sum, json_of
-from fsdp_compose.checkpoint.metadata import check_relative
+from fsdp_compose.checkpoint.contents import Contents, contents_of, each_full
+from fsdp_compose.checkpoint.files import Sum, sync_file
+from fsdp_compose.checkpoint.formats.export import Export, find_stored
+from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
+from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.model import (
     IncompatibleKeys,
+    Matched,
     buffer_dtypes,
     custom_load,
     match,
     write,
 )
-from fsdp_compose.checkpoint.names import names_of
+from fsdp_compose.checkpoint.ranks import attend_call, check_names, claim_folder, meet_ranks
 from fsdp_compose.checkpoint.stages import Stages, find_stages
-from fsdp_compose.checkpoint.stream import each_full
-from fsdp_compose.checkpoint.tensorfile import (
-    FilePlan,
-    Item,
-    plan_files_of_each,
-    read_header,
-    sync,
+from fsdp_compose.checkpoint.values import Outline, storage_dims, whole, whole_shape
+from fsdp_compose.comm.messages import (
+    SharedErrors,
+    broadcast_object,
+    gather_objects,
+    raise_on_all,
 )
-from fsdp_compose.checkpoint.transfer import broadcast_object
-from fsdp_compose.checkpoint.values import storage_dims, whole, whole_shape
-from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 
 PathLike = str | os.PathLike[str]
 MAX_FILE_BYTES = 5 << 30
-Outlines: TypeAlias = "dict[str, tuple[torch.dtype, tuple[int, ...]]]"
 
 
 def save_full(
     path: PathLike,
     module: nn.Module,
     *,
+    format: Format = SAFETENSORS,
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Save the model's full parameters and buffers as safetensors; every rank must call it.
+    """Save the model's full parameters and buffers as plain files; every rank must call it.
 
     Files of up to ``max_file_bytes`` and an index with their checksums. What was in ``path`` stays
     complete until the new files are, whenever the process is killed, and what a killed save left is
@@ -74,142 +66,189 @@ def save_full(
 
     Args:
         path: a folder on a file system that all ranks see.
+        format: how a file holds tensors; see ``fsdp_compose.checkpoint.Format``.
         dtype: of floating-point tensors in the files; None for that of the parameters.
         process_group, timeout: as for ``save_checkpoint``.
 
     Raises:
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did not
             come, which is named; or another job saved to the folder at the same time.
-        ValueError: state that safetensors cannot hold.
+        ValueError: state that the format cannot hold.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> save_full(folder, model)
+        >>> sorted(file.name for file in folder.iterdir())
+        ['model.safetensors', 'model.safetensors.index.json']
     """
-    group = assemble("save_full", module, process_group, timeout)
-    with attending(group):
-        _save(Path(path), module, max_file_bytes, dtype, group)
+    group = meet_ranks("save_full", module, process_group, timeout)
+    with attend_call(group):
+        _save(Path(path), module, format, max_file_bytes, dtype, group)
 
 
 def _save(
-    root: Path, module: nn.Module, max_file_bytes: int, dtype: torch.dtype | None, group: Group
+    root: Path,
+    module: nn.Module,
+    file_format: Format,
+    max_bytes: int,
+    dtype: torch.dtype | None,
+    group: Group,
 ) -> None:
     check_names("save_full", module, group, everywhere=True)
     stages = find_stages("save_full", module, group, saves=True)
-    claim("save_full", root, group)
+    claim_folder("save_full", root, group)
     values: dict[str, Any] = {}
-    tensors: Outlines = {}
-    plans: list[list[FilePlan]] = []
-    with Shared(several(group)):
-        values = {n: v for n, v in names_of(module).values.items() if n not in stages.earlier}
-        tensors = _outlines(values, buffer_dtypes(module), dtype)
-    with Shared(several(group)):
-        plans = plan_files_of_each(stages.gather(tensors), max_file_bytes)
+    outlines: dict[str, Outline] = {}
+    files: list[list[PlannedFile]] = []
+    with SharedErrors(group):
+        found = contents_of(module).values
+        values = {name: value for name, value in found.items() if name not in stages.earlier}
+        outlines = _outlines(values, buffer_dtypes(module), dtype)
+    with SharedErrors(group):
+        files = plan_files(stages.gather(outlines), max_bytes, file_format)
         root.mkdir(parents=True, exist_ok=True)
-    token = broadcast_object(uuid.uuid4().hex[:8], several(group))
-    export = Export(root, [plan for of_stage in plans for plan in of_stage], token)
+    token = broadcast_object(uuid.uuid4().hex[:8], [group])
+    export = Export(root, file_format, [file for part in files for file in part], token)
+    writer = _Writer(export, files[stages.mine], stages)
     try:
-        _write(values, _Saving(export, plans[stages.mine], stages))
+        _write_full(values, writer)
+        writer.commit()
     finally:
+        writer.close()
         export.discard()
 
 
-def _write(values: Mapping[str, Any], saving: _Saving) -> None:
-    """Gathers bucket by bucket, writes this rank's files and commits all."""
-    saving.create()
-    leaves: dict[int, list[str]] = {}
+def _write_full(values: Mapping[str, Any], writer: _Writer) -> None:
+    """Gather bucket by bucket, and write what lies in this rank's files."""
+    names: dict[int, list[str]] = {}
     for name, value in values.items():
-        if is_sharded(value):
-            leaves.setdefault(id(value), []).append(name)
+        names.setdefault(id(value), []).append(name)
 
     def put(leaf: nn.Parameter, full: Tensor) -> None:
-        for name in leaves[id(leaf)]:
-            saving.put(name, full)
+        for name in names[id(leaf)]:
+            writer.put(name, full)
 
-    each_full([v for v in values.values() if is_sharded(v)], put)
+    each_full([value for value in values.values() if is_sharded(value)], put)
     for name, value in values.items():
         if not is_sharded(value):
-            saving.put(name, whole(value.detach()))
-    saving.commit()
+            writer.put(name, whole(value.detach()))
 
 
 def _outlines(
     values: Mapping[str, Any], before: Mapping[str, torch.dtype], dtype: torch.dtype | None
-) -> Outlines:
-    tensors: Outlines = {}
+) -> dict[str, Outline]:
+    outlines: dict[str, Outline] = {}
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"save_full: {name!r} is a {type(value).__name__}; safetensors holds tensors only. "
+                f"save_full: {name!r} is a {type(value).__name__}; such files hold tensors only. "
                 "Use save_checkpoint, or move it out of the module's state."
             )
         kept = before.get(name, value.dtype)
         kind = dtype if dtype and kept.is_floating_point else kept
-        tensors[name] = (kind, tuple(whole_shape(value)))
-    return tensors
+        outlines[name] = Outline(kind, tuple(whole_shape(value)))
+    return outlines
 
 
-class _Saving:
-    """The files of one ``save_full``: this rank's are written here. An error waits for commit."""
+class _Writer:
+    """Writes this rank's files of one ``save_full``.
 
-    def __init__(self, export: Export, own: Sequence[FilePlan], stages: Stages) -> None:
+    Ranks must go on gathering together, so that an error waits until ``commit``.
+    """
+
+    def __init__(self, export: Export, files: Sequence[PlannedFile], stages: Stages) -> None:
         self.export, self.group = export, stages.group
         ranks = stages.members[stages.mine]  # of which each writes some of the stage's files
         turn = ranks.index(self.group.rank)
-        self.mine = {p.name: p for i, p in enumerate(own) if i % len(ranks) == turn}
-        self.place = {key: plan for plan in own for key in plan.starts}
+        self.mine = [file for i, file in enumerate(files) if i % len(ranks) == turn]
+        self.place = {name: file for file in self.mine for name in file.tensors}
+        self.missing = {file.name: set(file.tensors) for file in self.mine}
+        self.opened: dict[str, tuple[contextlib.ExitStack, Put]] = {}
         self.problem: Exception | None = None
-
-    def create(self) -> None:
         self._try(lambda: self.export.aside.mkdir(exist_ok=True))
-        for plan in self.mine.values():
-            self._try(lambda plan=plan: plan.create(self.export.temporary(plan)))
+        for file in self.mine:
+            if not file.tensors:
+                self._try(partial(self._write_empty, file))
 
-    def put(self, key: str, tensor: Tensor) -> None:
-        plan = self.place[key]
-        if plan.name in self.mine:
-            self._try(lambda: plan.put(self.export.temporary(plan), key, tensor))
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, if it belongs into one of this rank's files."""
+        if name in self.place:
+            self._try(lambda: self._put(self.place[name], name, tensor))
 
-    def _try(self, act: Any) -> None:
-        """Ranks must keep gathering together, so that an error here must not leave the loop."""
+    def _put(self, file: PlannedFile, name: str, tensor: Tensor) -> None:
+        scope, put = self.opened.get(file.name) or self._open(file)
+        put(name, tensor.detach().to("cpu", file.tensors[name].dtype).contiguous())
+        self.missing[file.name].remove(name)
+        if not self.missing[file.name]:
+            self._finish(file, scope)
+
+    def _open(self, file: PlannedFile) -> tuple[contextlib.ExitStack, Put]:
+        scope = contextlib.ExitStack()
+        written = self.export.format.write(self.export.temporary(file), file.tensors)
+        self.opened[file.name] = scope, scope.enter_context(written)
+        return self.opened[file.name]
+
+    def _write_empty(self, file: PlannedFile) -> None:
+        self._finish(file, self._open(file)[0])
+
+    def _finish(self, file: PlannedFile, scope: contextlib.ExitStack) -> None:
+        del self.opened[file.name]
+        scope.close()
+
+    def _try(self, act: Callable[[], object]) -> None:
         if self.problem is None:
             try:
                 act()
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 self.problem = RuntimeError(
                     f"save_full: {self.export.root} was not saved: {type(error).__name__}: {error}"
                 )
 
     def commit(self) -> None:
+        """Give all ranks' files their names in the folder, or raise what any rank met."""
         sums: dict[str, Sum] = {}
 
         def finish() -> None:
-            for plan in self.mine.values():
-                sync(self.export.temporary(plan))
-                sums[plan.name] = Sum.of(self.export.temporary(plan))
+            for file in self.mine:
+                sync_file(self.export.temporary(file))
+                sums[file.name] = Sum.of(self.export.temporary(file))
 
         self._try(finish)
-        settle(self.problem, several(self.group))
+        raise_on_all(self.problem, [self.group])
         all_sums: dict[str, Sum] = {}
-        for found in comm.gather_objects(sums, self.group):
+        for found in gather_objects(sums, self.group):
             all_sums.update(found)
-        with Shared(several(self.group)):
+        with SharedErrors(self.group):
             if self.group.rank == 0:
                 self.export.commit(all_sums)
+
+    def close(self) -> None:
+        """Leave the scopes of files that an error left half written."""
+        error = self.problem or RuntimeError("the save ended early")
+        for scope, _ in self.opened.values():
+            with contextlib.suppress(Exception):
+                scope.__exit__(type(error), error, None)
 
 
 def load_full(
     path: PathLike,
     module: nn.Module,
     *,
+    format: Format = SAFETENSORS,
     strict: bool = True,
     verify_files: bool = True,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> IncompatibleKeys:
-    """Load safetensors files into a sharded, or plain, module; every rank must call it.
+    """Load files of full tensors into a sharded, or plain, module; every rank must call it.
 
     Each rank reads the bytes of its own slices, and nothing is written unless all was read and
     fits, on every rank.
 
     Args:
-        path: a ``.safetensors`` file, or a folder with one or with several and their index.
+        path: a file, or a folder with one or with several and their index.
+        format: what the files are; see ``fsdp_compose.checkpoint.Format``.
         strict: raise for names that the files lack or the module does not have. A tied parameter
             may be given under any of its names.
         verify_files: compare checksums where the index has them, each rank a share of the files.
@@ -219,115 +258,66 @@ def load_full(
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
             or shapes do not fit; a rank did not come, which is named.
     """
-    group = assemble("load_full", module, process_group, timeout)
-    with attending(group):
-        return _load(Path(path), module, strict, verify_files, group)
+    group = meet_ranks("load_full", module, process_group, timeout)
+    with attend_call(group):
+        return _load(Path(path), module, format, strict, verify_files, group)
 
 
 def _load(
-    path: Path, module: nn.Module, strict: bool, verify_files: bool, group: Group
+    path: Path,
+    module: nn.Module,
+    file_format: Format,
+    strict: bool,
+    verify_files: bool,
+    group: Group,
 ) -> IncompatibleKeys:
     stages = find_stages("load_full", module, group, saves=False)
-    with Shared(several(group)):
-        items, sums = find_items(path)
-    with Shared(several(group)):
-        for file in sorted(sums)[group.rank :: group.size] if verify_files else ():
-            check_sum(file, sums[file])
-    names = names_of(module)
-    staged: dict[str, Any] = {}
-    with Shared(several(group)):
-        items = stages.keep_own({clean_name(name): item for name, item in items.items()})
-        outlines = {
-            name: torch.empty(item.shape, dtype=item.dtype, device="meta")
-            for name, item in items.items()
-        }
+    with SharedErrors(group):
+        found = find_stored(path, file_format)
+    with SharedErrors(group):
+        if verify_files:
+            found.check_sums(slice(group.rank, None, group.size))
+    contents = contents_of(module)
+    with SharedErrors(group):
+        stored = stages.keep_own({clean_name(name): s for name, s in found.tensors.items()})
         custom = custom_load(module)
-        matched = match(module, names.values, outlines, strict and not custom, None)
+        outlines = {
+            name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in stored.items()
+        }
+        matched = match(module, contents.values, outlines, strict and not custom, None)
         if matched.problem is not None:
             raise type(matched.problem)(
                 f"{path}: {matched.problem}{stages.advise(matched.unexpected)}"
             )
-        by_outline = {id(outline): items[name] for name, outline in outlines.items()}
-        read: dict[tuple[int, int], Tensor] = {}
-        for name, outline in matched.values.items():
-            item, current = by_outline[id(outline)], names.values[name]
-            key = (id(current), id(item))
-            if key not in read:
-                read[key] = read_for(item, current)
-            staged[name] = read[key]
-        extra = {n: read_for(items[n], None) for n in (matched.unexpected if custom else ())}
-    write(module, names, staged, extra)
+        by_outline = {id(outline): stored[name] for name, outline in outlines.items()}
+        staged = _read_matched(contents, matched, by_outline)
+        extra = {n: stored[n].read_all() for n in (matched.unexpected if custom else ())}
+    write(module, contents, staged, extra)
     return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
-def find_items(path: Path) -> tuple[dict[str, Item], dict[Path, list[Sum]]]:
-    """Every tensor below ``path`` by name, and what files may have that the index knows.
-
-    Raises:
-        RuntimeError: there are no such files, or one is missing, truncated or damaged.
-    """
-    if path.is_file():
-        return read_header(path)[0], {}
-    indices = sorted(path.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        raise RuntimeError(
-            f"{path}: several indices, {[i.name for i in indices]}; name a folder "
-            "with one, or a file."
-        )
-    if not indices:
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            what = "no .safetensors file" if not files else f"{len(files)} files and no index"
-            raise RuntimeError(f"{path}: {what}; wanted a file, or a folder with {INDEX}.")
-        return read_header(files[0])[0], {}
-    (index,) = indices
-    single = path / index.name.removesuffix(".index.json")
-    if single.is_file():  # as Hugging Face's readers prefer it
-        items = read_header(single)[0]
-        names = {single.name}
-    else:
-        items, names = _items_of_index(index)
-    sums = {path / name: known for name, known in known_sums(index).items() if name in names}
-    return items, sums
+def _read_matched(
+    contents: Contents, matched: Matched, by_outline: Mapping[int, Stored]
+) -> dict[str, Tensor]:
+    """Read what each parameter needs, once for one that is tied."""
+    read: dict[tuple[int, int], Tensor] = {}
+    staged: dict[str, Tensor] = {}
+    for name, outline in matched.values.items():
+        stored, current = by_outline[id(outline)], contents.values[name]
+        key = (id(current), id(stored))
+        if key not in read:
+            read[key] = read_for(stored, current)
+        staged[name] = read[key]
+    return staged
 
 
-def _items_of_index(index: Path) -> tuple[dict[str, Item], set[str]]:
-    """The tensors that an index names, and the files they lie in."""
-    weight_map = json_of(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise RuntimeError(f"{index}: damaged: it has no 'weight_map'.")
-    for key, name in weight_map.items():
-        try:
-            check_relative(name)
-        except ValueError as error:
-            raise RuntimeError(f"{index}: damaged: where {key!r} lies, {error}.") from error
-    items: dict[str, Item] = {}
-    for name in sorted(set(weight_map.values())):
-        for key, item in read_header(index.parent / name)[0].items():
-            if weight_map.get(key) == name:
-                items[key] = item
-    if lost := [key for key in weight_map if key not in items]:
-        raise RuntimeError(f"{index.parent / weight_map[lost[0]]}: damaged: it lacks {lost[0]!r}.")
-    return items, set(weight_map.values())
-
-
-def check_sum(file: Path, wanted: Sequence[Sum]) -> None:
-    """Raise RuntimeError when a file is none of what was saved."""
-    found = Sum.of(file)
-    if all(found.bytes != known.bytes for known in wanted):
-        raise RuntimeError(f"{file}: truncated: {found.bytes} bytes, wanted {wanted[0].bytes}.")
-    if found not in wanted:
-        raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
-
-
-def read_for(item: Item, current: Any) -> Tensor:
+def read_for(stored: Stored, current: Any) -> Tensor:
     """What ``current`` needs of a tensor on disk: its slice when it is sharded, else all."""
-    if not is_sharded(current) or tuple(whole_shape(current)) != item.shape:
-        return item.read().view(item.shape)
+    if not is_sharded(current) or tuple(whole_shape(current)) != stored.shape:
+        return stored.read_all()
     spec = current._shard_spec
     if spec.parallel is not None and spec.parallel.splits:
-        return tag(whole_slice(item.read().view(item.shape), spec).clone(), spec)
+        return tag(whole_slice(stored.read_all(), spec).clone(), spec)
     if storage_dims(spec) == list(range(len(spec.shape))):
-        return tag(item.read(spec.start, spec.stop), spec)
-    full = item.read().view(item.shape)
-    return tag(own_slice(full, spec).clone(), spec)
+        return tag(stored.read(spec.start, spec.stop), spec)
+    return tag(own_slice(stored.read_all(), spec).clone(), spec)

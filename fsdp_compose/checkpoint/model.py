@@ -18,12 +18,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.base.torch_private import has_foreign_load_hooks
 from fsdp_compose.checkpoint import local
-from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
-from fsdp_compose.checkpoint.names import Names, aliases_of, bare, cleaned, listing, names_of
-from fsdp_compose.checkpoint.stream import each_full, own_copy
-from fsdp_compose.checkpoint.transfer import broadcast_state
-from fsdp_compose.checkpoint.values import as_whole, fit, needs_gather, whole, whole_shape
-from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.checkpoint.contents import (
+    Contents,
+    contents_of,
+    each_full,
+    gathered_leaves,
+    own_copy,
+    without_our_hooks,
+)
+from fsdp_compose.checkpoint.ranks import device_of, groups_of
+from fsdp_compose.checkpoint.values import (
+    as_whole,
+    broadcast_state,
+    fit,
+    needs_gather,
+    whole,
+    whole_shape,
+)
+from fsdp_compose.comm.messages import raise_on_all
+from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 
@@ -83,16 +96,16 @@ def state_dict(
         ValueError: options that do not go together.
     """
     wanted = StateDictType(kind, cpu_offload, rank0_only)
-    names = names_of(module)
-    result: OrderedDict[str, Any] = OrderedDict(names.values)
+    contents = contents_of(module)
+    result: OrderedDict[str, Any] = OrderedDict(contents.values)
     if kind == "full":
-        result = _full(module, names, wanted)
+        result = _full(module, contents, wanted)
     elif kind == "sharded":
-        for name, value in names.values.items():
+        for name, value in contents.values.items():
             if isinstance(value, Tensor):
                 result[name] = as_whole(value) if is_sharded(value) else value.detach()
     else:
-        for name, value in names.values.items():
+        for name, value in contents.values.items():
             if is_sharded(value):
                 del result[name]
             elif isinstance(value, Tensor):
@@ -100,11 +113,11 @@ def state_dict(
         for prefix, unit in local.owners(module):
             result.update((prefix + k, v) for k, v in local.local_values(unit).items())
     if result:
-        result._metadata = names.metadata  # type: ignore[attr-defined]
+        result._metadata = contents.metadata  # type: ignore[attr-defined]
     return result
 
 
-def _full(module: nn.Module, names: Names, wanted: StateDictType) -> OrderedDict[str, Any]:
+def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> OrderedDict[str, Any]:
     keep = not wanted.rank0_only or is_first(module)
     copies: dict[int, Tensor] = {}
 
@@ -112,12 +125,12 @@ def _full(module: nn.Module, names: Names, wanted: StateDictType) -> OrderedDict
         if keep:
             copies[id(leaf)] = own_copy(full, wanted.cpu_offload)
 
-    each_full(names.leaves().values(), take)
+    each_full(contents.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
         return result
     dtypes = buffer_dtypes(module)
-    for name, value in names.values.items():
+    for name, value in contents.values.items():
         if isinstance(value, Tensor):
             if id(value) not in copies:
                 dtype = dtypes.get(name, value.dtype)
@@ -171,29 +184,29 @@ def load_state_dict(
         TypeError: a value is not a tensor where one is wanted.
         ValueError: two keys mean the same parameter.
     """
-    names = names_of(module)
+    contents = contents_of(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
-        state_dict = broadcast_state(state_dict, groups, names.values.get, device_of(module))
-    if aliases_of(module):
+        state_dict = broadcast_state(state_dict, groups, contents.values.get, device_of(module))
+    if gathered_leaves(module):
         raise RuntimeError(
             f"load_state_dict: {type(module).__name__} is gathered now; leave the scope or the "
             "forward first."
         )
     versions = getattr(state_dict, "_metadata", None)
     custom = custom_load(module)
-    matched = match(module, names.values, state_dict, strict and not custom, versions)
-    settle(matched.problem, groups, matched.facts)
+    matched = match(module, contents.values, state_dict, strict and not custom, versions)
+    raise_on_all(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
-    extra = {k: v for k, v in cleaned(state_dict, module).items() if k in matched.unexpected}
-    write(module, names, matched.values, extra if custom else {}, versions, strict and custom)
+    extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
+    write(module, contents, matched.values, extra if custom else {}, versions, strict and custom)
     return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
 def write(
     module: nn.Module,
-    names: Names,
+    contents: Contents,
     values: Mapping[str, Any],
     extra: Mapping[str, Any],
     versions: Any = None,
@@ -207,11 +220,11 @@ def write(
     """
     native: OrderedDict[str, Any] = OrderedDict()
     for name, value in values.items():
-        native[names.native[name]] = prepare(value, names.values[name])
+        native[contents.native[name]] = prepare(value, contents.values[name])
     native.update(extra)
     if versions is not None:
         native._metadata = versions  # type: ignore[attr-defined]
-    with bare():
+    with without_our_hooks():
         module.load_state_dict(native, strict=strict)
 
 
@@ -241,7 +254,7 @@ def match(
         return Matched({}, [], [], wrong)
     clean = name_cleaner(module)
     try:
-        given = cleaned(incoming, module)
+        given = clean_keys(incoming, module)
         raw_shards = given if local.is_local(given) else None
         if raw_shards is not None:
             local.check_local(module, raw_shards)
@@ -256,9 +269,9 @@ def match(
     values = {names[k]: v for k, v in given.items() if k in names}
     problems = [p for n, v in values.items() if (p := _misfit(n, v, current[n])) is not None]
     if strict and missing:
-        problems.append(f"missing keys: {listing(missing, unexpected)}")
+        problems.append(f"missing keys: {list_names(missing, unexpected)}")
     if strict and unexpected:
-        problems.append(f"unexpected keys: {listing(unexpected, missing or names)}")
+        problems.append(f"unexpected keys: {list_names(unexpected, missing or names)}")
     problem: Exception | None = None
     if problems:
         shown = "\n  ".join(problems[:8])

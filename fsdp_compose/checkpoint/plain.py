@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from fsdp_compose.base.torch_private import remove_state_dict_hooks, strict_of_load
 from fsdp_compose.checkpoint import local
-from fsdp_compose.checkpoint.consensus import groups_of, settle
+from fsdp_compose.checkpoint.contents import (
+    CHECKPOINTED,
+    are_our_hooks_off,
+    each_full,
+    own_copy,
+    without_our_hooks,
+)
 from fsdp_compose.checkpoint.model import (
     Kind,
     StateDictType,
@@ -25,10 +31,10 @@ from fsdp_compose.checkpoint.model import (
     match,
     prepare,
 )
-from fsdp_compose.checkpoint.names import CHECKPOINTED, bare, is_bare
-from fsdp_compose.checkpoint.stream import each_full, own_copy
+from fsdp_compose.checkpoint.optimizer.watch import watch_steps
+from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import as_whole, install_protocol, is_ready
-from fsdp_compose.checkpoint.watch import watch_steps
+from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.core.state import Unit, find_state, get_state
 from fsdp_compose.sharded import is_sharded
@@ -110,7 +116,7 @@ def _set(module: nn.Module, wanted: StateDictType) -> None:
 
 def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
     """State-dict post-hook of a unit's module: its values become what the type says."""
-    if is_bare():
+    if are_our_hooks_off():
         return
     wanted = get_state_dict_type(module)
     unit = get_state(module).unit
@@ -189,10 +195,10 @@ def before_load(
 
     With ``assign=True`` sharded parameters are written here and stay the same objects.
     """
-    if is_bare():
+    if are_our_hooks_off():
         return
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-    with bare():
+    with without_our_hooks():
         current = module.state_dict(keep_vars=True)
     if not any(is_sharded(value) for value in current.values()):
         return  # gathered by a scope: torch writes into the full parameters
@@ -203,7 +209,7 @@ def before_load(
     groups = groups_of(module)
     strict = strict_of_load() and not custom_load(module)
     matched = match(module, current, given, strict, versions)
-    settle(matched.problem, groups, matched.facts)
+    raise_on_all(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
     clean = name_cleaner(module)

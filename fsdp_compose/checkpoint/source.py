@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fsdp_compose.base.torch_private import load_checkpoint_plan
 from fsdp_compose.checkpoint.files import describe_failures
 from fsdp_compose.checkpoint.metadata import Reader, check_whole
-from fsdp_compose.checkpoint.nested import nested_key
+from fsdp_compose.checkpoint.optimizer.nested import nested_key
 from fsdp_compose.checkpoint.values import as_whole, whole_shape
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import is_sharded, tag

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.checkpoint.consensus import Shared, groups_of, several
-from fsdp_compose.checkpoint.names import names_of
-from fsdp_compose.checkpoint.stream import each_full
-from fsdp_compose.checkpoint.structure import Owned
+from fsdp_compose.checkpoint.contents import contents_of, each_full
+from fsdp_compose.checkpoint.optimizer.shapes import Owned
+from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import whole, whole_shape
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.replicas import checksum
@@ -60,7 +59,7 @@ class Stages:
         """The picklable ``value`` of each stage's first rank; every rank of the group must call."""
         if not self.are_several:
             return [value]
-        found = comm.gather_objects(value if self.is_first else None, self.group)
+        found = gather_objects(value if self.is_first else None, self.group)
         return [found[ranks[0]] for ranks in self.members]
 
     def keep_own(self, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,18 +108,18 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     has_units = any(True for _ in iter_units(module))
     copies = _copies_beside(module) if saves else {}
     sums = {ranks: code_of(sorted(found.items())) for ranks, found in copies.items()}
-    reports = comm.gather_objects((peers, has_units, sums), group)
+    reports = gather_objects((peers, has_units, sums), group)
     members = _components([found for found, _, _ in reports], group.ranks)
     known: dict[tuple[int, ...], int] = {}
     if any(known.setdefault(r, s) != s for _, _, of in reports for r, s in of.items()):
-        _warn_of_copies(what, comm.gather_objects(copies, group), group)
+        _warn_of_copies(what, gather_objects(copies, group), group)
     if len(members) == 1 or not any(sharded for _, sharded, _ in reports):
         return Stages(group, (tuple(range(group.size)),), 0)
     mine = next(i for i, ranks in enumerate(members) if group.rank in ranks)
     stages = Stages(group, members, mine)
     values: dict[str, Any] = {}
-    with Shared(several(group)):
-        values = names_of(module).values
+    with SharedErrors(group):
+        values = contents_of(module).values
     by_stage = stages.gather(list(values))
     before = {name for names in by_stage[:mine] for name in names}
     others = {name for i, names in enumerate(by_stage) if i != mine for name in names}

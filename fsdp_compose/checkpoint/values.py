@@ -7,7 +7,9 @@ communication, and any other cut of the same shape reads the boxes that it overl
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,6 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.mesh import Group
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.messages import broadcast_object, raise_on_all
 from fsdp_compose.layout.boxes import Box, boxes
 from fsdp_compose.sharded import (
     ShardedDTensor,
@@ -171,3 +176,67 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
 
 def is_ready(value: object) -> bool:
     return is_sharded(value) and READY in value.__dict__
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tensor to come: what it will be, without its numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def broadcast_state(
+    state: Any, groups: Sequence[Group], target_of: Callable[[str], Any], device: torch.device
+) -> dict[str, Any]:
+    """Rank 0's plain state by name, one tensor at a time.
+
+    Args:
+        target_of: what a name's value will be written into; where that is a sharded tensor of the
+            same shape, only this rank's slice is kept.
+        device: where the groups communicate.
+
+    Raises:
+        TypeError: rank 0's state is not a dictionary of plain tensors and picklable values.
+    """
+    if not groups:
+        return dict(state)
+    first = all(group.rank == 0 for group in groups)
+    problem: Exception | None = None
+    if first and not isinstance(state, Mapping):
+        problem = TypeError(f"broadcast_from_rank0: rank 0 has a {type(state).__name__}")
+    elif first and (sliced := [k for k, v in state.items() if is_sharded(v)]):
+        problem = TypeError(
+            f"broadcast_from_rank0: rank 0's {sliced[0]!r} is a slice; wanted full tensors."
+        )
+    raise_on_all(problem, groups)
+    outline = broadcast_object(_outline(state) if first else None, groups)
+    result: dict[str, Any] = {}
+    for name, value in outline.items():
+        if not isinstance(value, Outline):
+            result[name] = value
+            continue
+        target = target_of(name)
+        tensor = (
+            state[name].detach().to(device).contiguous()
+            if first
+            else torch.empty(value.shape, dtype=value.dtype, device=device)
+        )
+        for group in groups:  # in turn, rows before columns
+            comm.broadcast(tensor, group)
+        if is_sharded(target) and tuple(spec_of(target).whole_shape) == value.shape:
+            spec = target._shard_spec
+            tensor = tag(whole_slice(tensor, spec).clone(), spec)
+        result[name] = tensor
+    return result
+
+
+def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: Outline(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }

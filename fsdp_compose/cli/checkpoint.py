@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compose.base.mesh import SELF
-from fsdp_compose.checkpoint.export import ASIDE, INDEX, SINGLE, Export, leftovers, remove
-from fsdp_compose.checkpoint.files import FOLDER, METADATA, CommittingWriter, Sum
-from fsdp_compose.checkpoint.full import MAX_FILE_BYTES, check_sum, find_items
+from fsdp_compose.checkpoint.files import (
+    FOLDER,
+    METADATA,
+    CommittingWriter,
+    Sum,
+    sync_file,
+    write_checkpoint,
+)
+from fsdp_compose.checkpoint.formats.export import ASIDE, Export, find_stored, leftovers, remove
+from fsdp_compose.checkpoint.formats.format import PlannedFile, Stored, plan_files
+from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
+from fsdp_compose.checkpoint.full import MAX_FILE_BYTES
 from fsdp_compose.checkpoint.metadata import check_whole, manifests, read_metadata, verify
 from fsdp_compose.checkpoint.source import Source
-from fsdp_compose.checkpoint.tensorfile import FilePlan, Item, plan_files, sync
-from fsdp_compose.checkpoint.write import write_checkpoint
-
-Outlines = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+from fsdp_compose.checkpoint.values import Outline
+from fsdp_compose.report.text import dtype_name, table
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,12 +65,12 @@ def _show_sharded(path: Path, check: bool) -> None:
         if isinstance(entry, TensorStorageMetadata):
             check_whole(path, key, entry)
             dtype, shape = entry.properties.dtype, tuple(entry.size)
-            rows.append((key, _name(dtype), str(shape), f"{len(entry.chunks)} pieces"))
+            rows.append((key, dtype_name(dtype), str(shape), f"{len(entry.chunks)} pieces"))
             numbers[0] += math.prod(shape)
             numbers[1] += math.prod(shape) * dtype.itemsize
         else:
             rows.append((key, "object", "", ""))
-    _print(rows)
+    _print_rows(rows)
     found = manifests(path)
     ranks = f", saved by {found[0].world_size} ranks" if found else ""
     checked = ", every file as it was saved" if check and found else ""
@@ -71,24 +78,23 @@ def _show_sharded(path: Path, check: bool) -> None:
 
 
 def _show_full(path: Path, check: bool) -> None:
-    items, sums = find_items(path)
-    for file in sorted(sums) if check else ():
-        check_sum(file, sums[file])
-    _print([(k, _name(i.dtype), str(i.shape), i.file.name) for k, i in items.items()])
-    total = sum(item.nbytes for item in items.values())
-    numel = sum(item.numel for item in items.values())
-    checked = ", every file as it was saved" if check and sums else ""
-    print(f"{len(items)} entries, {numel:,} elements, {total:,} bytes{checked}")
+    found = find_stored(path, SAFETENSORS)
+    if check:
+        found.check_sums()
+    _print_rows(
+        (name, dtype_name(stored.dtype), str(stored.shape), found.files[name].name)
+        for name, stored in found.tensors.items()
+    )
+    total = sum(stored.nbytes for stored in found.tensors.values())
+    numel = sum(stored.numel for stored in found.tensors.values())
+    checked = ", every file as it was saved" if check and found.sums else ""
+    print(f"{len(found.tensors)} entries, {numel:,} elements, {total:,} bytes{checked}")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _print(rows: list[tuple[str, str, str, str]]) -> None:
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
-    for row in rows:
-        line = "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+def _print_rows(rows: Iterable[Sequence[str]]) -> None:
+    """Print a table whose names may hold anything, without a terminal acting on it."""
+    text = table(list(rows), left=4, indent="")
+    for line in text.split("\n") if text else ():
         print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
@@ -107,9 +113,9 @@ def _convert(args: argparse.Namespace) -> None:
 def _is_free(target: Path) -> bool:
     """Whether a folder holds nothing, or only what a conversion that was killed has left."""
     names = {entry.name for entry in target.iterdir()}
-    if names & {METADATA, INDEX, SINGLE}:
+    if names & {METADATA, SAFETENSORS.index, SAFETENSORS.single}:
         return False
-    left = {entry.name for entry in leftovers(target, set())}
+    left = {entry.name for entry in leftovers(target, SAFETENSORS, set())}
     if not any(name.startswith(ASIDE) for name in names):
         left = set()  # parts that lie there for another reason
     return all(name in left or name.startswith(FOLDER) for name in names)
@@ -130,30 +136,31 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
     if not keys:
         tops = sorted({str(path[0]) for path in reader.paths})
         raise RuntimeError(f"{source}: nothing below {prefix!r}; it has {tops[:8]}.")
-    outlines: Outlines = {}
+    outlines: dict[str, Outline] = {}
     for name, key in keys.items():
         entry = metadata.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{source}: {name!r} is not a tensor; safetensors holds only those.")
-        outlines[name] = (entry.properties.dtype, tuple(entry.size))
+        outlines[name] = Outline(entry.properties.dtype, tuple(entry.size))
     target.mkdir(parents=True, exist_ok=True)
-    export = Export(target, plan_files(outlines, max_file_bytes), uuid.uuid4().hex[:8])
+    (files,) = plan_files([outlines], max_file_bytes, SAFETENSORS)
+    export = Export(target, SAFETENSORS, files, uuid.uuid4().hex[:8])
     try:
-        export.commit({plan.name: _write(plan, export, reader, keys) for plan in export.plans})
+        export.commit({file.name: _write_file(file, export, reader, keys) for file in files})
     finally:
         export.discard()
 
 
-def _write(plan: FilePlan, export: Export, reader: Source, keys: Mapping[str, str]) -> Sum:
+def _write_file(file: PlannedFile, export: Export, reader: Source, keys: Mapping[str, str]) -> Sum:
     """Write one file, a tensor at a time."""
     export.aside.mkdir(exist_ok=True)
-    temporary = export.temporary(plan)
-    plan.create(temporary)
-    for name in plan.starts:
-        reader.want(keys[name], None)
-        reader.read()
-        plan.put(temporary, name, reader.values.pop(keys[name]))
-    sync(temporary)
+    temporary = export.temporary(file)
+    with export.format.write(temporary, file.tensors) as put:
+        for name in file.tensors:
+            reader.want(keys[name], None)
+            reader.read()
+            put(name, reader.values.pop(keys[name]).contiguous())
+    sync_file(temporary)
     return Sum.of(temporary)
 
 
@@ -163,21 +170,20 @@ def to_sharded(source: Path, target: Path, prefix: str) -> None:
     Raises:
         RuntimeError: the source is not whole.
     """
-    items, sums = find_items(source)
-    for file in sorted(sums):
-        check_sum(file, sums[file])
-    state: dict[str, Any] = {name: _mapped(item) for name, item in items.items()}
+    found = find_stored(source, SAFETENSORS)
+    found.check_sums()
+    state: dict[str, Any] = {n: _mapped(found.files[n], s) for n, s in found.tensors.items()}
     for part in reversed(prefix.split(".") if prefix else []):
         state = {part: state}
     writer = CommittingWriter(target, uuid.uuid4().hex[:12], 1, checksum=True)
     write_checkpoint(state, writer, SELF)
 
 
-def _mapped(item: Item) -> Tensor:
+def _mapped(file: Path, stored: Stored) -> Tensor:
     """The tensor over the file's own pages, which are read as they are written out."""
-    if item.start % item.dtype.itemsize:
-        return item.read().view(item.shape)
-    storage = torch.UntypedStorage.from_file(str(item.file), False, item.file.stat().st_size)
+    if stored.start is None or stored.start % stored.dtype.itemsize:
+        return stored.read_all()
+    storage = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
     flat = torch.empty(0, dtype=torch.uint8)
-    flat.set_(storage, item.start, (item.numel * item.dtype.itemsize,))  # type: ignore[call-overload]
-    return flat.view(item.dtype).view(item.shape)
+    flat.set_(storage, stored.start, (stored.nbytes,))  # type: ignore[call-overload]
+    return flat.view(stored.dtype).view(stored.shape)

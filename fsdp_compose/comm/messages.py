@@ -11,8 +11,8 @@ import ctypes
 import pickle
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -134,19 +134,97 @@ def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Grou
             parts = act([value, *(pickle.loads(found[r]) for r in others)])
         except Exception as raised:
             error = raised
-        sent = None if error is None else RuntimeError(f"{error} (found on rank {group.ranks[0]})")
+        sent = first_error([(group.ranks[0], describe_error(error))])
         _swap_bytes({r: pickle.dumps((sent, parts[r])) for r in others}, [], group)
         part = parts[0]
     if error is not None:
-        error.__dict__[SETTLED] = True
+        error.__dict__[ON_ALL_RANKS] = True
         raise error
     return part
+
+
+def broadcast_object(value: Any, groups: Iterable[Group]) -> Any:
+    """Rank 0's picklable ``value`` on every rank."""
+    for group in groups:
+        value = gather_objects(value if group.rank == 0 else None, group)[0]
+    return value
+
+
+ErrorReport: TypeAlias = "tuple[str, str] | None"
+"""The class and the text of an error, or None where there was none."""
+
+
+def describe_error(error: Exception | None) -> ErrorReport:
+    """An error as plain data that other ranks can be sent."""
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def first_error(reports: Iterable[tuple[int, ErrorReport]]) -> Exception | None:
+    """The first error among ``(rank, report)``, as the other ranks raise it; None without any."""
+    for rank, report in reports:
+        if report is not None:
+            kind, text = report
+            found = "" if "(found on rank" in text else f" (found on rank {rank})"
+            if kind in _RAISED_AS_IS:
+                return _RAISED_AS_IS[kind](f"{text}{found}")
+            return RuntimeError(f"{kind}: {text}{found}")
+    return None
+
+
+_RAISED_AS_IS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (RuntimeError, TypeError, ValueError)
+}
+
+
+def raise_on_all(problem: Exception | None, groups: Iterable[Group], facts: object = None) -> None:
+    """Raise on every rank what any rank found wrong, or that their ``facts`` differ.
+
+    Args:
+        problem: what this rank found.
+        facts: picklable and small; its text is shown where two ranks differ.
+    """
+    for group in groups:
+        reports = gather_objects((describe_error(problem), facts), group)
+        errors = [error for error, _ in reports]
+        problem = problem or first_error(zip(group.ranks, errors, strict=True))
+        problem = problem or _difference([fact for _, fact in reports], group.ranks)
+    if problem is not None:
+        problem.__dict__[ON_ALL_RANKS] = True
+        raise problem
+
+
+def _difference(facts: Sequence[object], ranks: Sequence[int]) -> Exception | None:
+    for rank, fact in zip(ranks, facts, strict=True):
+        if fact != facts[0]:
+            return RuntimeError(
+                f"the ranks were given different things: rank {ranks[0]} {facts[0]!s}, rank "
+                f"{rank} {fact!s}. Every rank must pass the same; what only rank 0 has goes in "
+                "with broadcast_from_rank0=True."
+            )
+    return None
+
+
+class SharedErrors:
+    """Scope whose error, on any rank, is raised on all ranks; every rank must leave it.
+
+    Where no rank has an error, ``facts`` that differ between ranks are one, as in ``raise_on_all``.
+    """
+
+    def __init__(self, *groups: Group, facts: object = None) -> None:
+        self.groups, self.facts = groups, facts
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, Exception):
+            raise_on_all(error, self.groups, self.facts)
 
 
 _CALL_TAGS = 1 << 27
 _OBJECT_TAGS = 1 << 28  # those of comm's heads are smaller, and those of its data larger
 
-SETTLED = "_fsdp_compose_settled"
+ON_ALL_RANKS = "_fsdp_compose_on_all_ranks"
 """Set on an error that every rank raises."""
 
 
@@ -211,7 +289,7 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attending(group: Group) -> Iterator[None]:
+def attend_call(group: Group) -> Iterator[None]:
     """Scope of a call over ``group``, in which this thread hears of ranks that leave the call.
 
     It hears of them also while it waits for tensors, which in the scope never meet those that an
@@ -223,7 +301,7 @@ def attending(group: Group) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if group.pg is not None and not is_settled(error):
+        if group.pg is not None and not is_on_all_ranks(error):
             leave(group, error)
         raise
     finally:
@@ -243,10 +321,10 @@ def tag_of(purpose: str, nbytes: int) -> int:
     return _CALL_TAGS | zlib.crc32(key.encode()) & (_CALL_TAGS - 1)
 
 
-def is_settled(error: BaseException | None) -> bool:
+def is_on_all_ranks(error: BaseException | None) -> bool:
     """Whether every rank raises this error."""
     while error is not None:
-        if SETTLED in error.__dict__:
+        if ON_ALL_RANKS in error.__dict__:
             return True
         error = error.__cause__
     return False

@@ -24,6 +24,15 @@ class Traffic:
     move_bytes: int = 0
     control: int = 0
 
+    @property
+    def collectives(self) -> int:
+        """Without ``control``, which counts messages outside the passes: checks, errors."""
+        return self.gathers + self.reduces + self.all_reduces + self.moves
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes + self.move_bytes
+
     def reset(self) -> None:
         for name in self.__dataclass_fields__:
             setattr(self, name, 0)

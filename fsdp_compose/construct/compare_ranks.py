@@ -14,6 +14,7 @@ from fsdp_compose.base.mesh import Group, Mesh, MeshLike, is_outside, resolve_me
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.torch_private import buffer_slots
 from fsdp_compose.comm.meeting import gather_objects_or_differ
+from fsdp_compose.comm.messages import ErrorReport, describe_error, first_error
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
@@ -39,7 +40,7 @@ class Value:
 class Report:
     """What one rank tells the others."""
 
-    problem: tuple[str, str] | None
+    problem: ErrorReport
     structure: list[Any]
     sums: dict[str, tuple[int, tuple[int, ...]]]  # checksum, and ranks it must equal that of
     what: dict[str, str]  # for messages, by key of ``sums``
@@ -96,9 +97,10 @@ def _compare_beside(
     """
     for group in tensor_parallel_groups(modules):
         mine = {k: (total, v.what) for k, (total, v) in sums.items() if group in v.repeated}
-        mine_and_left = (_describe(problem), mine, left)
+        mine_and_left = (describe_error(problem), mine, left)
         reports = gather_objects_or_differ(mine_and_left, group, "fully_shard")
-        problem = problem or _problem_in([report for report, _, _ in reports], group)
+        errors = [error for error, _, _ in reports]
+        problem = problem or first_error(zip(group.ranks, errors, strict=True))
         problem = problem or _difference_beside([found for _, found, _ in reports], group)
         left = left.union(*(others for _, _, others in reports))
     if problem is not None:
@@ -139,7 +141,7 @@ def compare_values(
     if groups:
         compared = {key: (total, _peers(value)) for key, (total, value) in sums.items()}
         what = {key: value.what for key, (_, value) in sums.items()}
-        reports = _exchange(Report(_describe(problem), [], compared, what, left), groups)
+        reports = _exchange(Report(describe_error(problem), [], compared, what, left), groups)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         left = left.union(*(report.meta for report in reports.values()))
     return set(_compare_beside(modules, problem, sums, left))
@@ -194,7 +196,7 @@ def _report(
     sums = [sum_bytes(v.tensor) for v in compared]
     totals = [int(t) for t in torch.stack([t.cpu() for t in sums]).tolist()] if sums else []
     return Report(
-        _describe(problem),
+        describe_error(problem),
         structure,
         {v.key: (total, _peers(v)) for v, total in zip(compared, totals, strict=True)},
         {v.key: v.what for v in compared},
@@ -297,31 +299,8 @@ def _exchange(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:
     return dict(sorted(known.items()))
 
 
-_KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
-
-
-def _describe(problem: Exception | None) -> tuple[str, str] | None:
-    return None if problem is None else (type(problem).__name__, str(problem))
-
-
-def _first_problem(reports: dict[int, Report]) -> Exception | None:
-    for rank, report in reports.items():
-        if report.problem is not None:
-            return _raised(*report.problem, rank)
-    return None
-
-
-def _problem_in(reports: list[tuple[str, str] | None], group: Group) -> Exception | None:
-    for rank, report in zip(group.ranks, reports, strict=True):
-        if report is not None:
-            return _raised(*report, rank)
-    return None
-
-
-def _raised(kind: str, message: str, rank: int) -> Exception:
-    named = message if kind in _KINDS else f"{kind}: {message}"
-    found = "" if "(found on rank" in message else f" (found on rank {rank})"
-    return _KINDS.get(kind, RuntimeError)(f"{named}{found}")
+def _first_problem(reports: Mapping[int, Report]) -> Exception | None:
+    return first_error((rank, report.problem) for rank, report in reports.items())
 
 
 def _first_difference(reports: dict[int, Report]) -> Exception | None:

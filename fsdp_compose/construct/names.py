@@ -7,7 +7,9 @@ Between passes and while a unit is gathered the answer is the same: the paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,3 +134,32 @@ def owners(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
             if tensor is not None:
                 found.setdefault(id(tensor), (f"{path}.{key}" if path else key, submodule))
     return found
+
+
+def clean_keys(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A ``state_dict`` of ``module``, or of what it wraps, by clean names.
+
+    Raises:
+        ValueError: two keys have the same clean name.
+    """
+    result: dict[str, Any] = {}
+    clean = name_cleaner(module)
+    for key, value in state_dict.items():
+        name = clean(key)
+        if name in result:
+            raise ValueError(f"load_state_dict: {key!r} and another key both mean {name!r}.")
+        result[name] = value
+    return result
+
+
+def show_closest(name: str, known: Iterable[str]) -> str:
+    """`` (closest: ...)`` for a message, or nothing when no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    return f" (closest: {', '.join(map(repr, near))})" if near else ""
+
+
+def list_names(given: Iterable[str], known: Iterable[str], limit: int = 8) -> str:
+    """Names for a message, each with the closest known ones; the first ``limit`` of them."""
+    listed, known = list(given), list(known)
+    text = "; ".join(f"{name!r}{show_closest(name, known)}" for name in listed[:limit])
+    return text if len(listed) <= limit else f"{text}; and {len(listed) - limit} more"

@@ -2,6 +2,7 @@
 
 Files, each importing only from those above it:
 
+    buckets   a bucket's figures, of a sharded module or of a plan
     survey    a module's units and buckets as integers and names
     text      numbers, tables, dataclasses as plain data
     notes     what a plan points out
@@ -13,12 +14,13 @@ Files, each importing only from those above it:
     traffic   what was communicated
 """
 
+from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.explain import Explanation, UnitState, explain
 from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.plan import plan
 from fsdp_compose.report.plots import plot_plan
 from fsdp_compose.report.schedule import Communication, Peak
-from fsdp_compose.report.survey import Loan, PlannedBucket
+from fsdp_compose.report.survey import Loan
 from fsdp_compose.report.traffic import TrafficReport, count_traffic, traffic_report
 
 __all__ = [

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
+from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.notes import work_of
 from fsdp_compose.report.schedule import Communication, Peak
-from fsdp_compose.report.survey import Loan, PlannedBucket
+from fsdp_compose.report.survey import Loan
 from fsdp_compose.report.text import count, dtype_name, plain, plural, size, table
 
 _HEADER = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_compose.report.survey import PlannedBucket, Record, Survey
+from fsdp_compose.report.buckets import PlannedBucket
+from fsdp_compose.report.survey import Record, Survey
 from fsdp_compose.report.text import count, dtype_name, plural, size
 from fsdp_compose.sharded import part_of
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.traffic import Traffic, traffic
 from fsdp_compose.report.text import size, table
 
 
 @dataclass
-class TrafficReport:
+class TrafficReport(Traffic):
     """Collectives, and the bytes this rank received in them.
 
     A gather or a reduce-scatter over W ranks brings ``(W - 1) / W`` of its buffer, an all-reduce
@@ -19,28 +19,9 @@ class TrafficReport:
     ``control`` counts small messages outside the passes: checks, broadcasts, errors.
     """
 
-    gathers: int = 0
-    gather_bytes: int = 0
-    reduces: int = 0
-    reduce_bytes: int = 0
-    all_reduces: int = 0
-    all_reduce_bytes: int = 0
-    moves: int = 0
-    move_bytes: int = 0
-    control: int = 0
-
-    @property
-    def collectives(self) -> int:
-        """Without ``control``."""
-        return self.gathers + self.reduces + self.all_reduces + self.moves
-
-    @property
-    def total_bytes(self) -> int:
-        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes + self.move_bytes
-
-    def __sub__(self, other: TrafficReport) -> TrafficReport:
-        names = [f.name for f in fields(self)]
-        return TrafficReport(**{name: getattr(self, name) - getattr(other, name) for name in names})
+    def __sub__(self, other: Traffic) -> TrafficReport:
+        before = asdict(other)
+        return TrafficReport(**{name: v - before[name] for name, v in asdict(self).items()})
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -58,25 +39,31 @@ class TrafficReport:
 
 
 def traffic_report() -> TrafficReport:
-    """What this process has communicated since it started."""
-    return TrafficReport(**asdict(comm.traffic))
+    """What this process has communicated since it started.
+
+    Example:
+        >>> before = traffic_report()
+        >>> fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+        >>> traffic_report().collectives - before.collectives  # in a world of one
+        0
+    """
+    return TrafficReport(**asdict(traffic))
 
 
 @contextmanager
 def count_traffic() -> Iterator[TrafficReport]:
     """Count what is communicated inside the scope; the report is filled in when it ends.
 
-    ::
-
-        with count_traffic() as traffic:
-            loss = model(x).sum()
-            loss.backward()
-        print(traffic)
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> with count_traffic() as traffic:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> traffic.gathers, traffic.total_bytes  # in a world of one
+        (0, 0)
     """
     report, before = TrafficReport(), traffic_report()
     try:
         yield report
     finally:
-        change = traffic_report() - before
-        for name, value in change.to_dict().items():
+        for name, value in (traffic_report() - before).to_dict().items():
             setattr(report, name, value)

@@ -17,7 +17,8 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose.__main__ import main
-from fsdp_compose.checkpoint import export, files, full, tensorfile
+from fsdp_compose.checkpoint import SAFETENSORS, files, full
+from fsdp_compose.checkpoint.formats import export, safetensors
 
 from harness import rank_errors, run_ranks
 
@@ -73,7 +74,7 @@ def dying_at(step: int, act: Callable[[], None]) -> Iterator[list[int]]:
         patch.setattr(files.shutil, "rmtree", counted(files.shutil.rmtree))
         for module in (export, files):
             patch.setattr(module, "write_durably", counted(module.write_durably))
-        patch.setattr(tensorfile.FilePlan, "put", counted(tensorfile.FilePlan.put))
+        patch.setattr(safetensors, "write_at", counted(safetensors.write_at))
         yield count
 
 
@@ -175,7 +176,7 @@ def test_convert_killed_at_each_step(tmp_path: Path, to_full: bool) -> None:
         finished = in_child(convert)
         if finished:
             break
-        committed = (target / (export.INDEX if to_full else ".metadata")).exists()
+        committed = (target / (SAFETENSORS.index if to_full else ".metadata")).exists()
         assert main([*command, "--max-file-bytes", "50"]) == int(committed)
         assert loaded(target, load) == 1
         assert committed or not list(target.glob(".saving-*"))

@@ -1,6 +1,7 @@
-"""What the ranks must agree on before state is written: an error on one is raised on all.
+"""Ranks meet before they save or load: one that never comes is named, and no other hangs.
 
-Also who is there: ``assemble`` names the ranks that never call, instead of hanging in a collective.
+``attend_call`` is the scope of a call that all ranks have begun: when one leaves it with an error,
+those that still wait in it raise that error instead of waiting until a timeout.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,13 @@ from torch import nn
 
 from fsdp_compose.base.mesh import SELF, Group, require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
-from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import messages, waiting
+from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.guards.surroundings import check_surroundings
 from fsdp_compose.core.state import held_by_fewer, iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
-
-_KINDS: dict[str, type[Exception]] = {
-    "RuntimeError": RuntimeError,
-    "TypeError": TypeError,
-    "ValueError": ValueError,
-}
 
 
 def groups_of(module: nn.Module) -> list[Group]:
@@ -56,40 +51,6 @@ def device_of(module: nn.Module) -> torch.device:
     return next((unit.lane.streams.device for unit in iter_units(module)), torch.device("cpu"))
 
 
-def settle(problem: Exception | None, groups: Iterable[Group], facts: object = None) -> None:
-    """Raise on every rank what any rank found wrong, or that their ``facts`` differ.
-
-    Args:
-        problem: what this rank found; a kind other than RuntimeError, TypeError and ValueError
-            arrives on the others as a RuntimeError.
-        facts: picklable and small; ``repr`` of it is shown where two ranks differ.
-    """
-    for group in groups:
-        mine = None if problem is None else (type(problem).__name__, str(problem))
-        reports = comm.gather_objects((mine, facts), group)
-        for rank, (text, _) in zip(group.ranks, reports, strict=True):
-            if text is not None and problem is None:
-                kind, message = text
-                found_on = "" if "(found on rank" in message else f" (found on rank {rank})"
-                problem = _KINDS.get(kind, RuntimeError)(f"{message}{found_on}")
-        if problem is None:
-            problem = _difference([f for _, f in reports], group.ranks)
-    if problem is not None:
-        problem.__dict__[messages.SETTLED] = True
-        raise problem
-
-
-def _difference(facts: Sequence[object], ranks: Sequence[int]) -> Exception | None:
-    for rank, fact in zip(ranks, facts, strict=True):
-        if fact != facts[0]:
-            return RuntimeError(
-                f"the ranks were given different things: rank {ranks[0]} {facts[0]!s}, rank "
-                f"{rank} {fact!s}. Every rank must pass the same; what only rank 0 has goes in "
-                "with broadcast_from_rank0=True."
-            )
-    return None
-
-
 _control: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -99,7 +60,7 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = (
 )
 
 
-def assemble(
+def meet_ranks(
     what: str,
     module: nn.Module,
     process_group: dist.ProcessGroup | None,
@@ -149,16 +110,13 @@ def _world() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def attending(group: Group) -> Iterator[None]:
-    """Scope of a call that ``assemble`` began: ranks that wait in it hear of one that leaves early.
-
-    They raise a RuntimeError that says why, where they would wait until the timeout.
-    """
+def attend_call(group: Group) -> Iterator[None]:
+    """Scope of a call that ``meet_ranks`` began: if one rank leaves early, the others raise why."""
     try:
-        with messages.attending(group):
+        with messages.attend_call(group):
             yield
     except BaseException as error:
-        if group.size > 1 and not messages.is_settled(error):
+        if group.size > 1 and not messages.is_on_all_ranks(error):
             _control.get(_world(), {}).pop(group.ranks, None)
         raise
 
@@ -223,7 +181,7 @@ def _await_key(key: str, timeout: float) -> bool:
     return True
 
 
-def claim(what: str, path: Path, group: Group) -> None:
+def claim_folder(what: str, path: Path, group: Group) -> None:
     """Raise where other ranks of this job, none of them in ``group``, have saved to ``path``.
 
     Raises:
@@ -231,7 +189,7 @@ def claim(what: str, path: Path, group: Group) -> None:
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return
-    with Shared(several(group)):
+    with SharedErrors(group):
         if group.rank:
             return
         store = default_store()
@@ -272,7 +230,7 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
             mesh = owner_of(entry).mesh
             homes[name] = tuple(sorted({*mesh.shard.ranks, *mesh.replicate.ranks}))
     known: dict[str, tuple[int, ...]] = {}
-    for found in comm.gather_objects(homes, group):
+    for found in gather_objects(homes, group):
         for name, home in found.items():
             if everywhere or known.setdefault(name, home) != home:
                 others = "" if everywhere else f", and another by ranks {list(known[name])}"
@@ -283,22 +241,3 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
                     "such as their numbers in a ModuleDict. If the other ranks hold the same, say "
                     f"so with set_gradient_divide_factor(module, {len(home)})."
                 )
-
-
-def several(group: Group) -> list[Group]:
-    """The group, as those functions take it that have nothing to do for one rank."""
-    return [group] if group.size > 1 else []
-
-
-class Shared:
-    """Scope whose error, on any rank, is raised on all; every rank must leave it."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = groups
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, Exception):
-            settle(error, self.groups)

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_compose.checkpoint.members import OptimLike, members_of, optimizers_of
-from fsdp_compose.checkpoint.names import parameter_names
-from fsdp_compose.construct.names import clean_name
+from fsdp_compose.checkpoint.optimizer.members import OptimLike, members_of, optimizers_of
+from fsdp_compose.construct.names import clean_name, parameter_names
 
 
 def rekey_optim_state_dict(
@@ -98,8 +97,8 @@ def _default_order(state_dict: Mapping[str, Any], module: nn.Module) -> list[lis
     names = parameter_names(module)
     if len(groups) == 1:
         for chosen in (
-            [names[id(p)][0] for p in module.parameters() if id(p) in names],
-            [names[id(p)][0] for p in module.parameters() if id(p) in names and p.requires_grad],
+            [names[p][0] for p in module.parameters() if p in names],
+            [names[p][0] for p in module.parameters() if p in names and p.requires_grad],
         ):
             if len(chosen) == len(groups[0]["params"]):
                 return [chosen]

@@ -7,7 +7,7 @@ so that whoever hands them out need not tell this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.checkpoint.names import closest, parameter_names
 from fsdp_compose.checkpoint.values import whole_shape
+from fsdp_compose.construct.names import parameter_names, show_closest
 from fsdp_compose.core.bucket import Bucket, Entry, find_entry
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.optim.owner import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded
 
+Names: TypeAlias = "Mapping[nn.Parameter, tuple[str, ...]]"
 OptimLike: TypeAlias = "Optimizer | Iterable[Optimizer]"
 
 
@@ -98,10 +99,10 @@ def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
     for number, group in enumerate(optim.param_groups):
         members: list[Member] = []
         for position, param in enumerate(group["params"]):
-            if id(param) in names:
+            if param in names:
                 entry = find_entry(param) if is_sharded(param) else None
                 owner = optim.owner_of(param) if isinstance(optim, OwnerOptimizer) else None
-                part = Part(tuple(names[id(param)]), whole_shape(param), entry, owner=owner)
+                part = Part(tuple(names[param]), whole_shape(param), entry, owner=owner)
                 members.append(Member(param, (part,)))
                 continue
             if pieces is None:
@@ -116,9 +117,7 @@ def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
     return found
 
 
-def _raw_member(
-    param: Tensor, names: dict[int, list[str]], pieces: dict[int, Bucket], where: str
-) -> Member:
+def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: str) -> Member:
     marked = None if is_sharded(param) else getattr(param, "_fsdp_compose_entry", None)
     entry = marked() if callable(marked) else None
     if entry is not None:
@@ -147,8 +146,8 @@ def _raw_member(
     return Member(param, tuple(parts))
 
 
-def _part(entry: Entry, names: dict[int, list[str]], span: slice) -> Part:
-    own_names = tuple(names.get(id(entry.param), [entry.spec.fqn]))
+def _part(entry: Entry, names: Names, span: slice) -> Part:
+    own_names = tuple(names.get(entry.param, [entry.spec.fqn]))
     return Part(own_names, entry.spec.whole_shape, entry, span)
 
 
@@ -165,4 +164,4 @@ def by_name(groups: Sequence[Sequence[Member]]) -> dict[str, Part]:
 
 def unknown_names(names: Iterable[str], known: dict[str, Any]) -> list[str]:
     """Names that are not known, each with the closest that is."""
-    return [f"{name!r}{closest(name, known)}" for name in names if name not in known]
+    return [f"{name!r}{show_closest(name, known)}" for name in names if name not in known]

@@ -17,18 +17,22 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.base.mesh import Group
-from fsdp_compose.checkpoint.consensus import device_of, groups_of, settle
-from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
-from fsdp_compose.checkpoint.names import listing, parameter_names
-from fsdp_compose.checkpoint.nested import find_object, flatten, unflatten
-from fsdp_compose.checkpoint.optim_read import WORLD, describe_object, layout_of
-from fsdp_compose.checkpoint.rekey import has_numbers, to_names
-from fsdp_compose.checkpoint.structure import Owned, block_spec, complete, fits, restored
-from fsdp_compose.checkpoint.transfer import broadcast_object, broadcast_state
-from fsdp_compose.checkpoint.values import fit, needs_gather, whole, whole_shape
-from fsdp_compose.checkpoint.watch import ELEMENTWISE, watch
-from fsdp_compose.construct.names import clean_name
+from fsdp_compose.checkpoint.optimizer.members import (
+    Member,
+    OptimLike,
+    Part,
+    members_of,
+    optimizers_of,
+)
+from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, unflatten
+from fsdp_compose.checkpoint.optimizer.read import WORLD, describe_object, layout_of
+from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, to_names
+from fsdp_compose.checkpoint.optimizer.shapes import Owned, block_spec, complete, fits, restored
+from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch
+from fsdp_compose.checkpoint.ranks import device_of, groups_of
+from fsdp_compose.checkpoint.values import broadcast_state, fit, needs_gather, whole, whole_shape
+from fsdp_compose.comm.messages import SharedErrors, broadcast_object, raise_on_all
+from fsdp_compose.construct.names import clean_name, list_names, parameter_names
 from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
@@ -62,7 +66,9 @@ def load_optim_state_dict(
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
     """
     groups = groups_of(module)
-    targets = _agreed_targets(module, optim, groups)
+    targets: Targets = []
+    with SharedErrors(*groups):
+        targets = targets_of(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast(module, state_dict, targets)
     problem: Exception | None = None
@@ -73,28 +79,17 @@ def load_optim_state_dict(
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
     if any(part.owner is not None for part in parts_of(targets).values()):
-        settle(problem, groups)
+        raise_on_all(problem, groups)
         given["state"] = complete(module, given["state"], parts_of(targets))
     try:
         facts = None if problem else _check(module, targets, given)
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    settle(problem, groups, facts)
+    raise_on_all(problem, groups, facts)
     commit(targets, given)
 
 
 Targets: TypeAlias = "list[tuple[Optimizer, list[list[Member]]]]"
-
-
-def _agreed_targets(module: nn.Module, optim: OptimLike, groups: list[Group]) -> Targets:
-    problem: Exception | None = None
-    targets: Targets = []
-    try:
-        targets = targets_of(module, optim)
-    except (TypeError, ValueError) as error:
-        problem = error
-    settle(problem, groups)
-    return targets
 
 
 def targets_of(module: nn.Module, optim: OptimLike) -> Targets:
@@ -175,7 +170,7 @@ def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, An
     if unknown:
         raise RuntimeError(
             "load_optim_state_dict: the module has no parameters "
-            f"{listing(dict.fromkeys(unknown), canonical)}."
+            f"{list_names(dict.fromkeys(unknown), canonical)}."
         )
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -205,7 +200,7 @@ def _check(
             parts = [part for member in members for part in member.parts]
             missing = [part.name for part in parts if part.name not in saved]
             if missing:
-                problems.append(f"no group has {listing(missing, saved)}")
+                problems.append(f"no group has {list_names(missing, saved)}")
             else:
                 _hyper(given, [part.name for part in parts], problems)
             for part in parts:
@@ -358,12 +353,8 @@ def _broadcast(module: nn.Module, state_dict: Any, targets: Targets) -> dict[str
         return dict(state_dict)
     first = all(group.rank == 0 for group in groups)
     given: Any = None
-    problem: Exception | None = None
-    try:
+    with SharedErrors(*groups):
         given = _named(module, targets, state_dict) if first else None
-    except (RuntimeError, TypeError, ValueError) as error:
-        problem = error
-    settle(problem, groups)
     frame = broadcast_object(
         {k: v for k, v in given.items() if k != "state"} if first else None, groups
     )

@@ -14,16 +14,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.checkpoint.consensus import groups_of, settle
-from fsdp_compose.checkpoint.members import Member, OptimLike, Part, members_of, optimizers_of
+from fsdp_compose.checkpoint.contents import full_view, gather_bucket, own_copy
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
-from fsdp_compose.checkpoint.names import parameter_names
-from fsdp_compose.checkpoint.nested import find_object, flatten, has_tensor, unflatten
-from fsdp_compose.checkpoint.optim_agree import agree_on_state
-from fsdp_compose.checkpoint.stream import full_view, gather_bucket, own_copy
-from fsdp_compose.checkpoint.structure import Owned, by_block, complete, owned, row_keys
+from fsdp_compose.checkpoint.optimizer.agree import agree_on_state
+from fsdp_compose.checkpoint.optimizer.members import (
+    Member,
+    OptimLike,
+    Part,
+    members_of,
+    optimizers_of,
+)
+from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, has_tensor, unflatten
+from fsdp_compose.checkpoint.optimizer.shapes import Owned, by_block, complete, owned, row_keys
+from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import as_whole, whole
-from fsdp_compose.comm.collectives import gather_objects
+from fsdp_compose.comm.messages import SharedErrors, gather_objects
+from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.bucket import Bucket
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
@@ -202,13 +208,9 @@ def _collect(holdings: list[_Holding]) -> Found:
 def _collect_agreed(module: nn.Module, optim: OptimLike) -> Found:
     """As ``_collect``, the same on every rank or an error on every rank; a collective."""
     groups = groups_of(module)
-    problem: Exception | None = None
     holdings: list[_Holding] = []
-    try:
+    with SharedErrors(*groups):
         holdings = _holdings(module, optim)
-    except (TypeError, ValueError) as error:
-        problem = error
-    settle(problem, groups)
     # Where a slice is short its shape does not tell of rows; then another rank's does.
     if any(holding.has_raw for holding in holdings):
         for group in groups:
@@ -216,11 +218,8 @@ def _collect_agreed(module: nn.Module, optim: OptimLike) -> Found:
                 for holding, rows in zip(holdings, theirs, strict=False):
                     holding.rows |= rows
     found = Found({})
-    try:
+    with SharedErrors(*groups):
         found = _collect(holdings)
-    except (TypeError, ValueError) as error:
-        problem = error
-    settle(problem, groups)
     state = found.result["state"]
     found.agree("optim_state_dict", groups)
     if any(part.owner is not None for part in found.parts.values()):

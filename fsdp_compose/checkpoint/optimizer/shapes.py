@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose.checkpoint.consensus import groups_of
-from fsdp_compose.checkpoint.members import Member, Part
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.checkpoint.optimizer.members import Member, Part
+from fsdp_compose.checkpoint.ranks import groups_of
+from fsdp_compose.comm.messages import gather_objects
 from fsdp_compose.core.bucket import contiguous_strides, flatten, storage_order
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import Axis, Parallel, Residence, ShardSpec, is_sharded, tag
@@ -164,7 +164,7 @@ def complete(
             for name, values in state.items()
             if isinstance(values, Owned) and _group(parts, name) == group.ranks
         }
-        for theirs in comm.gather_objects(mine, group):
+        for theirs in gather_objects(mine, group):
             for name, values in theirs.items():
                 if name not in found and name in parts:
                     found[name] = {key: _absent(parts[name], key, v) for key, v in values.items()}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fsdp_compose.base.mesh import Group
-from fsdp_compose.checkpoint.members import Part
-from fsdp_compose.checkpoint.structure import Owned
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.checkpoint.optimizer.members import Part
+from fsdp_compose.checkpoint.optimizer.shapes import Owned
+from fsdp_compose.comm.messages import gather_objects
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded, spec_of, tag
 
@@ -51,10 +51,10 @@ def agree_on_state(
     facts = _facts_of(result, parts)
     for group in groups:
         mine = {name: fact for name, fact in facts.items() if _is_over(parts[name], group)}
-        digests = comm.gather_objects(_digest(mine), group)
+        digests = gather_objects(_digest(mine), group)
         if any(digest != digests[0] for digest in digests):
             empty = {name for name in mine if _is_empty(parts[name])}
-            reports = comm.gather_objects(_Report(mine, empty), group)
+            reports = gather_objects(_Report(mine, empty), group)
             _compare(caller, reports, group)
             _fill(result["state"], parts, mine, reports)
 

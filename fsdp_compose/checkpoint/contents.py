@@ -1,0 +1,125 @@
+"""What a module's state dict holds, by clean name, and its full tensors, one bucket at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.tensor_parallel import check_declared
+from fsdp_compose.core.bucket import Bucket, find_entry
+from fsdp_compose.core.receiving import gather_flat
+from fsdp_compose.core.state import iter_units, owner_of
+from fsdp_compose.sharded import is_sharded
+
+CHECKPOINTED = "_checkpoint_wrapped_module."
+"""What activation checkpointing puts into the names of what it wraps."""
+
+_plain: ContextVar[bool] = ContextVar("fsdp_compose_plain_state_dict", default=False)
+
+
+@contextlib.contextmanager
+def without_our_hooks() -> Iterator[None]:
+    """Scope in which ``module.state_dict()`` and ``load_state_dict()`` run without our hooks."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def are_our_hooks_off() -> bool:
+    return _plain.get()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a module's state dict holds.
+
+    Attributes:
+        values: clean FQN -> the sharded leaf, or the buffer, plain parameter or extra state, live;
+            in the order of ``module.state_dict()``.
+        native: clean FQN -> the key that ``module.load_state_dict`` wants.
+        metadata: versions of the submodules, as ``state_dict()._metadata``, by clean name.
+    """
+
+    values: dict[str, Any]
+    native: dict[str, str]
+    metadata: OrderedDict[str, Any]
+
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """The sharded parameters by clean FQN; a tied one appears under each of its names."""
+        return {key: value for key, value in self.values.items() if is_sharded(value)}
+
+
+def contents_of(module: nn.Module) -> Contents:
+    """Walk ``module`` as its own ``state_dict`` does; parameters are leaves even while gathered."""
+    with without_our_hooks():
+        native = module.state_dict(keep_vars=True)
+    check_declared(native)
+    leaves, clean = gathered_leaves(module), name_cleaner(module)
+    values: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key, value in native.items():
+        name = clean(key)
+        values[name] = leaves.get(id(value), value)
+        keys[name] = key
+    versions = getattr(native, "_metadata", {})
+    metadata = OrderedDict((clean(f"{k}.")[:-1], v) for k, v in versions.items())
+    return Contents(values, keys, metadata)
+
+
+def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
+    """The sharded parameter behind each full one that a module holds now, by id of the full one."""
+    found: dict[int, nn.Parameter] = {}
+    for unit in iter_units(module):
+        for values, name, index in unit.places:
+            leaf = unit.entries[index].param
+            if values.get(name) is not leaf and isinstance(values.get(name), torch.Tensor):
+                found[id(values[name])] = leaf
+    return found
+
+
+def each_full(
+    leaves: Iterable[nn.Parameter], visit: Callable[[nn.Parameter, torch.Tensor], None]
+) -> None:
+    """Call ``visit`` with each leaf and its full tensor, in the parameter's shape and strides.
+
+    Of parameters that tensor parallelism split it is the whole too. The tensor is valid during the
+    call only. Every rank must pass the same leaves.
+    """
+    by_bucket: dict[int, tuple[Bucket, list[nn.Parameter]]] = {}
+    for leaf in {id(leaf): leaf for leaf in leaves}.values():
+        bucket = owner_of(find_entry(leaf))
+        by_bucket.setdefault(id(bucket), (bucket, []))[1].append(leaf)
+    for bucket, inside in by_bucket.values():
+        flat = gather_bucket(bucket, bucket.shard)
+        for leaf in inside:
+            visit(leaf, full_view(bucket, flat, find_entry(leaf).index))
+        del flat
+
+
+def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
+    """Every rank's ``shard``, cut as the bucket's own, on the device that communicates."""
+    with torch.no_grad():
+        return gather_flat(bucket, shard.detach().to(bucket.mesh.device), shard.dtype)
+
+
+def full_view(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:
+    """Parameter ``index`` of the bucket in a gathered flat tensor: a view, unless it was split."""
+    spec = bucket.entries[index].spec
+    part = flat.as_strided(spec.shape, spec.stride, spec.offset)
+    return part if spec.parallel is None else spec.parallel.assemble(part)
+
+
+def own_copy(tensor: torch.Tensor, cpu: bool) -> torch.Tensor:
+    """A tensor that shares nothing with ``tensor``; on the CPU if asked for."""
+    source = tensor.detach()
+    return source.to("cpu", copy=True) if cpu else source.clone()

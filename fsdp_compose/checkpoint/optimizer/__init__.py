@@ -1,0 +1,1 @@
+"""Optimizer state by name, out of and into any optimizer over a sharded module."""
