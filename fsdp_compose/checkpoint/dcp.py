@@ -55,7 +55,14 @@ PathLike = str | os.PathLike[str]
 
 
 class Saving:
-    """A save that may still be under way."""
+    """A save that may still be under way.
+
+    Example:
+        >>> saving = save_checkpoint("latest", fully_shard(nn.Linear(2, 2)), asynchronous=True)
+        >>> saving.wait()  # raises what went wrong
+        >>> saving.done()
+        True
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -112,6 +119,12 @@ def save_checkpoint(
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did
             not come, which is named; or ranks call different parameters by the same name.
         ValueError: the optimizer holds tensors that are not ``module``'s.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> optim = torch.optim.AdamW(model.parameters())
+        >>> save_checkpoint("latest", model, optim, {"step": 7}).done()
+        True
     """
     finish_pending()
     group = meet_ranks("save_checkpoint", module, process_group, timeout)
@@ -246,6 +259,13 @@ def load_checkpoint(
     Raises:
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
             or shapes do not fit; a rank did not come, which is named.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> optim = torch.optim.AdamW(model.parameters())
+        >>> _ = save_checkpoint("latest", model, optim, extra={"step": 7})
+        >>> load_checkpoint("latest", model, optim)
+        {'step': 7}
     """
     finish_pending()
     group = meet_ranks("load_checkpoint", module, process_group, timeout)

@@ -76,10 +76,9 @@ def save_full(
         ValueError: state that the format cannot hold.
 
     Example:
-        >>> folder = getfixture("tmp_path")
         >>> model = fully_shard(nn.Linear(2, 2))
-        >>> save_full(folder, model)
-        >>> sorted(file.name for file in folder.iterdir())
+        >>> save_full("whole", model, dtype=torch.bfloat16)
+        >>> sorted(os.listdir("whole"))
         ['model.safetensors', 'model.safetensors.index.json']
     """
     group = meet_ranks("save_full", module, process_group, timeout)
@@ -257,6 +256,12 @@ def load_full(
     Raises:
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
             or shapes do not fit; a rank did not come, which is named.
+
+    Example:
+        >>> save_full("whole", nn.Linear(2, 2))
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> load_full("whole", model)
+        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     group = meet_ranks("load_full", module, process_group, timeout)
     with attend_call(group):

@@ -94,6 +94,11 @@ def state_dict(
 
     Raises:
         ValueError: options that do not go together.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> {name: tuple(value.shape) for name, value in state_dict(model).items()}
+        {'weight': (2, 3), 'bias': (2,)}
     """
     wanted = StateDictType(kind, cpu_offload, rank0_only)
     contents = contents_of(module)
@@ -183,6 +188,11 @@ def load_state_dict(
         RuntimeError: keys, shapes or layouts do not fit, on any rank.
         TypeError: a value is not a tensor where one is wanted.
         ValueError: two keys mean the same parameter.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> load_state_dict(model, nn.Linear(3, 2).state_dict())
+        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     contents = contents_of(module)
     groups = groups_of(module)

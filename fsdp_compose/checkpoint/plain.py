@@ -57,6 +57,13 @@ def set_state_dict_type(
     Raises:
         ValueError: options that do not go together, or nothing in ``module`` is sharded.
         RuntimeError: the units in ``module`` were set differently, so there is no one type before.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> set_state_dict_type(model, "full", cpu_offload=True)
+        StateDictType(kind='sharded', cpu_offload=False, rank0_only=False)
+        >>> type(model.state_dict()["weight"])
+        <class 'torch.Tensor'>
     """
     wanted = StateDictType(kind, cpu_offload, rank0_only)
     before = get_state_dict_type(module)
@@ -70,6 +77,10 @@ def get_state_dict_type(module: nn.Module) -> StateDictType:
     Raises:
         ValueError: nothing in ``module`` is sharded.
         RuntimeError: the units in it were set differently.
+
+    Example:
+        >>> get_state_dict_type(fully_shard(nn.Linear(3, 2)))
+        StateDictType(kind='sharded', cpu_offload=False, rank0_only=False)
     """
     found: dict[StateDictType, str] = {}
     for name, submodule in module.named_modules():
@@ -99,6 +110,13 @@ def state_dict_type(
 
     Raises:
         ValueError, RuntimeError: as ``set_state_dict_type``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> with state_dict_type(model, "full"):
+        ...     full = model.state_dict()
+        >>> type(full["weight"]).__name__, type(model.state_dict()["weight"]).__name__
+        ('Tensor', 'ShardedTensor')
     """
     before = set_state_dict_type(module, kind, cpu_offload=cpu_offload, rank0_only=rank0_only)
     try:

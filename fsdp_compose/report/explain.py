@@ -118,6 +118,11 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> explain(model).gathered  # no unit is gathered between steps
+        ()
     """
     units = list(iter_units(module))
     if not units:

@@ -115,6 +115,14 @@ class Plan:
         units: outermost last, as they are built.
         memory: of one rank; ranks differ by less than one unit's padding.
         notes: what is worth knowing: ties, dtypes, frozen parameters, what was left out, sizes.
+
+    Example:
+        >>> found = plan(nn.Linear(1024, 1024), world_size=8)
+        >>> [unit.name for unit in found.units], found.numel
+        (['Linear'], 1049600)
+        >>> print(found)  # a table of units, memory, communication and notes
+        plan for Linear: 1 unit, 1.05M parameter elements (1.05M trained) over 8 ranks
+        ...
     """
 
     module: str

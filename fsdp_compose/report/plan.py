@@ -32,6 +32,7 @@ from fsdp_compose.base.policy import (
     place,
 )
 from fsdp_compose.construct.choose_units import plan_shards
+from fsdp_compose.construct.initialise import is_on_meta
 from fsdp_compose.construct.plans import Ignored, Options
 from fsdp_compose.construct.wrap import Policy
 from fsdp_compose.core.state import iter_units
@@ -104,6 +105,14 @@ def plan(
     Raises:
         ValueError: an option is wrong, as in ``fully_shard``; options were passed for a module that
             is sharded already; or the optimizer is not known.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+        >>> found = plan(model, world_size=8, units=wrap.by_class(nn.Linear), optimizer="adamw")
+        >>> found.memory.shards, found.memory.optimizer  # bytes of each rank
+        (1049600, 2099200)
+        >>> found.step.collectives  # what is printed says more
+        6
     """
     modules = [module] if isinstance(module, nn.Module) else module
     states, named = _states_of(optimizer)
@@ -132,19 +141,14 @@ def plan(
     }
     known = list(iter_units(module)) if isinstance(module, nn.Module) else []
     if known:
-        passed = [name for name, was_passed in chosen.items() if was_passed]
-        if passed:
-            raise ValueError(
-                f"plan: {type(module).__name__} is sharded already, so {', '.join(passed)} would "
-                "change nothing; call plan(module) alone, or plan a module that is not sharded."
-            )
+        _check_nothing_passed(modules[0], chosen)
         survey = survey_units(modules[0], known)
     else:
+        if world_size is not None and mesh is not None:
+            raise ValueError("plan: pass world_size or mesh, not both.")
         if world_size is not None:
-            if mesh is not None:
-                raise ValueError("plan: pass world_size or mesh, not both.")
-            options = replace(options, mesh=imagine(world_size, backend))
-        if _is_on_meta(modules):
+            options = replace(options, mesh=imagine_mesh(world_size, backend))
+        if is_on_meta(modules):
             options = replace(options, device=compute_device(options.mesh, options.device))
         plans = plan_shards(modules, options, units, Ignored.of(left_alone))
         survey = survey_plans(modules, plans)
@@ -161,7 +165,17 @@ def plan(
     )
 
 
-def imagine(world_size: int | tuple[int, int], backend: str) -> Mesh:
+def _check_nothing_passed(module: nn.Module, was_passed: Mapping[str, bool]) -> None:
+    """Raise ValueError for arguments that a module which is sharded already cannot take."""
+    passed = [name for name, was in was_passed.items() if was]
+    if passed:
+        raise ValueError(
+            f"plan: {type(module).__name__} is sharded already, so {', '.join(passed)} would "
+            "change nothing; call plan(module) alone, or plan a module that is not sharded."
+        )
+
+
+def imagine_mesh(world_size: int | tuple[int, int], backend: str) -> Mesh:
     """A mesh of so many ranks, or (replicas, shards), seen from rank 0, that cannot communicate."""
     numbers: Any = world_size if isinstance(world_size, tuple) else (None, world_size)
     if len(numbers) != 2 or any(
@@ -181,12 +195,6 @@ def imagine(world_size: int | tuple[int, int], backend: str) -> Mesh:
         replicate = Group(None, 0, replicas, backend, tuple(range(0, replicas * shards, shards)))
     device = torch.device("cpu" if backend == "gloo" else "cuda")
     return Mesh(shard, replicate, device)
-
-
-def _is_on_meta(modules: Any) -> bool:
-    """Before ``modules`` has been checked."""
-    given = modules if isinstance(modules, Sequence) else ()
-    return any(p.is_meta for m in given if isinstance(m, nn.Module) for p in m.parameters())
 
 
 def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int, str | None]:

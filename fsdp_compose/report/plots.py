@@ -18,6 +18,9 @@ def plot_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
+
+    Example:
+        >>> plot_plan(plan(nn.Linear(8, 8), world_size=4), "plan.png")  # doctest: +SKIP
     """
     try:
         from matplotlib.figure import Figure

@@ -42,9 +42,9 @@ def traffic_report() -> TrafficReport:
     """What this process has communicated since it started.
 
     Example:
-        >>> before = traffic_report()
-        >>> fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-        >>> traffic_report().collectives - before.collectives  # in a world of one
+        >>> before, model = traffic_report(), fully_shard(nn.Linear(2, 2))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> (traffic_report() - before).collectives  # in a world of one
         0
     """
     return TrafficReport(**asdict(traffic))

@@ -64,6 +64,14 @@ def optim_state_dict(
             go together.
         TypeError: ``optim`` is not an optimizer, or keeps an object, or state that belongs to no
             parameter, which is named. With ``"full"`` on every rank.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optim.step()
+        >>> optim_state_dict(model, optim)["state"]["bias"]
+        {'momentum_buffer': tensor([1., 1.])}
     """
     wanted = StateDictType(kind, cpu_offload, rank0_only)
     if kind == "full":

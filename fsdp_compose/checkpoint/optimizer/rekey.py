@@ -30,6 +30,14 @@ def rekey_optim_state_dict(
 
     Raises:
         ValueError: an unknown ``key``, or numbers that cannot be matched to parameters.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> saved = optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> saved["param_groups"][0]["params"]
+        ['weight', 'bias']
+        >>> rekey_optim_state_dict(saved, "id", model)["param_groups"][0]["params"]
+        [0, 1]
     """
     if key not in ("name", "id"):
         raise ValueError(f"rekey_optim_state_dict: key is {key!r}; wanted 'name' or 'id'.")

@@ -64,6 +64,15 @@ def load_optim_state_dict(
         RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank.
         ValueError: the optimizer holds tensors that are not ``module``'s.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(3, 2))
+        >>> optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> saved = optim_state_dict(model, optim)
+        >>> other = torch.optim.SGD(model.parameters(), lr=0.2)
+        >>> load_optim_state_dict(model, other, saved)
+        >>> other.param_groups[0]["lr"]
+        0.1
     """
     groups = groups_of(module)
     targets: Targets = []
