@@ -142,7 +142,12 @@ def assert_at_rest(model: nn.Module) -> None:
                 assert bucket.grads.flat.untyped_storage().nbytes() == 0
     lanes = {id(u.lane): u.lane for u in units(model)}
     for lane in lanes.values():
-        assert not lane.active and not lane.tasks and not lane.reductions and not lane.prefetched
+        assert (
+            not lane.schedule.active
+            and not lane.tasks
+            and not lane.reductions
+            and not lane.schedule.prefetched
+        )
     for name, param in model.named_parameters():
         assert isinstance(param, nn.Parameter), f"{name} is a {type(param).__name__}"
         assert param.is_leaf, name

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from fsdp_compose import (
     fully_shard,
 )
-from fsdp_compose.core import autograd as gather_file
-from fsdp_compose.core import gathering as residency
-from fsdp_compose.core import passes as engine
-from fsdp_compose.core import receiving as receive
-from fsdp_compose.core.guards import inner_backward
+from fsdp_compose.core import gathering
+from fsdp_compose.core.guards import inner
+from fsdp_compose.core.schedule import Hold, Schedule
 from fsdp_compose.core.state import Lane
 
 from harness import run_ranks
@@ -34,11 +32,7 @@ from models import (
 def events() -> Iterator[list[str]]:
     """Names of units as their gathers are issued, and of forwards (+) and backwards (-) begun."""
     log: list[str] = []
-    start, opened, closed = (
-        residency._start_gather,
-        inner_backward.open_backward,
-        engine.close_backward,
-    )
+    start, opened, closed = gathering._start_gather, inner.open_backward, Schedule.leave_backward
 
     def gather(lane: Lane, bucket: Any) -> None:
         log.append(bucket.entries[0].spec.unit)
@@ -49,16 +43,15 @@ def events() -> Iterator[list[str]]:
             log.append(f"-{unit.name}")
         opened(unit, task)
 
-    def close_backward(unit: Any, ended: bool = False) -> None:
-        if unit.task is not None:
+    def leave_backward(schedule: Any, unit: Any, ended: bool = False) -> None:
+        if Hold.BACKWARD in unit.holds:
             log.append(f"={unit.name}")
-        closed(unit, ended)
+        closed(schedule, unit, ended)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residency, "_start_gather", gather)
-        patch.setattr(inner_backward, "open_backward", open_backward)
-        for home in (engine, gather_file, receive):
-            patch.setattr(home, "close_backward", close_backward)
+        patch.setattr(gathering, "_start_gather", gather)
+        patch.setattr(inner, "open_backward", open_backward)
+        patch.setattr(Schedule, "leave_backward", leave_backward)
         yield log
 
 

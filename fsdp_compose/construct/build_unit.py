@@ -25,6 +25,7 @@ from fsdp_compose.core.bucket import Bucket, Entry, find_entry, flatten, make_bu
 from fsdp_compose.core.guards.added_parameters import remember
 from fsdp_compose.core.guards.methods import attach_methods
 from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.receiving import EngineWork
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState, find_state, lane_of, owner_of
 from fsdp_compose.sharded import Residence, ShardSpec, open_dtensor, part_of, tag, take_over_hooks
@@ -89,7 +90,7 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
         modules=tuple(weakref.ref(module) for module in plan.modules),
         buckets=buckets,
         borrowed=borrowed,
-        lane=lane_of(device),
+        lane=lane_of(device, EngineWork),
         mp=unit_precision(plan),
         prefetch=plan.options.prefetch,
         switches=Switches(

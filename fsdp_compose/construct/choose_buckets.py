@@ -21,7 +21,7 @@ from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
 from fsdp_compose.core.bucket import find_entry
-from fsdp_compose.core.state import lane_of, owner_of
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import spread_work
 from fsdp_compose.layout.planner import plan_layout
 from fsdp_compose.layout.shards import Extent, Granularity
@@ -100,9 +100,7 @@ def _check_nesting(plan: UnitPlan, item: Found) -> None:
     """A parameter that a unit has already may be tied, but not belong to a module around (D9)."""
     entry = find_entry(item.param)
     bucket = owner_of(entry)
-    for unit in lane_of(bucket.mesh.device).units:
-        if bucket not in unit.buckets:
-            continue
+    for unit in filter(None, [bucket.unit and bucket.unit()]):
         outer = {id(m) for ref in unit.modules if (top := ref()) is not None for m in top.modules()}
         if any(id(module) in outer for module in plan.modules):
             raise ValueError(

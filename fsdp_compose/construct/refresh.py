@@ -31,7 +31,6 @@ from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.construct.undo import restore_parameters
 from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
-from fsdp_compose.core.gathering import drop
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.passes import begin_forward_pass
@@ -99,7 +98,7 @@ def refresh(
         drain(lane)
     for unit in units:
         for reason in tuple(unit.holds):
-            drop(unit, reason)
+            unit.lane.schedule.drop(unit, reason)
     read = {entry for change in survey for entry in change.read}
     read |= {e for u in _others(units) for e in u.borrowed}
     for change in survey:

@@ -11,7 +11,7 @@ from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.core import hooks
 from fsdp_compose.core.bucket import Bucket, Entry, forget_entry
-from fsdp_compose.core.gathering import check_slots, drop, install_leaves
+from fsdp_compose.core.gathering import check_slots, install_leaves
 from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.receiving import gather_flat
@@ -42,7 +42,7 @@ def undo(module: nn.Module) -> nn.Module:
         check_slots(unit)
     for unit in units:
         for reason in tuple(unit.holds):
-            drop(unit, reason)
+            unit.lane.schedule.drop(unit, reason)
         unit.opened = None
         for entry in unit.entries:
             hide_all(entry)

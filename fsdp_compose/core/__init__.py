@@ -5,6 +5,7 @@ Files, each importing only from those above it:
     bucket                    parameters in one flat buffer, with every view of it that a step needs
     guards/collective_log     ranks compare what they communicate (D2)
     order                     the order in which units run: recorded and followed
+    schedule                  when units are gathered, kept, released and reduced
     records                   what a unit remembers besides its buckets
     state                     everything the library remembers, per module, unit and device
     guards/moved_parameters   takes over what was done to parameters between passes
@@ -25,6 +26,8 @@ Files, each importing only from those above it:
     guards/inner_backward     backward that reaches a unit through an inner tensor
     guards/functional_calls   forwards on other tensors than the gathered parameters
     guards/forward_writes     weights written while a forward runs (D16)
+    forward                   a unit's normal forward
+    guards/other_forwards     forwards in scopes, functional, transformed, stored precision
     hooks                     what a module's forward triggers
     guards/methods            methods besides forward that gather their unit
 """

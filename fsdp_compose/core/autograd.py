@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.base.torch_private import made_at, raw, untraced
+from fsdp_compose.base.tree import find_tensors, map_tensors
 from fsdp_compose.core.bucket import Phase, dress
 from fsdp_compose.core.gathering import check_unwritten, read_versions
 from fsdp_compose.core.passes import close_backward, consume, retain
@@ -148,3 +149,16 @@ class Boundary(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: torch.Tensor | None) -> Any:
         return tuple([None if t is None else t.view_as(t) for t in tangents])
+
+
+def bound_inputs(unit: Unit, inputs: Any) -> Any:
+    """Pass the inputs that need gradients through one node, so that a frozen unit knows its end."""
+    tensors, _ = find_tensors(inputs)
+    needing = {id(t): t for t in tensors if t.requires_grad}
+    unit.bound_at = -1
+    if not needing:
+        return inputs
+    outputs = Boundary.apply(weakref.ref(unit), *needing.values())
+    unit.bound_at = made_at(outputs[0].grad_fn)
+    replaced = dict(zip(needing, outputs, strict=True))
+    return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), inputs)

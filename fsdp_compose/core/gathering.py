@@ -27,8 +27,8 @@ from fsdp_compose.comm.messages import is_point_to_point
 from fsdp_compose.core.bucket import Bucket, Entry, Inner, Phase
 from fsdp_compose.core.guards.collective_log import Log, is_debugging
 from fsdp_compose.core.guards.moved_parameters import adopt, moved_before_backward, require_written
-from fsdp_compose.core.records import Hold
-from fsdp_compose.core.state import Lane, Unit, lane_of
+from fsdp_compose.core.schedule import Hold
+from fsdp_compose.core.state import Lane, Unit, unit_of
 from fsdp_compose.sharded import ShardSpec, part_of
 
 log = logging.getLogger("fsdp_compose")
@@ -56,13 +56,16 @@ _PURPOSE = {
 }
 
 
-def hold(unit: Unit, reason: Hold) -> None:
-    """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
+def announce(unit: Unit, reason: Hold) -> None:
+    """Note what is about to be gathered where ranks compare it; raises before anything changed."""
     for bucket, events, code in unit.gather_events:
-        if bucket.phase is Phase.SHARDED:  # raises before anything has changed
+        if bucket.phase is Phase.SHARDED:
             _note(events, bucket, code, unit.name, _PURPOSE[reason])
-    if reason not in unit.holds:
-        unit.holds.add(reason)
+
+
+def gather(unit: Unit, is_first: bool) -> None:
+    """Start gathering the unit's buckets; ``is_first``: nobody held the unit before."""
+    if is_first:
         for bucket in unit.gathered:
             bucket.holders += 1
     for bucket in unit.gathered:
@@ -70,6 +73,19 @@ def hold(unit: Unit, reason: Hold) -> None:
             settle(bucket)
         if bucket.phase is Phase.SHARDED:
             _start_gather(unit.lane, bucket)
+
+
+def gathered_nbytes(bucket: Bucket) -> int:
+    """What gathering the bucket allocates."""
+    return 0 if bucket.in_place else bucket.full_nbytes
+
+
+def release(unit: Unit) -> None:
+    """Nobody holds the unit any more: release its buckets that no other unit holds."""
+    for bucket in unit.gathered:
+        bucket.holders -= 1
+        if bucket.holders == 0:
+            _release(unit.lane, bucket)
 
 
 def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> None:
@@ -99,11 +115,11 @@ def settle(bucket: Bucket) -> None:
             raise RuntimeError(moved_before_backward(bucket))
         return
     was_gathered = bucket.phase is not Phase.SHARDED
-    _release(lane_of(bucket.mesh.device), bucket)
+    _release(unit_of(bucket).lane, bucket)
     if bucket.residence.moved:
         adopt(bucket)
     if was_gathered:
-        _gather_again(lane_of(bucket.mesh.device), bucket)
+        _gather_again(unit_of(bucket).lane, bucket)
 
 
 def _gather_again(lane: Lane, bucket: Bucket) -> None:
@@ -116,16 +132,6 @@ def _gather_again(lane: Lane, bucket: Bucket) -> None:
         bucket.stamp = stamp_of(bucket)
 
 
-def drop(unit: Unit, reason: Hold) -> None:
-    """Withdraw a reason; what nobody holds any more is released."""
-    if reason in unit.holds:
-        unit.holds.remove(reason)
-        for bucket in unit.gathered:
-            bucket.holders -= 1
-            if bucket.holders == 0:
-                _release(unit.lane, bucket)
-
-
 def wait_gathered(unit: Unit) -> None:
     """Make the unit's full parameters readable on the current stream."""
     for bucket in unit.gathered:
@@ -133,9 +139,8 @@ def wait_gathered(unit: Unit) -> None:
             _finish_gather(unit.lane, bucket)
 
 
-def keep(unit: Unit, reason: Hold) -> None:
-    """Keep a gathered unit for a later pass, which must not read it once its shard has changed."""
-    hold(unit, reason)
+def note_kept(unit: Unit) -> None:
+    """Note what was gathered: a later pass must not read it once its shard has changed."""
     for bucket in unit.gathered:
         bucket.stamp = stamp_of(bucket)
 

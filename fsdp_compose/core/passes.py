@@ -7,12 +7,10 @@ unit's gradients and one flat buffer exist at a time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.base.torch_private import (
     graph_is_kept,
     graph_task_id,
@@ -20,32 +18,23 @@ from fsdp_compose.base.torch_private import (
     raw,
     untraced,
 )
-from fsdp_compose.core.bucket import Bucket, Phase
 from fsdp_compose.core.gathering import (
-    drop,
     forget_inner,
-    hold,
     install,
     install_leaves,
-    keep,
-    refresh_handed_out,
-    refresh_stale,
-    stamp_of,
-    wait_gathered,
 )
 from fsdp_compose.core.guards.kept_views import guard_everywhere
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
 from fsdp_compose.core.order import Order
-from fsdp_compose.core.records import Hold
 from fsdp_compose.core.reducing import (
+    Arrival,
     discard_packed,
-    drain,
     finish_reduce,
     land,
     requires_grad,
-    start_reduce,
 )
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Lane, Task, Unit, unit_of
 
 
@@ -66,7 +55,7 @@ def _start_over_if_ranks_differed(lane: Lane) -> None:
         return
     lane.disagreements = disagreements
     recover(lane)
-    lane.forward_order, lane.backward_order = Order(), Order()
+    lane.schedule.forward_order, lane.schedule.backward_order = Order(), Order()
     for unit in lane.units:
         unit.eval_order = Order()
 
@@ -101,7 +90,7 @@ def running_task(unit: Unit) -> Task:
     task.callback = weakref.ref(callback, failed)
     on_backward_end(callback)
     if outermost:
-        drop_prefetched(lane)
+        lane.schedule.drop_prefetched()
     return task
 
 
@@ -119,11 +108,11 @@ def end_task(lane: Lane, task_id: int) -> None:
     """An autograd run ended: reduce what is left, hand out gradients, release every unit."""
     task = lane.tasks.pop(task_id)
     with torch.no_grad():  # as in the pass itself, for the hooks of users
-        for bucket in task.packed:
-            if bucket.packed and unit_of(bucket).switches.sync:
-                drain(lane)
-                lane.reductions.append(start_reduce(bucket))
-        drain(lane)
+        lane.schedule.reduce_rest(
+            Arrival(bucket)
+            for bucket in task.packed
+            if bucket.packed and unit_of(bucket).switches.sync
+        )
         land(lane)
         for mirror in task.mirrors:
             mirror.settle(None)
@@ -135,11 +124,9 @@ def end_task(lane: Lane, task_id: int) -> None:
     if lane.retained:
         drop_unread(lane)
     if not lane.tasks:
-        drop_prefetched(lane)
         if len(lane.logs) > len(lane.reached):
             _reach_frozen(lane)
-        lane.forward_order.close()
-        lane.backward_order.close()
+        lane.schedule.end_backward()
         end_step(lane, trained=True)
     if any(log.is_debugging for log in lane.logs.values()):
         verify_units(dict.fromkeys(task.units), "debug mode, after a backward")
@@ -188,7 +175,7 @@ def end_step(lane: Lane, trained: bool) -> None:
 
 def _reach_frozen(lane: Lane) -> None:
     """Count units whose forward ran and that no backward will reach among what the step ran."""
-    for unit in lane.forward_order.visited():
+    for unit in lane.schedule.forward_order.visited():
         live = unit.live
         if live is None or not live.pass_id or not live.trained:
             lane.reached.update(unit.logs)
@@ -196,29 +183,19 @@ def _reach_frozen(lane: Lane) -> None:
 
 def open_backward(unit: Unit, task: Task) -> None:
     """Gather the unit for its backward and let its modules read the parameters forward used."""
+    schedule = unit.lane.schedule
     if unit.task is not None and unit.task.alive:
-        hold(unit, Hold.BACKWARD)
-        wait_gathered(unit)
+        schedule.hold(unit, Hold.BACKWARD)
+        schedule.work.wait(unit)
         return
     unit.task = task
     task.units.append(unit)
-    hold(unit, Hold.BACKWARD)
-    drop(unit, Hold.PREFETCH)
+    schedule.enter_backward(unit)
     if torch.is_grad_enabled():
         retain(unit, *unit.nodes)
-    refresh_handed_out(unit)
-    wait_gathered(unit)
     if unit.live is not None and not unit.calls:
         install(unit, unit.live.tensors)
-    order = unit.lane.backward_order
-    if order.is_open:
-        order.visit(unit)
-    else:
-        order.begin(unit)
-        if order.place is None:
-            order.assume(unit.lane.forward_order.visited())
-    if unit.prefetch.backward_moment == "pre":
-        prefetch_backward(unit)
+    schedule.look_back(unit)
 
 
 def retain(unit: Unit, *readers: Any) -> None:
@@ -227,7 +204,7 @@ def retain(unit: Unit, *readers: Any) -> None:
     Args:
         readers: each lives at least as long as the graph; see ``consume`` for when it is done.
     """
-    keep(unit, Hold.RETAINED)
+    unit.lane.schedule.keep(unit, Hold.RETAINED)
     unit.readers.update(readers)
     unit.lane.retained.add(unit)
 
@@ -243,103 +220,22 @@ def drop_unread(lane: Lane) -> None:
     for unit in list(lane.retained):
         if not unit.readers:
             lane.retained.discard(unit)
-            drop(unit, Hold.RETAINED)
+            lane.schedule.drop(unit, Hold.RETAINED)
 
 
 def close_backward(unit: Unit, ended: bool = False) -> None:
     """The unit's gradients have arrived, or autograd's run ended: back to leaves, and release."""
+    show_leaves_after_backward(unit)
+    unit.lane.schedule.leave_backward(unit, ended)
+
+
+def show_leaves_after_backward(unit: Unit) -> None:
+    """The unit's backward is over: its modules hold their sharded parameters again."""
     if unit.live is not None:
         unit.live.pass_id = 0
         if not unit.calls:
             install_leaves(unit)
     unit.task = None
-    forget_inner(unit)
-    switches = unit.switches
-    if switches.reshard_after_backward and (switches.sync or not switches.keep_over_microbatches):
-        drop(unit, Hold.KEPT)
-    elif Hold.BACKWARD in unit.holds:
-        keep(unit, Hold.KEPT)
-    drop(unit, Hold.BACKWARD)
-    if unit.prefetch.backward_moment == "post" and not ended:
-        prefetch_backward(unit)
-
-
-def prefetch_forward(unit: Unit, order: Order) -> None:
-    """Gather ahead what is expected behind ``unit`` in forward, or what the user listed."""
-    listed, policy = unit.forward_list, unit.prefetch
-    if listed is not None:
-        prefetch(unit.lane, existing(listed), len(listed))
-    elif policy.forward:
-        prefetch(unit.lane, order.ahead(policy.forward), policy.forward, policy)
-
-
-def prefetch_backward(unit: Unit) -> None:
-    """Gather ahead what is expected behind ``unit`` in backward, or what the user listed."""
-    listed, policy, lane = unit.backward_list, unit.prefetch, unit.lane
-    if listed is not None:
-        prefetch(lane, existing(listed), len(listed))
-    elif policy.backward:
-        prefetch(lane, lane.backward_order.ahead(policy.backward), policy.backward, policy)
-
-
-def existing(refs: Iterable[weakref.ref[Unit]]) -> list[Unit]:
-    return [unit for ref in refs if (unit := ref()) is not None]
-
-
-def prefetch(
-    lane: Lane, units: Iterable[Unit], limit: int | None = None, policy: Prefetch | None = None
-) -> None:
-    """Start gathering ``units``, while fewer than ``limit`` are gathered ahead and not used yet.
-
-    The limit bounds memory without blocking the host: where there are streams, a gather is queued
-    behind the free of an earlier unit on the gather stream. What ``policy`` has a rule for is asked
-    of it.
-    """
-    lane.prefetched = [unit for unit in lane.prefetched if Hold.PREFETCH in unit.holds]
-    room = None if limit is None else max(0, limit - len(lane.prefetched))
-    upcoming = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]
-    if upcoming and policy is not None and policy.rule is not None:
-        sizes = [(unit.name, sum(map(gathered_nbytes, unit.gathered))) for unit in upcoming]
-        del upcoming[policy.count_ahead(sizes, held_nbytes(lane)) :]
-    for unit in upcoming:
-        hold(unit, Hold.PREFETCH)
-        lane.prefetched.append(unit)
-
-
-def gathered_nbytes(bucket: Bucket) -> int:
-    """What gathering the bucket allocates."""
-    return 0 if bucket.in_place else bucket.full_nbytes
-
-
-def held_nbytes(lane: Lane) -> int:
-    """Bytes of gathered parameters on the device now."""
-    buckets = {bucket for unit in lane.units if unit.holds for bucket in unit.gathered}
-    return sum(gathered_nbytes(b) for b in buckets if b.phase is not Phase.SHARDED)
-
-
-def carry_prefetched(lane: Lane) -> None:
-    """A forward ended: what is still gathered ahead is for the next, if it is not changed first."""
-    for unit in lane.prefetched:
-        if Hold.PREFETCH in unit.holds:
-            lane.carried.append(unit)
-            for bucket in unit.gathered:
-                bucket.stamp = stamp_of(bucket)
-
-
-def use_carried(unit: Unit) -> None:
-    """The unit was gathered ahead in an earlier forward: gather again if it changed since."""
-    unit.lane.carried.remove(unit)
-    if Hold.PREFETCH in unit.holds:
-        wait_gathered(unit)
-        refresh_stale(unit)
-
-
-def drop_prefetched(lane: Lane) -> None:
-    """Release what was gathered ahead and not used."""
-    for unit in lane.prefetched:
-        drop(unit, Hold.PREFETCH)
-    lane.prefetched.clear()
-    lane.carried.clear()
 
 
 def _return_leaves(unit: Unit) -> None:
@@ -368,16 +264,12 @@ def recover(lane: Lane) -> None:
     lane.tasks.clear()
     lane.reached.clear()
     recover_shields(lane)
-    lane.active.clear()
-    lane.prefetched.clear()
-    lane.carried.clear()
     lane.retained.clear()
-    for order in (lane.forward_order, lane.backward_order, lane.eval_order):
-        if order is not None:
-            order.forget()
-    lane.eval_order = None
-    for unit in list(lane.units):
+    units = list(lane.units)
+    lane.schedule.fail(units)
+    for unit in units:
         unit.calls = 0
+        unit.modes.clear()
         unit.finished.clear()
         unit.task = None
         unit.live = None
@@ -385,8 +277,6 @@ def recover(lane: Lane) -> None:
             unit.opened = unit.opened.outer
         forget_inner(unit)
         unit.readers.clear()
-        for reason in tuple(unit.holds - {Hold.USER}):
-            drop(unit, reason)
         _return_leaves(unit)
         for bucket in unit.buckets:
             if bucket.packed and unit.switches.sync:

@@ -20,12 +20,30 @@ import torch
 
 from fsdp_compose.base.torch_private import graph_task_id, node_will_run, untraced, wanted_leaves
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import Bucket, Entry
+from fsdp_compose.core.bucket import Bucket, Entry, Phase
+from fsdp_compose.core.gathering import (
+    announce,
+    forget_inner,
+    gather,
+    gathered_nbytes,
+    note_kept,
+    refresh_handed_out,
+    refresh_stale,
+    release,
+    spread_inner,
+    wait_gathered,
+)
 from fsdp_compose.core.guards.used_parameters import unite
-from fsdp_compose.core.passes import close_backward, consume, retain, running_task
+from fsdp_compose.core.passes import (
+    close_backward,
+    consume,
+    retain,
+    running_task,
+    show_leaves_after_backward,
+)
 from fsdp_compose.core.records import Route
-from fsdp_compose.core.reducing import drain, pack, reduce_apart, start_reduce
-from fsdp_compose.core.state import Task, Unit, routes_of, unit_of
+from fsdp_compose.core.reducing import Arrival, drain, pack, reduce_apart, start_reduce
+from fsdp_compose.core.state import Lane, Task, Unit, routes_of, unit_of
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -54,25 +72,64 @@ def take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node:
     Args:
         node: where they arrived; None: in a compiled graph.
     """
-    drain(unit.lane)
+    schedule = unit.lane.schedule
     routes = routes_of(unit, trained)
-    for route in routes:
-        pack(route.bucket, route.pick(grads))
-        route.bucket.trained |= route.trained
+    parts = [Arrival(r.bucket, r.pick(grads), r.trained, node) for r in routes]
     if unit.task is not None and unit.task is not task and unit.task.alive:
         # A checkpointed part of the unit runs its own backward inside the unit's: what it sends
         # is added up, and reduced once with the rest.
-        unit.task.packed += [route.bucket for route in routes]
+        schedule.work.finish_reductions()
+        for part in parts:
+            schedule.work.pack(part)
+        unit.task.packed += [part.bucket for part in parts]
         return
-    if node is not None and node.ends_pass:
-        _end_pass(unit, node)
-    for route in routes:
-        if not unit_of(route.bucket).switches.sync:
-            continue
-        if _is_awaited(route.bucket, node):
-            next(iter(unit.lane.tasks.values())).packed.append(route.bucket)
-        else:
-            unit.lane.reductions.append(start_reduce(route.bucket))
+    ends_backward = node is not None and node.ends_pass
+    if ends_backward:
+        consume(unit, node)
+        show_leaves_after_backward(unit)
+    schedule.receive(unit, parts, ends_backward)
+
+
+class EngineWork:
+    """Carries out what the schedule of a device decides; see ``schedule.Work``."""
+
+    announce = staticmethod(announce)
+    gather = staticmethod(gather)
+    wait = staticmethod(wait_gathered)
+    release = staticmethod(release)
+    note_kept = staticmethod(note_kept)
+    spread = staticmethod(spread_inner)
+    forget_spread = staticmethod(forget_inner)
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+    def gathered_nbytes(self, unit: Unit) -> int:
+        return sum(map(gathered_nbytes, unit.gathered))
+
+    def held_nbytes(self) -> int:
+        buckets = {b for unit in self.lane.units if unit.holds for b in unit.gathered}
+        return sum(gathered_nbytes(b) for b in buckets if b.phase is not Phase.SHARDED)
+
+    def reread(self, unit: Unit, in_backward: bool) -> None:
+        (refresh_handed_out if in_backward else refresh_stale)(unit)
+
+    def pack(self, part: Arrival) -> None:
+        pack(part.bucket, part.grads)
+        part.bucket.trained |= part.trained
+
+    def is_complete(self, part: Arrival) -> bool:
+        return unit_of(part.bucket).switches.sync and not _is_awaited(part.bucket, part.node)
+
+    def postpone(self, part: Arrival) -> None:
+        if unit_of(part.bucket).switches.sync:
+            next(iter(self.lane.tasks.values())).packed.append(part.bucket)
+
+    def reduce(self, part: Arrival) -> None:
+        self.lane.reductions.append(start_reduce(part.bucket))
+
+    def finish_reductions(self) -> None:
+        drain(self.lane)
 
 
 def _end_pass(unit: Unit, node: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,23 @@ def _descriptor(name: str) -> Any:
 get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _descriptor("grad").__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("grad").__set__
 requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Gradients of a bucket's entries that arrived together.
+
+    Attributes:
+        bucket: whose flat buffer they belong in.
+        grads: by entry, in full; None where there is none.
+        trained: bits of the entries that could have one.
+        node: the autograd node they arrived at; None: in a compiled graph, or packed before.
+    """
+
+    bucket: Bucket
+    grads: Sequence[torch.Tensor | None] = ()
+    trained: int = 0
+    node: Any = None
 
 
 def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -34,15 +34,8 @@ from fsdp_compose.core.bucket import (
 )
 from fsdp_compose.core.guards.collective_log import Log, code_of, is_alive, log_key
 from fsdp_compose.core.order import Order
-from fsdp_compose.core.records import (
-    Hold,
-    Live,
-    Opened,
-    Route,
-    Switches,
-    Traced,
-    Watch,
-)
+from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
+from fsdp_compose.core.schedule import Hold, Schedule, Work
 from fsdp_compose.sharded import Hooks, Residence, unit_finders
 
 STATE_KEY = "_fsdp_compose_state"
@@ -80,6 +73,7 @@ class Unit:
     slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
     holds: set[Hold] = field(default_factory=set)
     calls: int = 0  # forwards of its modules that are running
+    modes: list[Any] = field(default_factory=list)  # of the calls under way, see hooks.py
     showing: Sequence[torch.Tensor] | None = None  # what its modules read in a pass under way
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
@@ -369,8 +363,9 @@ class Lane:
     """What all units on one device share: streams, and what is running on it."""
 
     streams: Streams
+    make_work: InitVar[Callable[[Lane], Work[Unit, Any]]]
+    schedule: Schedule[Unit, Any] = field(init=False)
     units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
-    active: list[Unit] = field(default_factory=list)  # units in forward, outermost first
     thread: int = 0  # that runs them
     pass_id: int = 0  # counts outermost forwards
     disagreements: int = 0  # of ranks, that were told so far
@@ -378,16 +373,14 @@ class Lane:
     reductions: list[Reduction] = field(default_factory=list)
     landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
     retained: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for their readers
-    prefetched: list[Unit] = field(default_factory=list)
-    carried: list[Unit] = field(default_factory=list)  # prefetched in an earlier forward
     inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for kept_views.py
-    forward_order: Order = field(default_factory=Order)
-    backward_order: Order = field(default_factory=Order)
-    eval_order: Order | None = None  # of the outermost unit, while an inference forward runs
     surveyed: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
     logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist
     reached: set[Log] = field(default_factory=set)  # by the step under way
+
+    def __post_init__(self, make_work: Callable[[Lane], Work[Unit, Any]]) -> None:
+        self.schedule = Schedule(make_work(self))
 
 
 @dataclass(eq=False)
@@ -413,10 +406,10 @@ class _FSDPState:
 _lanes: dict[torch.device, Lane] = {}
 
 
-def lane_of(device: torch.device) -> Lane:
-    """The lane of ``device``, made on first use."""
+def lane_of(device: torch.device, make_work: Callable[[Lane], Work[Unit, Any]]) -> Lane:
+    """The lane of ``device``, made on first use; ``make_work`` gives what carries out its plans."""
     if device not in _lanes:
-        _lanes[device] = Lane(make_streams(device))
+        _lanes[device] = Lane(make_streams(device), make_work)
     return _lanes[device]
 
 

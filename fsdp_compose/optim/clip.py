@@ -28,7 +28,6 @@ from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.bucket import Entry, find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, leaf_of, rest
 from fsdp_compose.core.guards.surroundings import check_once
-from fsdp_compose.core.passes import drop_prefetched
 from fsdp_compose.core.reducing import get_grad, requires_grad
 from fsdp_compose.core.state import _lanes, held_by_fewer, owner_of
 from fsdp_compose.optim.strays import check_clipped, check_strays
@@ -441,7 +440,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         _refuse_torchao(optimizer)
     for lane in _lanes.values():
         waits = any(is_open(bucket) for unit in lane.units for bucket in unit.buckets)
-        if not waits and not lane.prefetched:
+        if not waits and not lane.schedule.prefetched:
             continue
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -449,8 +448,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                     continue
                 if waits:
                     _check_reduced(param, f"{type(optimizer).__name__}.step()")
-                if lane.prefetched:
-                    drop_prefetched(lane)
+                if lane.schedule.prefetched:
+                    lane.schedule.drop_prefetched()
     check_strays(optimizer)
     if len(args) < 2 and kwargs.get("closure") is None:
         _check_any_gradient(optimizer)

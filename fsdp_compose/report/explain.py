@@ -12,8 +12,8 @@ from torch import nn
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.core.bucket import Bucket, Phase
 from fsdp_compose.core.gathering import stamp_of
-from fsdp_compose.core.records import Hold
 from fsdp_compose.core.reducing import get_grad
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Lane, Unit, iter_units
 from fsdp_compose.report.notes import notes_on
 from fsdp_compose.report.survey import Survey, survey_units
@@ -213,8 +213,8 @@ def _other(survey: Survey) -> int:
 
 
 def _now(lane: Lane) -> Iterator[str]:
-    if lane.active:
-        yield "in forward: " + " > ".join(repr(unit.name) for unit in lane.active)
+    if lane.schedule.active:
+        yield "in forward: " + " > ".join(repr(unit.name) for unit in lane.schedule.active)
     alive = [task for task in lane.tasks.values() if task.alive]
     dead = len(lane.tasks) - len(alive)
     if alive:

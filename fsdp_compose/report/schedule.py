@@ -1,19 +1,19 @@
 """A training step played with integers: what is gathered, packed and received at every moment.
 
-The same moves as the engine's, in the same order, over the same ``Order``: hold, drop, prefetch,
-pack, reduce. So traffic and memory are those of a real step as far as the forward runs each module
-once, in the order of registration, on one device, and gradients are synchronised.
+The engine's own ``Schedule`` decides, and a ledger counts bytes where the engine moves them. So
+traffic and memory are those of a real step as far as the forward runs each module once, in the
+order of registration, on one device, and gradients are synchronised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum, auto
+from functools import partial
 from typing import ClassVar
 
 from fsdp_compose.base.policy import Prefetch
-from fsdp_compose.core.order import Order
+from fsdp_compose.core.schedule import Expected, Hold, Schedule
 from fsdp_compose.report.survey import Event, Record, Survey
 
 
@@ -77,13 +77,14 @@ class Peak:
         )
 
 
-class _Why(Enum):
-    """As ``state.Hold``, as far as an ordinary step uses it."""
+@dataclass
+class _Keeping:
+    """As the switches of a unit, in a step that synchronises gradients."""
 
-    FORWARD = auto()
-    BACKWARD = auto()
-    KEPT = auto()
-    PREFETCH = auto()
+    keep_after_forward: bool | None
+    reshard_after_backward: bool
+    keep_over_microbatches: bool = False
+    sync: bool = True
 
 
 @dataclass(eq=False)
@@ -91,10 +92,14 @@ class _Node:
     """A unit while the step is played."""
 
     record: Record
+    name: str
     routes: list[int]  # buckets whose gradients it makes
-    why: set[_Why] = field(default_factory=set)
+    prefetch: Prefetch
+    switches: _Keeping
+    forward_list: Sequence[Callable[[], _Node]] | None = None
+    backward_list: Sequence[Callable[[], _Node]] | None = None
+    holds: set[Hold] = field(default_factory=set)
     opened: bool = False  # in backward
-    is_stale: bool = False  # kept since the last step, and the optimizer has stepped
     gradients: dict[int, int] = field(default_factory=dict)
 
 
@@ -108,44 +113,35 @@ class Step:
     traffic_backward: list[Communication]
 
 
-class _Player:
-    def __init__(self, survey: Survey) -> None:
+class _Ledger:
+    """Carries out what a schedule decides, in bytes: memory and traffic of one rank."""
+
+    def __init__(self, survey: Survey, makers: Sequence[_Node]) -> None:
         self.buckets = survey.buckets
-        self.events = survey.events
-        self.nodes = {id(record): _Node(record, record.routes) for record in survey.records}
-        self.holders = [0] * len(self.buckets)
-        self.is_full = [False] * len(self.buckets)
-        self.is_spread = [False] * len(self.buckets)
-        self.is_packed = [False] * len(self.buckets)
+        count = len(self.buckets)
+        self.holders = [0] * count
+        self.is_full = [False] * count
+        self.is_spread = [False] * count
+        self.is_packed = [False] * count
+        self.kept_in: list[int | None] = [None] * count  # the step, of those that stay gathered
+        self.makers = [[node for node in makers if i in node.routes] for i in range(count)]
+        self.received: set[tuple[_Node, int]] = set()  # in the backward under way
         self.reducing: list[int] = []
         self.arrived: set[int] = set()  # buckets with a gradient
         self.refreshed: set[int] = set()  # fused buckets gathered over replicas since the last step
-        self.prefetched: list[_Node] = []
-        self.forward_order, self.backward_order = Order(), Order()
+        self.step = 0
         self.now = self.peak = Peak()
-        self.traffic = [Communication()] * len(self.buckets)
+        self.traffic = [Communication()] * count
 
-    def play(self) -> Step:
-        """Three steps: the first records the order, the last is like every later one."""
-        result = Step(Peak(), Peak(), [], [])
-        for _ in range(3):
-            forward, gathers = self._measure(self._forward)
-            backward, reduces = self._measure(self._backward)
-            result = Step(forward, backward, gathers, reduces)
-            self.arrived.clear()
-            self.refreshed.clear()
-            self._change(reduced=-self.now.reduced)
-        return result
+    def end_step(self) -> None:
+        """The optimizer has stepped, and gradients were cleared."""
+        self.step += 1
+        self.arrived.clear()
+        self.refreshed.clear()
+        self.change(reduced=-self.now.reduced)
 
-    def _measure(self, phase: Callable[[], None]) -> tuple[Peak, list[Communication]]:
-        self.peak = self.now
-        self.traffic = [Communication()] * len(self.buckets)
-        phase()
-        return self.peak, self.traffic
-
-    # Memory
-
-    def _change(self, **amounts: int) -> None:
+    def change(self, **amounts: int) -> None:
+        """Add to what is in memory now."""
         self.now = replace(
             self.now, **{name: getattr(self.now, name) + n for name, n in amounts.items()}
         )
@@ -154,25 +150,55 @@ class _Player:
 
     # Gathering
 
-    def _hold(self, node: _Node, why: _Why) -> None:
-        if why not in node.why:
-            node.why.add(why)
-            for i in node.record.gathered:
-                self.holders[i] += 1
+    def announce(self, node: _Node, reason: Hold) -> None:
+        pass
+
+    def gather(self, node: _Node, is_first: bool) -> None:
         for i in node.record.gathered:
+            self.holders[i] += is_first
             if not self.is_full[i]:
-                self.is_full[i] = True
-                self._change(gathered=self.buckets[i].full_bytes)
+                self.is_full[i], self.kept_in[i] = True, None
+                self.change(gathered=self.buckets[i].full_bytes)
                 self._count_gather(i)
 
-    def _drop(self, node: _Node, why: _Why) -> None:
-        if why in node.why:
-            node.why.remove(why)
-            for i in node.record.gathered:
-                self.holders[i] -= 1
-                if not self.holders[i] and self.is_full[i]:
-                    self.is_full[i] = False
-                    self._change(gathered=-self.buckets[i].full_bytes)
+    def gathered_nbytes(self, node: _Node) -> int:
+        return sum(self.buckets[i].full_bytes for i in node.record.gathered)
+
+    def held_nbytes(self) -> int:
+        return self.now.gathered
+
+    def wait(self, node: _Node) -> None:
+        pass
+
+    def release(self, node: _Node) -> None:
+        for i in node.record.gathered:
+            self.holders[i] -= 1
+            if not self.holders[i] and self.is_full[i]:
+                self.is_full[i] = False
+                self.change(gathered=-self.buckets[i].full_bytes)
+
+    def note_kept(self, node: _Node) -> None:
+        for i in node.record.gathered:
+            self.kept_in[i] = self.step
+
+    def reread(self, node: _Node, in_backward: bool) -> None:
+        for i in node.record.gathered:
+            if self.is_full[i] and self.kept_in[i] not in (None, self.step):
+                self._count_gather(i)
+                self.kept_in[i] = self.step
+
+    def spread(self, node: _Node) -> None:
+        self._set_spread(node, True)
+
+    def forget_spread(self, node: _Node) -> None:
+        self._set_spread(node, False)
+
+    def _set_spread(self, node: _Node, is_spread: bool) -> None:
+        for i in node.record.held:
+            bucket = self.buckets[i]
+            if bucket.spread is not None and self.is_spread[i] != is_spread:
+                self.is_spread[i] = is_spread
+                self.change(spread=bucket.spread_bytes * (1 if is_spread else -1))
 
     def _count_gather(self, i: int) -> None:
         bucket = self.buckets[i]
@@ -189,155 +215,28 @@ class _Player:
         moved = bucket.full_bytes - bucket.full_bytes // ranks
         self.traffic[i] += Communication(gathers=1, gather_bytes=moved)
 
-    def _prefetch(self, nodes: Iterable[_Node], limit: int, policy: Prefetch | None = None) -> None:
-        self.prefetched = [n for n in self.prefetched if _Why.PREFETCH in n.why]
-        room = max(0, limit - len(self.prefetched))
-        upcoming = list(dict.fromkeys([node for node in nodes if not node.why]))[:room]
-        if upcoming and policy is not None:
-            sizes = [
-                (n.record.name, sum(self.buckets[i].full_bytes for i in n.record.gathered))
-                for n in upcoming
-            ]
-            del upcoming[policy.count_ahead(sizes, self.now.gathered) :]
-        for node in upcoming:
-            self._hold(node, _Why.PREFETCH)
-            self.prefetched.append(node)
+    # Gradients; a part is a bucket and the unit that made its gradients
 
-    def _prefetch_ahead(self, node: _Node, order: Order, depth: int, which: str) -> None:
-        listed: list[Record] | None = getattr(node.record, which)
-        if listed is not None:
-            self._prefetch([self.nodes[id(r)] for r in listed], len(listed))
-        elif depth:
-            self._prefetch(order.ahead(depth), depth, node.record.prefetch)
-
-    def _drop_prefetched(self) -> None:
-        for node in self.prefetched:
-            self._drop(node, _Why.PREFETCH)
-        self.prefetched.clear()
-
-    # Passes
-
-    def _forward(self) -> None:
-        order = self.forward_order
-        is_watched = False  # something trained was read, so outputs lead backward to it
-        for event in self.events:
-            node = self.nodes[id(event.record)]
-            if event.use is not None and event.use.grad_bytes:
-                is_watched = True
-            if event.enters:
-                if node.is_stale:
-                    for i in node.record.gathered:
-                        self._count_gather(i)
-                    node.is_stale = False
-                self._hold(node, _Why.FORWARD)
-                self._drop(node, _Why.PREFETCH)
-                if event.outermost:
-                    order.begin(node)
-                else:
-                    order.visit(node)
-                self._prefetch_ahead(node, order, node.record.prefetch.forward, "forward_list")
-            elif event.leaves:
-                keep = node.record.keep
-                if is_watched and (event.outermost if keep is None else keep):
-                    self._hold(node, _Why.KEPT)
-                elif is_watched:
-                    self._set_spread(node, True)
-                self._drop(node, _Why.FORWARD)
-                if event.outermost:
-                    order.end()
-
-    def _set_spread(self, node: _Node, is_spread: bool) -> None:
-        for i in node.record.held:
-            bucket = self.buckets[i]
-            if bucket.spread is not None and self.is_spread[i] != is_spread:
-                self.is_spread[i] = is_spread
-                self._change(spread=bucket.spread_bytes * (1 if is_spread else -1))
-
-    def _backward(self) -> None:
-        self._drop_prefetched()
-        reached, bounded = _graph(self.events)
-        for event in reversed(self.events):
-            node = self.nodes[id(event.record)]
-            if event.leaves and id(event) in reached:
-                self._open_backward(node)
-            elif event.use is not None:
-                use = event.use
-                if use.grad_bytes and use.param not in node.gradients:
-                    node.gradients[use.param] = use.grad_bytes
-                    self._change(gradients=use.grad_bytes)
-            elif event.enters:
-                if node.routes and node.gradients:
-                    self._receive(node)
-                elif node.opened and id(event) in bounded:
-                    self._close_backward(node)
-        self._end_task()
-
-    def _open_backward(self, node: _Node) -> None:
-        node.opened = True
-        self._hold(node, _Why.BACKWARD)
-        self._drop(node, _Why.PREFETCH)
-        order = self.backward_order
-        if order.is_open:
-            order.visit(node)
-        else:
-            order.begin(node)
-            if order.place is None:
-                order.assume(self.forward_order.visited()[::-1])
-        if node.record.prefetch.backward_moment == "pre":
-            self._prefetch_backward(node)
-
-    def _prefetch_backward(self, node: _Node) -> None:
-        depth = node.record.prefetch.backward
-        self._prefetch_ahead(node, self.backward_order, depth, "backward_list")
-
-    def _receive(self, node: _Node) -> None:
-        self._drain()
-        for i in node.routes:
-            self._pack(i)
-        self._close_backward(node)
-        for i in node.routes:
-            if i in node.record.held:
-                self._start_reduce(i)
-        self._change(gradients=-sum(node.gradients.values()))
-        node.gradients.clear()
-
-    def _close_backward(self, node: _Node, ended: bool = False) -> None:
-        node.opened = False
-        self._set_spread(node, False)
-        if node.record.reshard_after_backward:
-            self._drop(node, _Why.KEPT)
-        elif _Why.BACKWARD in node.why:
-            self._hold(node, _Why.KEPT)
-            node.is_stale = True
-        self._drop(node, _Why.BACKWARD)
-        if node.record.prefetch.backward_moment == "post" and not ended:
-            self._prefetch_backward(node)
-
-    def _end_task(self) -> None:
-        for i, is_packed in enumerate(self.is_packed):
-            if is_packed:
-                self._drain()
-                self._start_reduce(i)
-        self._drain()
-        for node in self.nodes.values():
-            if node.opened:
-                self._close_backward(node, ended=True)
-        self._drop_prefetched()
-        self.forward_order.close()
-        self.backward_order.close()
-
-    # Gradients
-
-    def _pack(self, i: int) -> None:
+    def pack(self, part: tuple[int, _Node]) -> None:
+        i, node = part
+        self.received.add((node, i))
         if not self.is_packed[i]:
             self.is_packed[i] = True
-            self._change(packed=self.buckets[i].flat_bytes)
+            self.change(packed=self.buckets[i].flat_bytes)
 
-    def _start_reduce(self, i: int) -> None:
+    def is_complete(self, part: tuple[int, _Node]) -> bool:
+        i = part[0]
+        return all((maker, i) in self.received for maker in self.makers[i])
+
+    def postpone(self, part: tuple[int, _Node]) -> None:
+        pass
+
+    def reduce(self, part: tuple[int, _Node]) -> None:
+        i = part[0]
         bucket = self.buckets[i]
         self.is_packed[i] = False
         self.reducing.append(i)
-        self._change(received=bucket.received_bytes)
+        self.change(received=bucket.received_bytes)
         done = Communication()
         if bucket.gather_ranks > 1 and bucket.flat_bytes:
             moved = bucket.flat_bytes - bucket.flat_bytes // bucket.gather_ranks
@@ -350,7 +249,7 @@ class _Player:
             done += Communication(all_reduces=1, all_reduce_bytes=moved)
         self.traffic[i] += done
 
-    def _drain(self) -> None:
+    def finish_reductions(self) -> None:
         while self.reducing:
             i = self.reducing.pop(0)
             bucket = self.buckets[i]
@@ -362,13 +261,105 @@ class _Player:
                 sums = summed if bucket.converts_gradients else 0
                 senders = bucket.fused - 1 if bucket.point_to_point else 1
                 others = bucket.grad_shard_bytes * senders
-                self._change(reduced=sums + others)
-                self._change(reduced=arrived - sums - others, **freed)
+                self.change(reduced=sums + others)
+                self.change(reduced=arrived - sums - others, **freed)
             elif bucket.converts_gradients:
-                self._change(reduced=summed)
-                self._change(reduced=arrived - summed, **freed)
+                self.change(reduced=summed)
+                self.change(reduced=arrived - summed, **freed)
             else:
-                self._change(reduced=arrived, **freed)
+                self.change(reduced=arrived, **freed)
+
+
+class _Player:
+    """Tells a schedule the events of a step, as hooks and autograd tell the engine's."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.events = survey.events
+        self.nodes = {id(record): _node(record) for record in survey.records}
+        for node in self.nodes.values():
+            for name in ("forward_list", "backward_list"):
+                listed: list[Record] | None = getattr(node.record, name)
+                if listed is not None:
+                    nodes = [self.nodes[id(record)] for record in listed]
+                    setattr(node, name, [partial(_same, node) for node in nodes])
+        makers = {id(e.record) for e in survey.events if e.use is not None and e.use.grad_bytes}
+        self.ledger = _Ledger(survey, [self.nodes[key] for key in makers])
+        self.schedule = Schedule(self.ledger)
+
+    def play(self) -> Step:
+        """Three steps: the first records the order, the last is like every later one."""
+        result = Step(Peak(), Peak(), [], [])
+        for _ in range(3):
+            forward, gathers = self._measure(self._forward)
+            backward, reduces = self._measure(self._backward)
+            result = Step(forward, backward, gathers, reduces)
+            self.ledger.end_step()
+        return result
+
+    def _measure(self, phase: Callable[[], None]) -> tuple[Peak, list[Communication]]:
+        self.ledger.peak = self.ledger.now
+        self.ledger.traffic = [Communication()] * len(self.ledger.buckets)
+        phase()
+        return self.ledger.peak, self.ledger.traffic
+
+    def _forward(self) -> None:
+        schedule = self.schedule
+        is_watched = False  # something trained was read, so outputs lead backward to it
+        for event in self.events:
+            node = self.nodes[id(event.record)]
+            if event.use is not None:
+                is_watched = is_watched or event.use.grad_bytes > 0
+            elif event.enters:
+                schedule.active.append(node)
+                schedule.enter_forward(node, recomputing=False)
+                schedule.look_ahead(node)
+            else:
+                schedule.active.pop()
+                backward: Expected = "seen" if is_watched else "none"
+                schedule.leave_forward(node, backward, training=True, recomputing=False)
+                if not schedule.active:
+                    schedule.end_forward(complete=True, training=True)
+
+    def _backward(self) -> None:
+        schedule, ledger = self.schedule, self.ledger
+        schedule.drop_prefetched()
+        reached, bounded = _graph(self.events)
+        for event in reversed(self.events):
+            node = self.nodes[id(event.record)]
+            if event.use is not None:
+                use = event.use
+                if use.grad_bytes and use.param not in node.gradients:
+                    node.gradients[use.param] = use.grad_bytes
+                    ledger.change(gradients=use.grad_bytes)
+            elif event.leaves and id(event) in reached:
+                node.opened = True
+                schedule.enter_backward(node)
+                schedule.look_back(node)
+            elif event.enters and node.routes and node.gradients:
+                node.opened = False
+                schedule.receive(node, [(i, node) for i in node.routes], ends_backward=True)
+                ledger.change(gradients=-sum(node.gradients.values()))
+                node.gradients.clear()
+            elif event.enters and node.opened and id(event) in bounded:
+                node.opened = False
+                schedule.leave_backward(node)
+        packed = [i for i, is_packed in enumerate(ledger.is_packed) if is_packed]
+        schedule.reduce_rest([(i, ledger.makers[i][0]) for i in packed])
+        for node in self.nodes.values():
+            if node.opened:
+                node.opened = False
+                schedule.leave_backward(node, ended=True)
+        schedule.end_backward()
+        ledger.received.clear()
+
+
+def _node(record: Record) -> _Node:
+    keeping = _Keeping(record.keep, record.reshard_after_backward)
+    return _Node(record, record.name, record.routes, record.prefetch, keeping)
+
+
+def _same(node: _Node) -> _Node:
+    return node
 
 
 def _graph(events: Sequence[Event]) -> tuple[set[int], set[int]]:

@@ -25,8 +25,9 @@ from fsdp_compose.core.guards.connect import connect, is_running
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, is_whole, new_layer, show
 from fsdp_compose.core.receiving import gather_flat
-from fsdp_compose.core.records import Hold, Opened
+from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import requires_grad
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, _lanes, find_state, owner_of
 from fsdp_compose.scopes.surgery import check_surgery, remember_modules
 from fsdp_compose.scopes.unshard import check_reduced, reconnect

@@ -71,7 +71,7 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
     if find_state(module) is not None:
         return _join(module, x)
     lane = units[0].lane
-    visits = _upcoming(lane, set(units)) if lane.active else None
+    visits = _upcoming(lane, set(units)) if lane.schedule.active else None
     pending = deque(units if visits is None else visits)
     while pending:
         x = _join_unit(pending, x)
@@ -124,7 +124,7 @@ def _recorded(unit: Unit, inner: set[Unit]) -> list[Unit]:
     found = _upcoming(lane, inner)
     if found is not None:
         return found
-    for order in filter(None, (lane.eval_order, lane.forward_order)):
+    for order in filter(None, (lane.schedule.eval_order, lane.schedule.forward_order)):
         for refs in (*reversed(order.current[:-1]), *order.recorded):
             visited = _existing(refs)
             if unit in visited:
@@ -140,7 +140,11 @@ def iter_units_of(unit: Unit) -> list[Unit]:
 
 def _upcoming(lane: Lane, inner: set[Unit]) -> list[Unit] | None:
     """Those of ``inner`` that are expected next in the pass under way; None: nothing is known."""
-    order = lane.forward_order if lane.eval_order is None else lane.eval_order
+    order = (
+        lane.schedule.forward_order
+        if lane.schedule.eval_order is None
+        else lane.schedule.eval_order
+    )
     if order.place is None:
         return None
     return _while_inside(_existing(order.recorded[order.place][order.cursor :]), inner)

@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from fsdp_compose.core.gathering import drop
-from fsdp_compose.core.records import Hold
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.scopes.switches import no_sync
 from fsdp_compose.scopes.unshard import reduce_grads
@@ -94,7 +93,7 @@ def pipeline_stage(stage: StageT) -> StageT:
             reduce_grads(stage.submod)  # what the last microbatch did not use
         for unit in units:
             if unit.switches.reshard_after_backward and unit.switches.sync:
-                drop(unit, Hold.KEPT)
+                unit.lane.schedule.drop(unit, Hold.KEPT)
         finish(scale)
 
     stage.backward_maybe_with_nosync = backward

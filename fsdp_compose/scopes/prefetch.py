@@ -77,6 +77,6 @@ def seed_order(module: nn.Module, order: ExecutionOrder) -> None:
             f"seed_order: no unit of {type(module).__name__} is called in the trace; call "
             "fully_shard first."
         )
-    passes[0][0].lane.forward_order.seed(passes)
+    passes[0][0].lane.schedule.forward_order.seed(passes)
     for visits in passes:
         visits[0].eval_order.seed([visits])

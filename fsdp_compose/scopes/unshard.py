@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from fsdp_compose.core.bucket import Bucket, Entry
-from fsdp_compose.core.gathering import drop, install_leaves, keep, refresh_stale, wait_gathered
+from fsdp_compose.core.gathering import install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
-from fsdp_compose.core.passes import prefetch
-from fsdp_compose.core.records import Hold, Opened
+from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, pack, start_all_reduce, start_reduce
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import (
     Lane,
     Unit,
@@ -86,7 +86,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     for unit in units:
         if unit.holds & {Hold.KEPT, Hold.RETAINED, Hold.USER} and not is_running(unit):
             refresh_stale(unit)
-        keep(unit, Hold.USER)
+        unit.lane.schedule.keep(unit, Hold.USER)
     handle = UnshardHandle(units)
     if async_op:
         return handle
@@ -144,7 +144,7 @@ def reconnect(
 def _graph_is_gone(ref: weakref.ref[Unit]) -> None:
     unit = ref()
     if unit is not None and not _is_unsharded(unit) and not _has_graphs(unit):
-        drop(unit, Hold.USER)
+        unit.lane.schedule.drop(unit, Hold.USER)
 
 
 def _has_graphs(unit: Unit) -> bool:
@@ -194,7 +194,7 @@ def reshard(module: nn.Module) -> None:
         if "hidden" not in unit.warned:
             reasons.append(Hold.KEPT)
         for reason in reasons:
-            drop(unit, reason)
+            unit.lane.schedule.drop(unit, reason)
     if edited is not None:
         raise RuntimeError(
             f"reshard: parameter {edited.spec.fqn!r} of unit {edited.spec.unit!r} was written "
@@ -215,7 +215,7 @@ def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) 
     wanted = [modules] if isinstance(modules, nn.Module) else list(modules)
     for target in wanted:
         for unit in own_units(target, "prefetch_units"):
-            prefetch(unit.lane, [unit])
+            unit.lane.schedule.prefetch([unit])
 
 
 def reduce_grads(module: nn.Module) -> None:

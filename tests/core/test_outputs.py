@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import fully_shard, wrap
-from fsdp_compose.core.records import Hold
+from fsdp_compose.core.schedule import Hold
 
 from harness import run_ranks
 from models import (

@@ -18,7 +18,7 @@ from fsdp_compose import (
     trace_execution_order,
 )
 from fsdp_compose.core import gathering as residency
-from fsdp_compose.core.records import Hold
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Lane
 
 from harness import run_ranks, single_process
@@ -146,7 +146,9 @@ def test_a_rule_that_is_malformed() -> None:
 def test_first_backward_follows_the_forward() -> None:
     def ranks(rank: int) -> list[str]:
         model = by_block(seeded(lambda: Tower(4)))
-        units(model)[0].lane.forward_order.close()  # a model of the parent's may await its backward
+        units(model)[
+            0
+        ].lane.schedule.forward_order.close()  # a model of the parent's may await its backward
         loss = square(model, data(0, rank))
         with events() as log:
             loss.backward()

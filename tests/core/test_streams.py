@@ -26,6 +26,7 @@ from fsdp_compose.base import streams
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core import state
+from fsdp_compose.core.receiving import EngineWork
 from fsdp_compose.core.state import Lane
 
 from harness import rank_errors, run_ranks
@@ -172,7 +173,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     device = Device()
     monkeypatch.setattr(streams, "_module", lambda of: device)
     cpu = torch.device("cpu")
-    lane = state.Lane(streams.Streams(cpu, Stream(), Stream()))
+    lane = state.Lane(streams.Streams(cpu, Stream(), Stream()), EngineWork)
     monkeypatch.setitem(state._lanes, cpu, lane)
     races = Races(device)
 

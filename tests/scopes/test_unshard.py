@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.records import Hold
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.scopes.gathered import gathered, iter_full
 from fsdp_compose.scopes.unshard import prefetch_units, reduce_grads, reshard, unshard
 from fsdp_compose.sharded import is_sharded

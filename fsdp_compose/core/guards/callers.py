@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from threading import get_ident
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +34,7 @@ _TRACED = (
 
 def is_foreign(lane: Lane) -> bool:
     """Whether another thread's forward is under way; a backward has threads of its own."""
-    return bool(lane.active) and lane.thread != get_ident() and graph_task_id() == -1
+    return bool(lane.schedule.active) and lane.thread != get_ident() and graph_task_id() == -1
 
 
 def check_caller(unit: Unit) -> None:
@@ -44,15 +45,15 @@ def check_caller(unit: Unit) -> None:
             is being recorded by ``torch.jit.trace`` or ``torch.export``.
     """
     lane = unit.lane
-    if not lane.active:
+    if not lane.schedule.active:
         lane.thread = get_ident()
     elif is_foreign(lane):
         if is_in_call(sys._current_frames().get(lane.thread)):
             raise RuntimeError(
                 f"unit {unit.name!r}: forward was called in a second thread while unit "
-                f"{lane.active[0].name!r} runs in another. Threads would mix up the order in which "
-                "ranks gather; call sharded models on one device from one thread at a time, for "
-                "example under a lock."
+                f"{lane.schedule.active[0].name!r} runs in another. Threads would mix up the order "
+                "in which ranks gather; call sharded models on one device from one thread at a "
+                "time, for example under a lock."
             )
         recover(lane)  # an interrupt ended that thread's forward without running its hooks
         lane.thread = get_ident()
@@ -68,6 +69,19 @@ def check_caller(unit: Unit) -> None:
             f"unit {unit.name!r}: torch.export cannot record a sharded module, "
             + _TRACED.format("Export")
         )
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of ``module`` besides the present one is on this thread's stack."""
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            calls += frame.f_locals.get("self") is module
+        elif frame.f_code.co_name == "call_as_forward":
+            calls += frame.f_locals.get("module") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 class _OutOfReach:

@@ -17,11 +17,12 @@ import torch
 
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.core.bucket import Entry, alias
-from fsdp_compose.core.gathering import drop, find_difference, is_shown_by_another
+from fsdp_compose.core.gathering import find_difference, is_shown_by_another
 from fsdp_compose.core.guards.collective_log import WRITE, code_of, is_debugging
 from fsdp_compose.core.guards.kept_views import guard_attributes
 from fsdp_compose.core.guards.replicas import checksum
-from fsdp_compose.core.records import Hold, Opened
+from fsdp_compose.core.records import Opened
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, log_of, owner_of
 from fsdp_compose.sharded import part_of
 
@@ -81,7 +82,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
 
 def forget_written(unit: Unit) -> None:
     """What was written is not for the next forward: it gathers again."""
-    drop(unit, Hold.KEPT)
+    unit.lane.schedule.drop(unit, Hold.KEPT)
     unit.live = None
     for bucket in unit.gathered:
         bucket.stamp = object()

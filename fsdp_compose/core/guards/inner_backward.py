@@ -9,6 +9,7 @@ forward may keep, every node of its graph is watched, until a backward came by t
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +26,12 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.autograd import DELETED
+from fsdp_compose.core.gathering import lies_in
 from fsdp_compose.core.guards.added_parameters import managed
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.passes import open_backward, running_task
+from fsdp_compose.core.schedule import Expected
 from fsdp_compose.core.state import Unit, _lanes
 
 
@@ -71,25 +74,25 @@ def watch_hooked(unit: Unit) -> None:
         if id(module) in roots:
             continue
         before, after = forward_hook_tables(module)
-        if before and watch_inputs not in before.values():
-            module.register_forward_pre_hook(watch_inputs, prepend=True)
-        if after and watch_outputs not in after.values():
-            module.register_forward_hook(watch_outputs, prepend=True)
+        if before and watch_taken not in before.values():
+            module.register_forward_pre_hook(watch_taken, prepend=True)
+        if after and watch_given not in after.values():
+            module.register_forward_hook(watch_given, prepend=True)
 
 
 def unwatch(module: nn.Module) -> None:
     """Remove what ``watch_hooked`` registered on ``module`` and its submodules."""
     for submodule in module.modules():
-        remove_forward_hooks(submodule, watch_inputs, watch_outputs)
+        remove_forward_hooks(submodule, watch_taken, watch_given)
 
 
 @untraced
-def watch_inputs(module: nn.Module, args: Any) -> None:
+def watch_taken(module: nn.Module, args: Any) -> None:
     _watch(args)
 
 
 @untraced
-def watch_outputs(module: nn.Module, args: Any, output: Any) -> None:
+def watch_given(module: nn.Module, args: Any, output: Any) -> None:
     _watch(output)
 
 
@@ -97,7 +100,7 @@ def _watch(values: Any) -> None:
     if not torch.is_grad_enabled():
         return
     for lane in _lanes.values():
-        _watch_tensors(lane.active, find_tensors(values)[0])
+        _watch_tensors(lane.schedule.active, find_tensors(values)[0])
 
 
 def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
@@ -111,12 +114,47 @@ def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
                 tensor.register_hook(trigger_of(unit))
 
 
+def watch_outputs(unit: Unit, output: Any) -> Expected:
+    """Hook the outputs; ``"hidden"`` when the unit is needed in a way that cannot be seen."""
+    tensors, opaque = find_tensors(output)
+    if not unit.gathered:
+        opaque = False  # nothing that would have to stay
+    watched = False
+    start = opened_at(unit) if len(tensors) > 1 else -1
+    for tensor in tensors:
+        if tensor.requires_grad and (node := tensor.grad_fn) is not None:
+            if start >= 0 and made_at(node) < start:
+                continue  # passed through; its gradient is complete long after the unit's backward
+            tensor.register_hook(trigger_of(unit))
+            watched = True
+    if watched and (unit.entrance != "outputs" or unit.keepers) and graph_task_id() == -1:
+        watch_kept(unit, tensors)
+    if any(_reads_weights(unit, tensor) for tensor in tensors):
+        return "hidden"
+    if watched or not opaque or not torch.is_grad_enabled():
+        return "seen" if watched else "none"
+    if "hidden" not in unit.warned:
+        unit.warned.add("hidden")
+        warnings.warn(
+            f"unit {unit.name!r} returned a {type(output).__name__} in which no differentiable "
+            "tensor was found, so its backward cannot be seen coming: it stays gathered until "
+            "backward ends. Return tensors in tuples, dicts, dataclasses or plain objects.",
+            stacklevel=2,
+        )
+    return "hidden"
+
+
+def _reads_weights(unit: Unit, output: torch.Tensor) -> bool:
+    """Whether an output is a view of a gathered weight, which must then outlive the forward."""
+    return any(lies_in(bucket, output) for bucket in unit.gathered if not bucket.in_place)
+
+
 def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
     """Watch what the forward that is ending left in its modules and, at first, its whole graph."""
     if unit.entrance == "outputs":
         if unit.keepers:
             found = find_tensors([values.get(name) for values, name in unit.keepers])[0]
-            _watch_tensors([*unit.lane.active, unit], found)
+            _watch_tensors([*unit.lane.schedule.active, unit], found)
         return
     start = opened_at(unit)
     start = unit.bound_at if start < 0 else start
@@ -131,7 +169,7 @@ def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
                 if mine:
                     unit.keepers.append((vars(module), name))
                     kept += mine
-    _watch_tensors([*unit.lane.active, unit], kept)
+    _watch_tensors([*unit.lane.schedule.active, unit], kept)
     _watch_graph(unit, [*outputs, *kept], start)
 
 

@@ -117,7 +117,7 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
         entry.owner = weakref.ref(bucket)
     for unit in units_with(bucket):
         unit.lane.units.discard(unit)
-        unit.lane = lane_of(mesh.device)
+        unit.lane = lane_of(mesh.device, type(unit.lane.schedule.work))
         unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None
         unit.link()
 

@@ -62,7 +62,7 @@ def recover_shields(lane: Lane) -> None:
 
     A caller's scope that was left meanwhile removed the innermost hooks, ours in place of its own.
     """
-    for unit in reversed(lane.active):
+    for unit in reversed(lane.schedule.active):
         if unit.shield is not None:
             hooks = saved_tensor_hooks(False)
             if hooks is not None and hooks[0] in unit.shield:

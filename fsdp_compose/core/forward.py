@@ -1,0 +1,243 @@
+"""A unit's normal forward: gather it, compute on the gathered parameters, release it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import graph_task_id
+from fsdp_compose.base.tree import map_tensors
+from fsdp_compose.core.autograd import bound_inputs, is_current, trained_entries, view_parameters
+from fsdp_compose.core.gathering import admit, install, install_leaves
+from fsdp_compose.core.guards.added_parameters import check_additions
+from fsdp_compose.core.guards.forward_writes import find_writes, forget_written, raise_lost
+from fsdp_compose.core.guards.functional_calls import close_stand_ins
+from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
+from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
+from fsdp_compose.core.guards.surroundings import find_surroundings
+from fsdp_compose.core.order import Change
+from fsdp_compose.core.passes import begin_forward_pass, end_step, running_task
+from fsdp_compose.core.records import Live
+from fsdp_compose.core.schedule import Expected, Hold
+from fsdp_compose.core.state import Lane, Unit
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How one call of a unit's module computes; ``hooks.choose_mode`` chooses it once.
+
+    Attributes:
+        enter: given the unit, the module and its inputs, returns the inputs to use instead, or
+            None to leave them.
+        leave: given the unit, the module and its output (None if forward raised), returns the
+            output to hand on.
+    """
+
+    enter: Callable[[Unit, nn.Module, Any, Any], tuple[Any, Any] | None]
+    leave: Callable[[Unit, nn.Module, Any], Any]
+
+
+def enter_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Gather the unit, let its modules read full parameters, and gather ahead what comes next."""
+    trained = begin_call(unit)
+    return enter_gathered(unit, trained, args, kwargs)
+
+
+def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any) -> Any:
+    """As ``enter_forward``, after ``begin_call``."""
+    schedule = unit.lane.schedule
+    schedule.active.append(unit)
+    unit.calls += 1
+    if unit.calls == 1 and not unit.finished:
+        try:
+            _open_forward(unit, trained)
+        except BaseException:
+            _abandon_forward(unit)
+            raise
+        shield_weights(unit)
+    inputs = cast_inputs(unit, args, kwargs, len(schedule.active) == 1)
+    if trained or not torch.is_grad_enabled():
+        return inputs
+    return bound_inputs(unit, (args, kwargs) if inputs is None else inputs)
+
+
+def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
+    """Put the sharded parameters back, release the unit, and watch for its backward.
+
+    Runs also when forward raised: non-reentrant checkpointing ends a recomputation so.
+    """
+    schedule = unit.lane.schedule
+    unit.calls -= 1
+    while schedule.active and schedule.active.pop() is not unit:
+        pass
+    output = cast_output(unit, output)
+    lost = None if unit.calls else find_writes(unit, module.training)
+    backward: Expected = watch_outputs(unit, output) if lost is None else "none"
+    unit.finished.add(id(module))
+    if unit.calls == 0 and unit.shield is not None:
+        unshield(unit)
+    if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not schedule.active):
+        unit.finished.clear()
+        _close_forward(unit, backward)
+    if lost is not None:
+        forget_written(unit)
+    if not schedule.active:
+        end_pass(unit, failed=lost is not None or sys.exc_info()[0] is not None)
+    raise_lost(lost)
+    return output
+
+
+NORMAL = Mode(enter_forward, leave_forward)
+
+
+def begin_call(unit: Unit) -> tuple[int, ...]:
+    """Take over what was done to the unit since, begin a pass, and find what is to be trained."""
+    lane, recomputing = unit.lane, graph_task_id() != -1
+    if unit.calls == 0 and not recomputing:
+        admit(unit)
+    trained = trained_entries(unit)
+    if lane.schedule.active:
+        return trained
+    if recomputing:
+        lane.pass_id += 1
+    elif unit.live is None or not _continues_pass(unit, unit.live, trained):
+        begin_forward_pass(lane)
+    return trained
+
+
+def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
+    recomputing = graph_task_id() != -1
+    standing_in = unit.opened is not None and unit.opened.for_call
+    if unit.task is None and not standing_in:
+        check_additions(unit)
+    if trained and not unit.looked_around:
+        find_surroundings(unit)
+    if unit.watch is not None and any(unit.watch.hooks):
+        watch_hooked(unit)
+    unit.lane.schedule.enter_forward(unit, recomputing)
+    live = unit.live
+    if trained and live and live.pass_id == unit.lane.pass_id and is_current(unit, live):
+        tensors = live.tensors  # a second call in one forward: its gradients join the first's
+    else:
+        tensors = view_parameters(unit, trained)
+    if standing_in:
+        assert unit.opened is not None
+        given = unit.opened.given
+        tensors = [given.get(index, tensor) for index, tensor in enumerate(tensors)]
+    install(unit, tensors)
+    if not recomputing:
+        follow_order(unit)
+        warn_of_change(unit.lane, unit.lane.schedule.look_ahead(unit))
+
+
+def _close_forward(unit: Unit, backward: Expected) -> None:
+    recomputing = graph_task_id() != -1
+    if recomputing:  # inside a backward that will need it; released when its gradients arrive
+        running_task(unit).units.append(unit)
+    if recomputing and unit.task is not None and unit.live is not None:
+        install(unit, unit.live.tensors)
+    else:
+        install_leaves(unit)
+    if unit.opened is not None and unit.opened.for_call:
+        close_stand_ins(unit)
+    unit.lane.schedule.leave_forward(unit, backward, torch.is_grad_enabled(), recomputing)
+
+
+def _abandon_forward(unit: Unit) -> None:
+    """The unit could not be opened: as if its forward had not been called."""
+    schedule = unit.lane.schedule
+    unit.calls -= 1
+    schedule.active.pop()
+    if Hold.FORWARD in unit.holds:
+        install_leaves(unit)
+        schedule.drop(unit, Hold.FORWARD)
+    if unit.opened is not None and unit.opened.for_call:
+        close_stand_ins(unit)
+    if not schedule.active:
+        schedule.eval_order = None
+
+
+def end_pass(unit: Unit, failed: bool) -> None:
+    """The outermost forward, of ``unit``, is over."""
+    lane, schedule = unit.lane, unit.lane.schedule
+    if graph_task_id() == -1:
+        order, training = schedule.order, torch.is_grad_enabled()
+        change = schedule.end_forward(not failed, training)
+        if training:
+            warn_of_change(lane, change, unit)
+        else:
+            lane.reached.update(*(visited.logs for visited in order.visited()))
+            schedule.eval_order = None
+            if not failed:
+                end_step(lane, trained=False)
+    schedule.eval_order = None
+
+
+def follow_order(unit: Unit) -> None:
+    """Training has one order per device; an inference forward has that of its outermost unit."""
+    schedule = unit.lane.schedule
+    if schedule.eval_order is None and len(schedule.active) == 1 and not torch.is_grad_enabled():
+        schedule.eval_order = unit.eval_order
+
+
+def _continues_pass(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
+    """Whether an outermost forward continues the one before: the same unit, with none inside it.
+
+    A head that is called on chunks of its input: the gradients of all calls are reduced together.
+    """
+    order = unit.lane.schedule.forward_order
+    return (
+        live.pass_id == unit.lane.pass_id
+        and live.trained == trained != ()
+        and len(unit.modules) == 1
+        and not unit.lane.tasks
+        and bool(order.current)
+        and len(order.current[-1]) == 1
+    )
+
+
+def warn_of_change(lane: Lane, change: Change | None, outermost: Unit | None = None) -> None:
+    """Say once for each outermost unit that the order of its units changed."""
+    if change is None or lane.schedule.eval_order is not None:
+        return
+    outermost = outermost or lane.schedule.active[0]
+    if "order" in outermost.warned:
+        return
+    outermost.warned.add("order")
+    expected, found = change.expected.name, change.found and change.found.name
+    warnings.warn(
+        f"the forward of unit {outermost.name!r} {'ended' if found is None else 'ran unit'} "
+        f"{'' if found is None else repr(found) + ' '}where unit {expected!r} was expected from "
+        "the one before. Results are not affected, and the new order is what is expected next; "
+        "but what was gathered ahead for the old one was in vain. If the order never repeats, pass "
+        "prefetch=Prefetch(forward=0). If ranks should differ here, see what each runs with "
+        "fsdp_compose.set_debug(True).",
+        stacklevel=2,
+    )
+
+
+def cast_inputs(unit: Unit, args: Any, kwargs: Any, is_outermost: bool) -> tuple[Any, Any] | None:
+    """Floating-point inputs in the compute dtype; None where they are not cast."""
+    dtype, casts = unit.mp.param_dtype, unit.mp.cast_forward_inputs
+    if dtype is None or not (casts is True or (casts == "root" and is_outermost)):
+        return None
+    cast: tuple[Any, Any] = map_tensors(partial(_cast, dtype), (args, kwargs))
+    return cast
+
+
+def cast_output(unit: Unit, output: Any) -> Any:
+    """Floating-point outputs in the output dtype, where one was chosen."""
+    if unit.mp.output_dtype is None:
+        return output
+    return map_tensors(partial(_cast, unit.mp.output_dtype), output)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

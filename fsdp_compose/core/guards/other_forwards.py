@@ -1,0 +1,159 @@
+"""Forwards that do not gather their unit as always: in a scope, functional, transformed, stored."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.policy import FullPrecision
+from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, transforms_active
+from fsdp_compose.core.bucket import dress
+from fsdp_compose.core.forward import (
+    Mode,
+    begin_call,
+    cast_inputs,
+    cast_output,
+    end_pass,
+    enter_gathered,
+    follow_order,
+    leave_forward,
+)
+from fsdp_compose.core.gathering import admit, install, install_leaves
+from fsdp_compose.core.guards.forward_writes import (
+    check_scope_is_current,
+    find_lost_copies,
+    note_copies,
+    raise_lost,
+)
+from fsdp_compose.core.guards.functional_calls import (
+    StandIns,
+    close_stand_ins,
+    find_stand_ins,
+    open_stand_ins,
+)
+from fsdp_compose.core.passes import recover
+from fsdp_compose.core.state import Unit
+
+
+def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Inside ``gathered``: compute on the scope's tensors, in the compute dtype."""
+    opened = unit.opened
+    assert opened is not None
+    given = {} if opened.calls else find_stand_ins(unit)
+    if given:
+        return _enter_apart(unit, given, False, args, kwargs)
+    if opened.leaf_versions and not opened.calls:
+        check_scope_is_current(unit, opened)
+    opened.calls += 1
+    if opened.calls == 1:
+        pairs = zip(opened.tensors, unit.aliases, strict=True)
+        tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
+        note_copies(opened, tensors)
+        for index in unit.dressed:
+            if tensors[index] is not opened.tensors[index]:
+                dress(tensors[index], unit.entries[index])
+        install(unit, tensors)
+    is_outermost = not unit.lane.schedule.active
+    return None if opened.stored else cast_inputs(unit, args, kwargs, is_outermost)
+
+
+def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
+    opened = unit.opened
+    assert opened is not None
+    opened.calls -= 1
+    lost = find_lost_copies(unit, opened) if opened.calls == 0 else None
+    if opened.calls == 0 and opened.for_call:
+        _leave_apart(unit)
+    elif opened.calls == 0:
+        install(unit, opened.tensors)
+    raise_lost(lost)
+    if opened.stored and isinstance(unit.mp, FullPrecision):
+        return output
+    return cast_output(unit, output)
+
+
+def _enter_transformed(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Under a transform of ``torch.func``, or in stored precision: on a buffer of its own."""
+    if unit.task is not None and not unit.task.alive:
+        with outside_transforms():
+            recover(unit.lane)  # a backward failed
+    is_at_rest = unit.task is None and not unit.finished
+    given = find_stand_ins(unit) if is_at_rest else {}
+    return _enter_apart(unit, given, computes_as_stored(unit, module), args, kwargs)
+
+
+def _enter_functional(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Tensors of the caller's stand in the place of parameters, for all of them or for some."""
+    trained = begin_call(unit)
+    given = find_stand_ins(unit)
+    shown = open_stand_ins(unit, given) if given else None
+    if shown is None:
+        return enter_gathered(unit, trained, args, kwargs)
+    return _enter_shown(unit, shown, args, kwargs)
+
+
+def _leave_functional(unit: Unit, module: nn.Module, output: Any) -> Any:
+    is_complete = unit.opened is not None and unit.opened.calls > 0
+    return (_leave_opened if is_complete else leave_forward)(unit, module, output)
+
+
+def _enter_apart(unit: Unit, given: StandIns, stored: bool, args: Any, kwargs: Any) -> Any:
+    """Compute on the caller's tensors or the call's own, which no pass of the unit is for."""
+    if graph_task_id() == -1:
+        with outside_transforms():
+            admit(unit)
+    shown = open_stand_ins(unit, given, stored)
+    assert shown is not None
+    return _enter_shown(unit, shown, args, kwargs)
+
+
+def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    opened = unit.opened
+    assert opened is not None
+    note_copies(opened, shown)
+    install(unit, shown)
+    active = unit.lane.schedule.active
+    active.append(unit)
+    if opened.stored:
+        return None
+    follow_order(unit)  # units inside it that are gathered as always may run without gradients
+    return cast_inputs(unit, args, kwargs, len(active) == 1)
+
+
+def _leave_apart(unit: Unit) -> None:
+    schedule = unit.lane.schedule
+    install_leaves(unit)
+    close_stand_ins(unit)
+    while schedule.active and schedule.active.pop() is not unit:
+        pass
+    if not schedule.active and not transforms_active():
+        if schedule.order.is_open:
+            end_pass(unit, failed=sys.exc_info()[0] is not None)
+        schedule.eval_order = None
+
+
+def _enter_again(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A call under a transform inside the unit's own forward, on what that reads."""
+    unit.calls += 1
+    unit.lane.schedule.active.append(unit)
+    return cast_inputs(unit, args, kwargs, False)
+
+
+def _leave_again(unit: Unit, module: nn.Module, output: Any) -> Any:
+    unit.calls -= 1
+    unit.lane.schedule.active.pop()
+    return cast_output(unit, output)
+
+
+def computes_as_stored(unit: Unit, module: nn.Module) -> bool:
+    """Whether this forward computes in the dtype of the shards, not in ``param_dtype``."""
+    return unit.mp.full_precision_in_eval and not module.training
+
+
+SCOPE = Mode(_enter_scope, _leave_opened)
+TRANSFORMED = Mode(_enter_transformed, _leave_opened)
+FUNCTIONAL = Mode(_enter_functional, _leave_functional)
+AGAIN = Mode(_enter_again, _leave_again)

@@ -1,0 +1,349 @@
+"""When units are gathered, kept, released and reduced: the rules of a step, without a tensor.
+
+The engine runs these rules over its units, ``plan`` over integers, and a test over every order of
+events in small worlds. What they decide is carried out by a ``Work``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from fsdp_compose.core.order import Change, Order
+
+Expected = Literal["seen", "hidden", "none"]
+"""Whether a backward may reach a unit: announced by a hook, unannounced, or not at all."""
+
+
+class Hold(Enum):
+    """Why a unit must stay gathered."""
+
+    __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
+
+    FORWARD = auto()  # its forward is running
+    BACKWARD = auto()  # its backward is running, or a recomputation for it
+    KEPT = auto()  # from forward to backward, by strategy
+    PREFETCH = auto()  # gathered ahead, not used yet
+    RETAINED = auto()  # a graph over its weights was created in backward (create_graph)
+    USER = auto()  # between the user's unshard and reshard
+
+
+class Ahead(Protocol):
+    """How many units to gather ahead in each pass, and when in backward; see ``Prefetch``."""
+
+    @property
+    def forward(self) -> int: ...
+    @property
+    def backward(self) -> int: ...
+    @property
+    def backward_moment(self) -> Literal["pre", "post"] | None: ...
+    @property
+    def rule(self) -> Any: ...
+    def count_ahead(self, upcoming: Sequence[tuple[str, int]], held: int) -> int: ...
+
+
+class Keeping(Protocol):
+    """When a unit stays gathered; see the ``set_*`` functions of the same names."""
+
+    keep_after_forward: bool | None
+    keep_over_microbatches: bool
+    reshard_after_backward: bool
+    sync: bool
+
+
+class Scheduled(Protocol):
+    """What the rules read of a unit, and the reasons to hold it, which they keep there."""
+
+    holds: set[Hold]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def prefetch(self) -> Ahead: ...
+    @property
+    def switches(self) -> Keeping: ...
+    @property
+    def forward_list(self) -> Sequence[Callable[[], Any]] | None: ...
+    @property
+    def backward_list(self) -> Sequence[Callable[[], Any]] | None: ...
+
+
+U = TypeVar("U", bound=Scheduled)
+P = TypeVar("P")
+U_in = TypeVar("U_in", bound=Scheduled, contravariant=True)
+P_in = TypeVar("P_in", contravariant=True)
+
+
+class Work(Protocol[U_in, P_in]):
+    """What carries out decisions about units, and about parts: gradients of a bucket."""
+
+    def announce(self, unit: U_in, reason: Hold) -> None:
+        """Say that the unit is about to be gathered; an error here leaves all as it was."""
+
+    def gather(self, unit: U_in, is_first: bool) -> None:
+        """Start gathering what of the unit is not gathered; ``is_first``: nobody held it."""
+
+    def gathered_nbytes(self, unit: U_in) -> int:
+        """What gathering the unit takes."""
+
+    def held_nbytes(self) -> int:
+        """Bytes of gathered parameters on the device now."""
+
+    def wait(self, unit: U_in) -> None:
+        """Make what was gathered readable."""
+
+    def release(self, unit: U_in) -> None:
+        """Nobody holds the unit any more."""
+
+    def note_kept(self, unit: U_in) -> None:
+        """Note from what the unit was gathered, since it stays so for another pass."""
+
+    def reread(self, unit: U_in, in_backward: bool) -> None:
+        """Gather again what was written since it was kept."""
+
+    def spread(self, unit: U_in) -> None:
+        """Keep a part of the unit, so that backward gathers over fewer ranks."""
+
+    def forget_spread(self, unit: U_in) -> None:
+        """Free what ``spread`` kept."""
+
+    def pack(self, part: P_in) -> None:
+        """Copy or add gradients into their flat buffer."""
+
+    def is_complete(self, part: P_in) -> bool:
+        """Whether no further gradients of this backward belong to the same buffer."""
+
+    def postpone(self, part: P_in) -> None:
+        """Reduce the buffer when more has arrived, at the end of this backward at the latest."""
+
+    def reduce(self, part: P_in) -> None:
+        """Start reducing a flat buffer."""
+
+    def finish_reductions(self) -> None:
+        """Wait for the reductions under way, free their buffers, hand out what they brought."""
+
+
+class Schedule(Generic[U, P]):
+    """The rules, and what they remember between events.
+
+    Attributes:
+        work: carries out what is decided.
+        active: units whose forward is running, outermost first.
+        prefetched: units gathered ahead; those of them that were used meanwhile hold no
+            ``PREFETCH`` any more.
+        carried: units gathered ahead in an earlier forward.
+        forward_order, backward_order: of training.
+        eval_order: of the outermost unit, while a forward without gradients runs.
+    """
+
+    def __init__(self, work: Work[U, P]) -> None:
+        self.work = work
+        self.active: list[U] = []
+        self.prefetched: list[U] = []
+        self.carried: list[U] = []
+        self.forward_order, self.backward_order = Order(), Order()
+        self.eval_order: Order | None = None
+
+    # Reasons to be gathered
+
+    def hold(self, unit: U, reason: Hold) -> None:
+        """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
+        self.work.announce(unit, reason)
+        is_first = not unit.holds
+        unit.holds.add(reason)
+        self.work.gather(unit, is_first)
+
+    def drop(self, unit: U, reason: Hold) -> None:
+        """Withdraw a reason; a unit that nobody holds any more is released."""
+        if reason in unit.holds:
+            unit.holds.remove(reason)
+            if not unit.holds:
+                self.work.release(unit)
+
+    def keep(self, unit: U, reason: Hold) -> None:
+        """Hold a gathered unit for a later pass, which rereads it if it was written meanwhile."""
+        self.hold(unit, reason)
+        self.work.note_kept(unit)
+
+    # Forward
+
+    @property
+    def order(self) -> Order:
+        """The order that the forward under way follows."""
+        return self.forward_order if self.eval_order is None else self.eval_order
+
+    def enter_forward(self, unit: U, recomputing: bool) -> None:
+        """The unit's forward begins: gather it, unless it is gathered, and wait for it."""
+        if not recomputing:
+            self.work.reread(unit, in_backward=False)
+        if self.carried and unit in self.carried:
+            self._use_carried(unit)
+        self.hold(unit, Hold.FORWARD)
+        self.drop(unit, Hold.PREFETCH)
+        self.work.wait(unit)
+
+    def look_ahead(self, unit: U) -> Change | None:
+        """The unit runs: gather ahead what is expected next; tells when another was expected."""
+        order, change = self.order, None
+        if len(self.active) == 1:
+            order.begin(unit)
+        else:
+            change = order.visit(unit)
+            if change is not None:
+                self.drop_prefetched()
+        self._prefetch(unit.prefetch.forward, unit.forward_list, order, unit.prefetch)
+        return change
+
+    def leave_forward(self, unit: U, backward: Expected, training: bool, recomputing: bool) -> None:
+        """The unit's forward ended: release it, unless it is kept for its backward."""
+        if recomputing:
+            self.hold(unit, Hold.BACKWARD)  # which is under way; its gradients release the unit
+        else:
+            kept = unit.switches.keep_after_forward
+            if kept is None:
+                kept = not self.active and backward == "seen"
+            if backward == "hidden" or (kept and (backward == "seen" or not training)):
+                self.keep(unit, Hold.KEPT)
+            elif backward == "seen":
+                self.work.spread(unit)
+        self.drop(unit, Hold.FORWARD)
+
+    def end_forward(self, complete: bool, training: bool) -> Change | None:
+        """The outermost forward ended; tells when it was expected to go on."""
+        change = self.order.end(complete)
+        if not training:
+            self.drop_prefetched()
+            self.order.close()
+            return None
+        if change is not None:
+            self.drop_prefetched()
+        for unit in self.prefetched:
+            if Hold.PREFETCH in unit.holds:
+                self.carried.append(unit)
+                self.work.note_kept(unit)
+        return change
+
+    def _use_carried(self, unit: U) -> None:
+        """The unit was gathered ahead in an earlier forward: gather again if it changed since."""
+        self.carried.remove(unit)
+        if Hold.PREFETCH in unit.holds:
+            self.work.wait(unit)
+            self.work.reread(unit, in_backward=False)
+
+    # Backward
+
+    def enter_backward(self, unit: U) -> None:
+        """Backward reached the unit: gather it and wait for it."""
+        self.hold(unit, Hold.BACKWARD)
+        self.drop(unit, Hold.PREFETCH)
+        self.work.reread(unit, in_backward=True)
+        self.work.wait(unit)
+
+    def look_back(self, unit: U) -> None:
+        """The unit runs in backward: gather ahead what is expected next."""
+        order = self.backward_order
+        if order.is_open:
+            order.visit(unit)
+        else:
+            order.begin(unit)
+            if order.place is None:
+                order.assume(self.forward_order.visited())
+        if unit.prefetch.backward_moment == "pre":
+            self._prefetch(unit.prefetch.backward, unit.backward_list, order, unit.prefetch)
+
+    def receive(self, unit: U, parts: Sequence[P], ends_backward: bool) -> None:
+        """Gradients arrived: pack them, release their unit, reduce what is complete.
+
+        Reductions under way are finished first, so that one flat buffer exists at a time.
+        """
+        self.work.finish_reductions()
+        for part in parts:
+            self.work.pack(part)
+        if ends_backward:
+            self.leave_backward(unit)
+        for part in parts:
+            if self.work.is_complete(part):
+                self.work.reduce(part)
+            else:
+                self.work.postpone(part)
+
+    def leave_backward(self, unit: U, ended: bool = False) -> None:
+        """The unit's backward is over, or the whole backward has ``ended``: release it."""
+        self.work.forget_spread(unit)
+        switches = unit.switches
+        if switches.reshard_after_backward and (
+            switches.sync or not switches.keep_over_microbatches
+        ):
+            self.drop(unit, Hold.KEPT)
+        elif Hold.BACKWARD in unit.holds:
+            self.keep(unit, Hold.KEPT)
+        self.drop(unit, Hold.BACKWARD)
+        if unit.prefetch.backward_moment == "post" and not ended:
+            order = self.backward_order
+            self._prefetch(unit.prefetch.backward, unit.backward_list, order, unit.prefetch)
+
+    def reduce_rest(self, parts: Iterable[P]) -> None:
+        """Backward is at its end: reduce what waited for more, and finish every reduction."""
+        for part in parts:
+            self.work.finish_reductions()
+            self.work.reduce(part)
+        self.work.finish_reductions()
+
+    def end_backward(self) -> None:
+        """The last backward under way ended."""
+        self.drop_prefetched()
+        self.forward_order.close()
+        self.backward_order.close()
+
+    # Gathering ahead
+
+    def _prefetch(
+        self, depth: int, listed: Sequence[Callable[[], Any]] | None, order: Order, policy: Ahead
+    ) -> None:
+        """Gather ahead ``depth`` units of the order, or those that the user listed."""
+        if listed is not None:
+            self.prefetch([unit for ref in listed if (unit := ref()) is not None], len(listed))
+        elif depth:
+            self.prefetch(order.ahead(depth), depth, policy)
+
+    def prefetch(
+        self, units: Iterable[U], limit: int | None = None, policy: Ahead | None = None
+    ) -> None:
+        """Start gathering ``units``, while fewer than ``limit`` wait gathered for their use.
+
+        The limit bounds memory without blocking the host: where there are streams, a gather is
+        queued behind the free of an earlier unit on the gather stream. ``policy`` may have a rule
+        that says how many of them.
+        """
+        self.prefetched = [unit for unit in self.prefetched if Hold.PREFETCH in unit.holds]
+        room = None if limit is None else max(0, limit - len(self.prefetched))
+        upcoming = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]
+        if upcoming and policy is not None and policy.rule is not None:
+            sizes = [(unit.name, self.work.gathered_nbytes(unit)) for unit in upcoming]
+            del upcoming[policy.count_ahead(sizes, self.work.held_nbytes()) :]
+        for unit in upcoming:
+            self.hold(unit, Hold.PREFETCH)
+            self.prefetched.append(unit)
+
+    def drop_prefetched(self) -> None:
+        """Release what was gathered ahead and not used."""
+        for unit in self.prefetched:
+            self.drop(unit, Hold.PREFETCH)
+        self.prefetched.clear()
+        self.carried.clear()
+
+    # Failure
+
+    def fail(self, units: Iterable[U]) -> None:
+        """A pass ended with an exception: every unit is released, but for the user's own holds."""
+        self.active.clear()
+        self.prefetched.clear()
+        self.carried.clear()
+        for order in (self.forward_order, self.backward_order, self.eval_order):
+            if order is not None:
+                order.forget()
+        self.eval_order = None
+        for unit in units:
+            for reason in tuple(unit.holds - {Hold.USER}):
+                self.drop(unit, reason)
