@@ -14,7 +14,7 @@ from fsdp_compose import (
     fully_shard,
 )
 from fsdp_compose.core import gathering
-from fsdp_compose.core.guards import inner
+from fsdp_compose.core.guards import inner_backward
 from fsdp_compose.core.schedule import Hold, Schedule
 from fsdp_compose.core.state import Lane
 
@@ -32,7 +32,7 @@ from models import (
 def events() -> Iterator[list[str]]:
     """Names of units as their gathers are issued, and of forwards (+) and backwards (-) begun."""
     log: list[str] = []
-    start, opened, closed = gathering._start_gather, inner.open_backward, Schedule.leave_backward
+    start, opened, closed = gathering._start_gather, inner_backward.open_backward, Schedule.leave_backward
 
     def gather(lane: Lane, bucket: Any) -> None:
         log.append(bucket.entries[0].spec.unit)
@@ -50,7 +50,7 @@ def events() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "_start_gather", gather)
-        patch.setattr(inner, "open_backward", open_backward)
+        patch.setattr(inner_backward, "open_backward", open_backward)
         patch.setattr(Schedule, "leave_backward", leave_backward)
         yield log
 
