@@ -32,7 +32,8 @@ from models import (
 def events() -> Iterator[list[str]]:
     """Names of units as their gathers are issued, and of forwards (+) and backwards (-) begun."""
     log: list[str] = []
-    start, opened, closed = gathering._start_gather, inner_backward.open_backward, Schedule.leave_backward
+    start, opened = gathering._start_gather, inner_backward.open_backward
+    closed = Schedule.leave_backward
 
     def gather(lane: Lane, bucket: Any) -> None:
         log.append(bucket.entries[0].spec.unit)
