@@ -6,6 +6,7 @@ one is raised on all, and no module is left half sharded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,7 @@ def fully_shard(
     """
     if not hooks.attachments:
         raise ImportError("from fsdp_compose import fully_shard: its __init__ completes the hooks.")
-    hide_from_traces(untraced_modules(), ShardedParameter, ShardedTensor, ShardedDTensor)
+    hide_from_traces(list_untraced_files(), ShardedParameter, ShardedTensor, ShardedDTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None
     plans: list[UnitPlan] = []
@@ -167,12 +168,12 @@ def fully_shard(
     return module
 
 
-def untraced_modules() -> list[str]:
-    """The modules of this package that are never part of a compiled graph: all but one."""
+@functools.cache
+def list_untraced_files() -> list[str]:
+    """The files of this package that are never part of a compiled graph: all but one."""
     package = Path(__file__).parent.parent
-    paths = [path.relative_to(package.parent).with_suffix("") for path in package.rglob("*.py")]
-    names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
-    return [name for name in names if name != "fsdp_compose.scopes.compile"]
+    traced = package / "scopes" / "compile.py"
+    return [path.as_posix() for path in package.rglob("*.py") if path != traced]
 
 
 def _listed(modules: Any) -> Sequence[object]:
