@@ -33,9 +33,10 @@ from fsdp_compose.construct.undo import restore_parameters
 from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
-from fsdp_compose.core.state import Unit, iter_units, owner_of
+from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
 
 __all__ = ["refresh"]
@@ -71,13 +72,8 @@ def refresh(
             same on every rank, with nothing changed.
         RuntimeError: a unit is in the middle of a forward or backward, or open in a scope.
     """
-    units = list(iter_units(module))
+    units = require_units(module, "refresh")
     problem: Exception | None = None
-    if not units:
-        raise ValueError(
-            f"refresh: {type(module).__name__} is not sharded, and neither is a module in it; call "
-            "fully_shard(module)."
-        )
     survey: list[_Change] = []
     try:
         if init is not None and init not in INITS:

@@ -13,10 +13,11 @@ from fsdp_compose.core import hooks
 from fsdp_compose.core.bucket import Bucket, Entry, forget_entry
 from fsdp_compose.core.gathering import check_slots, install_leaves
 from fsdp_compose.core.guards.scope_parameters import hide_all
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.receiving import gather_flat
 from fsdp_compose.core.reducing import drain
-from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState, iter_units
+from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState
 from fsdp_compose.sharded import close_dtensor, gather_part, give_back_hooks, untag
 
 
@@ -29,11 +30,7 @@ def undo(module: nn.Module) -> nn.Module:
         ValueError: nothing in ``module`` is sharded, or a tied parameter of it belongs to a unit
             outside ``module``, or is used by one.
     """
-    units = list(iter_units(module))
-    if not units:
-        raise ValueError(
-            f"undo: {type(module).__name__} is not sharded, and neither is a module in it."
-        )
+    units = require_units(module, "undo")
     _check_ties(units, module)
     for lane in {id(unit.lane): unit.lane for unit in units}.values():
         begin_forward_pass(lane)  # clears what a failed step left

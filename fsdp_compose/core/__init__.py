@@ -8,6 +8,7 @@ Files, each importing only from those above it:
     schedule                  when units are gathered, kept, released and reduced
     records                   what a unit remembers besides its buckets
     state                     everything the library remembers, per module, unit and device
+    guards/units              the units of a module, or the error that it has none
     guards/moved_parameters   takes over what was done to parameters between passes
     gathering                 gathers and releases units, and sets what their modules read
     guards/kept_views         views of a gathered weight that outlive its release

@@ -464,8 +464,8 @@ def get_state(module: nn.Module) -> _FSDPState:
     state = find_state(module)
     if state is None:
         raise ValueError(
-            f"{type(module).__name__} has no sharded state; pass a module that fully_shard was "
-            "called on, or that its units policy named."
+            f"{type(module).__name__} is not a unit; pass a module that fully_shard was called on, "
+            "or that its units= policy chose."
         )
     return state
 

@@ -26,8 +26,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.construct.names import named_leaves
 from fsdp_compose.core.bucket import Bucket, Entry, find_entry, mark_entry
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.reducing import get_grad, requires_grad, set_grad
-from fsdp_compose.core.state import Unit, iter_units, owner_of
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded, tag, to_local
 
 
@@ -317,13 +318,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _buckets(module: nn.Module, caller: str) -> list[Bucket]:
-    units: list[Unit] = list(iter_units(module))
-    if not units:
-        raise ValueError(
-            f"{caller}: {type(module).__name__} is not sharded, and neither is a module in it; "
-            "call fully_shard first."
-        )
-    return [bucket for unit in units for bucket in unit.buckets]
+    return [bucket for unit in require_units(module, caller) for bucket in unit.buckets]
 
 
 def _leaves(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,9 +12,10 @@ from torch import nn
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.core.bucket import Bucket, Phase
 from fsdp_compose.core.gathering import stamp_of
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Lane, Unit, iter_units
+from fsdp_compose.core.state import Lane, Unit
 from fsdp_compose.report.notes import notes_on
 from fsdp_compose.report.survey import Survey, survey_units
 from fsdp_compose.report.text import plain, plural, size, table
@@ -124,12 +125,8 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         >>> explain(model).gathered  # no unit is gathered between steps
         ()
     """
-    units = list(iter_units(module))
-    if not units:
-        raise ValueError(
-            f"explain: {type(module).__name__} is not sharded, and neither is a module in it; "
-            "print(fsdp_compose.plan(module, world_size=...)) says what sharding it would cost."
-        )
+    advice = "print(fsdp_compose.plan(module, world_size=...)) says what sharding it would cost."
+    units = require_units(module, "explain", advice=advice)
     survey = survey_units(module, units)
     lanes = list({id(unit.lane): unit.lane for unit in units}.values())
     return Explanation(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import GradBucket
 from fsdp_compose.core.state import Unit, iter_units
 
@@ -36,7 +37,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"register_comm_hook: hook is {hook!r}; wanted a function (state, grads).")
-    for unit in _units(module, "register_comm_hook"):
+    for unit in require_units(module, "register_comm_hook"):
         unit.switches.comm_hook, unit.switches.comm_state = hook, state
 
 
@@ -50,7 +51,7 @@ def register_post_reduce_hook(
     Returns:
         a handle whose ``remove()`` takes the hook back.
     """
-    units = _units(module, "register_post_reduce_hook")
+    units = require_units(module, "register_post_reduce_hook")
     handle = RemovableHandle(
         units[0].post_reduce_hooks, extra_dict=[unit.post_reduce_hooks for unit in units[1:]]
     )
@@ -64,12 +65,12 @@ def comm_hook_state_dict(module: nn.Module) -> dict[str, Any]:
 
     ``save_checkpoint`` saves it and ``load_checkpoint`` loads it.
     """
-    return _states(_units(module, "comm_hook_state_dict"))
+    return _states(require_units(module, "comm_hook_state_dict"))
 
 
 def load_comm_hook_state_dict(module: nn.Module, saved: dict[str, Any]) -> None:
     """Restore what ``comm_hook_state_dict`` returned on this rank; register the hooks first."""
-    for unit in _units(module, "load_comm_hook_state_dict"):
+    for unit in require_units(module, "load_comm_hook_state_dict"):
         if unit.name in saved and _has_state(unit.switches.comm_state):
             unit.switches.comm_state.load_state_dict(saved[unit.name])
 
@@ -118,13 +119,6 @@ def _layout(units: list[Unit]) -> dict[str, Any]:
 
 def _has_state(state: Any) -> bool:
     return callable(getattr(state, "state_dict", None))
-
-
-def _units(module: nn.Module, caller: str) -> list[Unit]:
-    units = list(iter_units(module))
-    if not units:
-        raise ValueError(f"{caller}: nothing in {type(module).__name__} is sharded.")
-    return units
 
 
 def default_hook(state: object, grads: GradBucket) -> torch.Tensor:

@@ -40,11 +40,12 @@ from fsdp_compose.core.autograd import trained_entries
 from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import admit, check_slots
 from fsdp_compose.core.guards.added_parameters import check_additions
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.receiving import Tensors, gather_flat, reduce_at_once, take
 from fsdp_compose.core.records import Traced
-from fsdp_compose.core.state import STATE_KEY, Unit, iter_units, owner_of
+from fsdp_compose.core.state import STATE_KEY, Unit, owner_of
 
 _keys = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
@@ -71,13 +72,7 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
     Raises:
         ValueError: there is no such unit, or a unit's options cannot be followed in a graph.
     """
-    units = [unit for unit in iter_units(module) if recurse or _is_own(unit, module)]
-    if not units:
-        raise ValueError(
-            f"set_traceable: {type(module).__name__} is not a unit"
-            f"{' and contains none' if recurse else ''}; pass a module that fully_shard was called "
-            "on."
-        )
+    units = require_units(module, "set_traceable", recurse)
     for unit in units if value else ():
         _require_traceable(unit)
     torch.compiler.allow_in_graph(_show)
@@ -87,10 +82,6 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
             if (member := ref()) is not None:
                 old, new = (_PLAIN, _TRACED) if value else (_TRACED, _PLAIN)
                 replace_forward_hooks(member, dict(zip(old, new, strict=True)))
-
-
-def _is_own(unit: Unit, module: nn.Module) -> bool:
-    return any(ref() is module for ref in unit.modules)
 
 
 def _require_traceable(unit: Unit) -> None:

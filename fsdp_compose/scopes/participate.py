@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import raw, wanted_leaves
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import call_as_forward
 from fsdp_compose.core.order import Ref
 from fsdp_compose.core.state import Lane, Unit, find_state, iter_units
@@ -55,12 +56,7 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
         ValueError: ``module`` is not a unit and contains none.
         TypeError: ``x`` is not a floating-point tensor.
     """
-    units = list(iter_units(module))
-    if not units:
-        raise ValueError(
-            f"participate: {type(module).__name__} is not a unit and contains none; pass a module "
-            "that fully_shard was called on, or one that contains such modules."
-        )
+    units = require_units(module, "participate")
     given: Any = x
     if x is not None and not (isinstance(given, torch.Tensor) and given.is_floating_point()):
         found = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.scopes.switches import no_sync
@@ -59,11 +60,7 @@ def pipeline_stage(stage: StageT) -> StageT:
             reductions, or with gradients of an earlier step still in ``.grad``, if the schedule
             divides gradients, which would then be divided never or twice.
     """
-    if not any(True for _ in iter_units(stage.submod)):
-        raise ValueError(
-            f"pipeline_stage: {type(stage.submod).__name__} contains no unit; call fully_shard on "
-            "the stage's module first."
-        )
+    require_units(stage.submod, "pipeline_stage", advice="Shard the stage's module first.")
     run, finish = stage.backward_maybe_with_nosync, stage.perform_reduce_grad
     held: list[str] = []  # what had a gradient before the step that runs
     is_first = True  # of the step's backwards

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from fsdp_compose.construct.trace import ExecutionOrder
-from fsdp_compose.core.state import Unit, find_state, get_state
+from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.state import Unit, find_state
 
 
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -21,7 +22,8 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
     Raises:
         ValueError: one of the modules is not a unit.
     """
-    get_state(module).unit.forward_list = _units(module, modules)
+    listed = _listed(modules, "set_forward_prefetch")
+    _unit_of(module, "set_forward_prefetch").forward_list = listed
 
 
 def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -32,15 +34,17 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
     Raises:
         ValueError: one of the modules is not a unit.
     """
-    get_state(module).unit.backward_list = _units(module, modules)
+    listed = _listed(modules, "set_backward_prefetch")
+    _unit_of(module, "set_backward_prefetch").backward_list = listed
 
 
-def _units(
-    module: nn.Module, modules: Iterable[nn.Module] | None
-) -> list[weakref.ref[Unit]] | None:
-    if modules is None:
-        return None
-    return [weakref.ref(get_state(m).unit) for m in modules]
+def _unit_of(module: nn.Module, caller: str) -> Unit:
+    (unit,) = require_units(module, caller, recurse=False)
+    return unit
+
+
+def _listed(modules: Iterable[nn.Module] | None, caller: str) -> list[weakref.ref[Unit]] | None:
+    return None if modules is None else [weakref.ref(_unit_of(m, caller)) for m in modules]
 
 
 def seed_order(module: nn.Module, order: ExecutionOrder) -> None:

@@ -13,28 +13,14 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.reducing import discard_packed
-from fsdp_compose.core.state import Unit, find_state, iter_units
+from fsdp_compose.core.state import Unit
 from fsdp_compose.scopes.unshard import reduce_grads
 
 Keep: TypeAlias = Literal["sharded", "unsharded", "no_all_reduce"]
 KEEPS: tuple[Keep, ...] = ("sharded", "unsharded", "no_all_reduce")
-
-
-def _units(module: nn.Module, recurse: bool, caller: str) -> list[Unit]:
-    state = find_state(module)
-    if recurse:
-        units = list(iter_units(module))
-    else:
-        units = [] if state is None else [state.unit]
-    if not units:
-        raise ValueError(
-            f"{caller}: {type(module).__name__} is not a unit"
-            f"{' and contains none' if recurse else ''}; pass a module that fully_shard was called "
-            "on."
-        )
-    return units
 
 
 def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = True) -> None:
@@ -48,7 +34,7 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
     Raises:
         ValueError: there is no such unit.
     """
-    for unit in _units(module, recurse, "set_requires_gradient_sync"):
+    for unit in require_units(module, "set_requires_gradient_sync", recurse):
         unit.switches.sync = bool(value)
 
 
@@ -58,7 +44,7 @@ def set_requires_all_reduce(module: nn.Module, value: bool, recurse: bool = True
     If not, gradients add up as shards, outside ``.grad``, until a backward that does. Without
     effect where there are no replicas. Arguments and errors as ``set_requires_gradient_sync``.
     """
-    for unit in _units(module, recurse, "set_requires_all_reduce"):
+    for unit in require_units(module, "set_requires_all_reduce", recurse):
         unit.switches.all_reduce = bool(value)
 
 
@@ -67,7 +53,7 @@ def set_is_last_backward(module: nn.Module, value: bool, recurse: bool = True) -
 
     Arguments and errors as ``set_requires_gradient_sync``.
     """
-    for unit in _units(module, recurse, "set_is_last_backward"):
+    for unit in require_units(module, "set_is_last_backward", recurse):
         unit.switches.last_backward = bool(value)
 
 
@@ -76,7 +62,7 @@ def set_reshard_after_forward(module: nn.Module, value: bool, recurse: bool = Tr
 
     Arguments and errors as ``set_requires_gradient_sync``.
     """
-    for unit in _units(module, recurse, "set_reshard_after_forward"):
+    for unit in require_units(module, "set_reshard_after_forward", recurse):
         unit.switches.keep_after_forward = not value
 
 
@@ -86,7 +72,7 @@ def set_reshard_after_backward(module: nn.Module, value: bool, recurse: bool = T
     If not, they stay gathered, over the next forward too, which gathers them again only when they
     were written. Arguments and errors as ``set_requires_gradient_sync``.
     """
-    for unit in _units(module, recurse, "set_reshard_after_backward"):
+    for unit in require_units(module, "set_reshard_after_backward", recurse):
         unit.switches.reshard_after_backward = bool(value)
 
 
@@ -101,7 +87,7 @@ def set_find_unused_parameters(module: nn.Module, value: bool, recurse: bool = T
 
     Arguments and errors as ``set_requires_gradient_sync``.
     """
-    for unit in _units(module, recurse, "set_find_unused_parameters"):
+    for unit in require_units(module, "set_find_unused_parameters", recurse):
         unit.switches.find_unused = bool(value)
 
 
@@ -129,7 +115,7 @@ def set_gradient_divide_factor(
             f"set_gradient_divide_factor: value is {value!r}; wanted a positive finite number, or "
             "None for the number of data-parallel ranks."
         )
-    for unit in _units(module, recurse, "set_gradient_divide_factor"):
+    for unit in require_units(module, "set_gradient_divide_factor", recurse):
         unit.switches.divide_factor = None if value is None else float(value)
 
 
@@ -145,7 +131,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``module`` contains no unit.
     """
-    units = _units(module, True, "no_sync")
+    units = require_units(module, "no_sync")
     found = [unit.switches.sync for unit in units]
     for unit in units:
         unit.switches.sync = False
@@ -183,7 +169,7 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     """
     if keep not in KEEPS:
         raise ValueError(f"accumulate: keep is {keep!r}; wanted one of {KEEPS}.")
-    units = _units(module, True, "accumulate")
+    units = require_units(module, "accumulate")
     found = [_flags(unit.switches) for unit in units]
     for unit in units:
         unit.switches.sync = keep != "unsharded"

@@ -14,6 +14,7 @@ from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, pack, start_all_reduce, start_reduce
 from fsdp_compose.core.schedule import Hold
@@ -22,7 +23,6 @@ from fsdp_compose.core.state import (
     Unit,
     as_read,
     find_state,
-    iter_units,
     owner_of,
     units_with,
 )
@@ -30,15 +30,8 @@ from fsdp_compose.core.state import (
 
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
     """The unit of ``module``, or of what is in it when it is not a unit itself."""
-    state = find_state(module)
-    units = [state.unit] if state is not None else list(iter_units(module))
-    if not units:
-        raise ValueError(
-            f"{caller}: {type(module).__name__} is not a unit and contains none; pass a module "
-            "that fully_shard was called on, or one that contains such modules. To reach the "
-            "parameters of a part of a unit, use fsdp_compose.gathered(module)."
-        )
-    return units
+    advice = "For the parameters of a part of a unit, use fsdp_compose.gathered(module)."
+    return require_units(module, caller, find_state(module) is None, advice)
 
 
 @dataclass(eq=False)
@@ -227,7 +220,7 @@ def reduce_grads(module: nn.Module) -> None:
     Raises:
         ValueError: ``module`` contains no unit.
     """
-    units = list(iter_units(module)) or own_units(module, "reduce_grads")
+    units = require_units(module, "reduce_grads")
     lanes: dict[int, Lane] = {}
     for unit in units:
         lanes[id(unit.lane)] = unit.lane

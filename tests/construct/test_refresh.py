@@ -283,7 +283,7 @@ def test_ranks_agree() -> None:
 
 def test_when_refresh_is_refused() -> None:
     with single_process():
-        with pytest.raises(ValueError, match="is not sharded"):
+        with pytest.raises(ValueError, match="refresh: Linear is not a unit and contains none"):
             refresh(nn.Linear(2, 2))
         model = by_block(seeded(Tower))
         with pytest.raises(ValueError, match="init is 'never'"):

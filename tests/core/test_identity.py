@@ -116,7 +116,7 @@ def test_class_names_and_structure_stay() -> None:
         check()
         assert [m for m in model.modules() if is_fully_sharded(m)] == [model, *model.blocks]
         assert get_state(model).unit is units(model)[0]
-        with pytest.raises(ValueError, match="Linear has no sharded state"):
+        with pytest.raises(ValueError, match="Linear is not a unit"):
             get_state(model.first)
 
     run_ranks(ranks)

@@ -189,9 +189,9 @@ def test_explicit_lists_are_followed_at_once() -> None:
 def test_lists_want_units() -> None:
     with single_process():
         model = by_block(Tower())
-        with pytest.raises(ValueError, match="Linear has no sharded state"):
+        with pytest.raises(ValueError, match="Linear is not a unit"):
             set_forward_prefetch(model, [model.first])
-        with pytest.raises(ValueError, match="ModuleList has no sharded state"):
+        with pytest.raises(ValueError, match="ModuleList is not a unit"):
             set_backward_prefetch(model.blocks, [])
         with pytest.raises(TypeError):
             set_backward_prefetch(model, model.blocks[0])

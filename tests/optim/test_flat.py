@@ -270,7 +270,7 @@ def test_module_to_is_followed(way: str) -> None:
 
 @ways
 def test_a_module_that_is_not_sharded(way: str) -> None:
-    with pytest.raises(ValueError, match=r"Tower is not sharded.*call fully_shard first"):
+    with pytest.raises(ValueError, match=r"Tower is not a unit.*fully_shard was called"):
         WAYS[way](Tower())
 
 

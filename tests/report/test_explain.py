@@ -283,5 +283,5 @@ def test_as_plain_data() -> None:
 
 
 def test_a_module_that_is_not_sharded() -> None:
-    with pytest.raises(ValueError, match=r"Tower is not sharded.*plan\(module, world_size=...\)"):
+    with pytest.raises(ValueError, match=r"Tower is not a unit.*plan\(module, world_size=...\)"):
         explain(Tower())

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_compose.base.torch_private import untraced, untraced_itself
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import call_as_forward
 from fsdp_compose.core.state import find_state
 
@@ -186,15 +187,9 @@ def register_forward_method(module: nn.Module, *names: str) -> None:
         TypeError: a name is not a string.
         ValueError: ``module`` is not a unit, or has no such method, or one that cannot gather.
     """
-    state = find_state(module)
-    if state is None:
-        raise ValueError(
-            f"register_forward_method: {type(module).__name__} is not a unit; pass a module that "
-            "fully_shard was called on, or that units= chose. The module around it gathers its "
-            "weights, and needs the method that calls this one."
-        )
+    advice = "The module around it gathers its weights, and needs the method that calls this one."
+    (unit,) = require_units(module, "register_forward_method", recurse=False, advice=advice)
     wanted = check_methods(names, [module], "register_forward_method")
-    unit = state.unit
     attach_methods(module, [n for n in wanted if not isinstance(vars(module).get(n), Method)])
     known = (*unit.options.methods, *wanted)
     unit.options = replace(unit.options, methods=tuple(dict.fromkeys(known)))
