@@ -9,6 +9,8 @@ from fsdp_compose.base.lazy import import_on_use as _import_on_use
 _is_used: bool = globals().get("_is_used", False)  # set by lazy.py, which runs this file again
 if _is_used:
     from fsdp_compose import wrap
+    from fsdp_compose.base.codec import GatherCodec
+    from fsdp_compose.base.group import Transport
     from fsdp_compose.base.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
     from fsdp_compose.checkpoint import (
         Saving,
@@ -110,6 +112,7 @@ if _is_used:
 
 __all__ = [
     "ExecutionOrder",
+    "GatherCodec",
     "GradBucket",
     "GradScaler",
     "Int8ErrorFeedback",
@@ -125,6 +128,7 @@ __all__ = [
     "ShardedWeightError",
     "ShardingStrategy",
     "TracingConfig",
+    "Transport",
     "UnshardHandle",
     "accumulate",
     "apply",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import SELF, Group, group_of
+from fsdp_compose.base.group import SELF, Group
+from fsdp_compose.base.mesh import group_of
 from fsdp_compose.sharded import (
     Residence,
     ShardSpec,

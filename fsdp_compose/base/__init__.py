@@ -4,7 +4,9 @@ Files, each importing only from those above it:
 
     lazy           imports the package's public names on first use
     torch_private  every private torch name, with the versions it was tried on
+    codec          what travels in a gather in place of the weights' own bytes
     policy         what the user chose, as frozen values that check themselves
+    group          ranks that communicate, and how tensors travel between them
     mesh           which ranks share a shard, which hold replicas, on which device
     streams        the gather and reduce streams of a device
     tree           tensors inside whatever a module takes and returns

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compose.base.group import SELF, Group, Transport
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, ordered_group
 
@@ -18,26 +19,6 @@ MeshLike: TypeAlias = (
     "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"
     " | Literal['self']"
 )
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate; ``pg`` is None for a group of one rank, which never communicates.
-
-    A group over which one call exchanges messages has the name of that call as ``purpose``, and in
-    ``note`` the key of the store below which a rank says that it left the call.
-    """
-
-    pg: dist.ProcessGroup | None = field(repr=False)
-    rank: int
-    size: int
-    backend: str
-    ranks: tuple[int, ...]
-    purpose: str = field(default="", compare=False)
-    note: str = field(default="", compare=False)
-
-
-SELF = Group(pg=None, rank=0, size=1, backend="none", ranks=(0,))
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,12 @@ class Mesh:
         return tuple(g for g in (self.shard, self.replicate) if g.size > 1)
 
 
-def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placement) -> Mesh:
+def resolve_mesh(
+    mesh: MeshLike | None,
+    device: torch.device,
+    placement: Placement,
+    transport: Transport | None = None,
+) -> Mesh:
     """Turn what the user passed as ``mesh`` into groups.
 
     Args:
@@ -82,6 +68,7 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
             (shard, replicate) pair of ProcessGroups, or ``"self"``, a world of this rank alone.
         device: where the parameters live.
         placement: what the strategy asks of the mesh.
+        transport: how tensors travel in the groups; None: as their backends do it best.
 
     Raises:
         ValueError: the mesh has more than two dimensions, does not fit the strategy, or does not
@@ -119,7 +106,14 @@ def resolve_mesh(mesh: MeshLike | None, device: torch.device, placement: Placeme
         )
     if placement.replicate_only:
         shard, replicate = SELF, shard
+    if transport is not None:
+        shard, replicate = (with_transport(group, transport) for group in (shard, replicate))
     return Mesh(shard, replicate, device)
+
+
+def with_transport(group: Group, transport: Transport | None) -> Group:
+    """``group`` with another way for tensors to travel; a group of one rank stays as it is."""
+    return group if group.pg is None else replace(group, transport=transport)
 
 
 def require_group(what: str) -> None:
@@ -233,7 +227,8 @@ def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
     if ranks not in known:
         pg = ordered_group(ranks)
         known[ranks] = group_of(pg, mesh.device)
-    return Mesh(known[ranks], SELF, mesh.device, (shard, replicate))
+    both = with_transport(known[ranks], shard.transport)
+    return Mesh(both, SELF, mesh.device, (shard, replicate))
 
 
 def is_outside(mesh: object) -> bool:
@@ -271,7 +266,7 @@ def subgroup_of(group: Group, size: int) -> Group:
         ranks = group.ranks[first : first + size]
         pg = dist.new_group(list(ranks), use_local_synchronization=True)
         known[size] = Group(pg, group.rank - first, size, group.backend, ranks)
-    return known[size]
+    return with_transport(known[size], group.transport)
 
 
 def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.device:

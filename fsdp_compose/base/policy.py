@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from fsdp_compose.base.codec import GatherCodec
 from fsdp_compose.layout.shards import Granularity
 
 
@@ -150,6 +151,8 @@ class MixedPrecision:
             or (``"root"``) of the unit that is entered from outside only.
         keep_low_precision_grads: leave ``.grad`` in the reduce dtype instead of the shard's, for
             optimizers that expect it.
+        gather_codec: what travels in a gather in place of the weights in ``param_dtype``; see
+            ``fsdp_compose.base.codec.GatherCodec``. For floating-point parameters alone.
         full_precision_in_eval: forwards in eval mode compute in the shards' own dtype.
         full_precision_classes: modules of these classes become units of their own that compute and
             reduce in their parameters' own dtype: what they are given is cast to it, and what they
@@ -164,6 +167,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     full_precision_in_eval: bool = False
     full_precision_classes: tuple[type[nn.Module], ...] = ()
+    gather_codec: GatherCodec | None = None
 
     @property
     def in_full_precision(self) -> tuple[type[nn.Module], ...]:
@@ -189,6 +193,12 @@ class MixedPrecision:
                     f"MixedPrecision: {name} is {dtype!r}; wanted a floating-point torch.dtype "
                     "such as torch.bfloat16, or None."
                 )
+        codec: Any = self.gather_codec
+        if codec is not None and not isinstance(codec, GatherCodec):
+            raise TypeError(
+                f"MixedPrecision: gather_codec is {codec!r}; wanted GatherCodec(encode, decode) or "
+                "None."
+            )
         found: Any = self.cast_forward_inputs
         if not isinstance(found, bool) and found != "root":
             raise ValueError(

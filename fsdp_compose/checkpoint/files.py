@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.comm.messages import SharedErrors, through_first
 
 fcntl: Any

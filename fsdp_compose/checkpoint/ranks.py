@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compose.base.mesh import SELF, Group, require_group
+from fsdp_compose.base.group import SELF, Group
+from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
 from fsdp_compose.comm import messages, waiting
 from fsdp_compose.comm.messages import SharedErrors, gather_objects

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import contents_of, each_full
 from fsdp_compose.checkpoint.optimizer.shapes import Owned
 from fsdp_compose.checkpoint.ranks import groups_of

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.messages import broadcast_object, raise_on_all
 from fsdp_compose.layout.boxes import Box, boxes

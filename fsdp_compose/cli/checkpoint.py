@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_compose.base.mesh import SELF
+from fsdp_compose.base.group import SELF
 from fsdp_compose.checkpoint.files import (
     FOLDER,
     METADATA,

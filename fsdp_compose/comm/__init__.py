@@ -7,5 +7,7 @@ Files, each importing only from those above it:
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group
     meeting      ranks that wait for each other in different groups raise
+    transports   how tensors travel: between pairs of ranks, or by the group's collectives
+    heads        ranks say what they do ahead of data
     collectives  gather, reduce and exchange over plain tensors and a group
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import default_store
 from fsdp_compose.comm.messages import gather_objects, is_point_to_point, looking
 

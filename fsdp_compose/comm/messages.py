@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import default_store
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.traffic import traffic

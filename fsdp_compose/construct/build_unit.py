@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.mesh import SELF, Mesh, MeshLike, fuse, subgroup_of
+from fsdp_compose.base.group import SELF
+from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
 from fsdp_compose.base.unwritten import is_unwritten

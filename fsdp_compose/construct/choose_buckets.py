@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.mesh import (
-    Group,
-    check_fusable,
-    check_subgroup,
-    compute_device,
-    resolve_mesh,
-)
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import check_fusable, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
@@ -23,9 +18,12 @@ from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, 
 from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import spread_work
-from fsdp_compose.layout.planner import plan_layout
+from fsdp_compose.layout.planner import plan_layout, run_layout
 from fsdp_compose.layout.shards import Extent, Granularity
 from fsdp_compose.sharded import is_sharded
+
+_Kind = tuple[torch.dtype, bool, MixedPrecision]
+"""What all parameters of a bucket share: dtype, whether they are trained, precision."""
 
 
 def plan_buckets(
@@ -39,7 +37,35 @@ def plan_buckets(
     ``work``, on whole tensors by ranks of the shard group, is levelled over the units. ``beside``
     are the groups over which tensor parallelism split other parameters of the model.
     """
-    groups: dict[tuple[Any, ...], list[Found]] = {}
+    groups, device = _group_parameters(plan, promised)
+    if device is None:
+        return
+    options, mesh = plan.options, _find_mesh(plan, device, groups)
+    own = [item for items in groups.values() for item in items]
+    for item in own:
+        if item.parallel is not None:
+            check_meshes(item.parallel, item.names[0], plan.name, mesh, options.mesh)
+    note_repeated(own, mesh, beside)
+    for (storage, _, chosen), items in groups.items():
+        compute, reduce, _ = chosen.dtypes_for(storage)
+        itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
+        extents = [
+            Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity(plan, i))
+            for i in items
+        ]
+        parts = mesh.size if options.placement.fused else mesh.shard.size
+        layout = run_layout(options.layout, extents, itemsize, parts)
+        if options.layout is plan_layout:
+            before = work.setdefault((parts, *mesh.shard.ranks), [0] * parts)
+            layout = spread_work(layout, before)
+        plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
+
+
+def _group_parameters(
+    plan: UnitPlan, promised: set[int]
+) -> tuple[dict[_Kind, list[Found]], torch.device | None]:
+    """The unit's own parameters by what a bucket has one of, and their device if there are any."""
+    groups: dict[_Kind, list[Found]] = {}
     devices: dict[torch.device, str] = {}
     options = plan.options
     for item in plan.found:
@@ -65,35 +91,29 @@ def plan_buckets(
             mp.param_dtype,
             mp.reduce_dtype,
             keep_low_precision_grads=mp.keep_low_precision_grads,
+            gather_codec=mp.gather_codec if param.dtype.is_floating_point else None,
         )
         groups.setdefault((param.dtype, param.requires_grad, chosen), []).append(item)
-    if not groups:
-        return
-    device = next(iter(devices))
+    return groups, next(iter(devices), None)
+
+
+def _find_mesh(plan: UnitPlan, device: torch.device, groups: Iterable[_Kind]) -> Mesh:
+    """The mesh of the unit's buckets, which its options must fit."""
+    options = plan.options
     if options.offload.shards:
         device = compute_device(options.mesh, device)
-    mesh = resolve_mesh(options.mesh, device, options.placement)
+    mesh = resolve_mesh(options.mesh, device, options.placement, options.transport)
     if options.placement.spread is not None:
         check_subgroup(mesh.shard, options.placement.spread)
     if options.placement.fused:
         check_fusable(mesh, options.mesh)
-    own = [item for items in groups.values() for item in items]
-    for item in own:
-        if item.parallel is not None:
-            check_meshes(item.parallel, item.names[0], plan.name, mesh, options.mesh)
-    note_repeated(own, mesh, beside)
-    for (storage, _, chosen), items in groups.items():
-        compute, reduce, _ = chosen.dtypes_for(storage)
-        itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
-        extents = [
-            Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity(plan, i))
-            for i in items
-        ]
-        parts = mesh.size if options.placement.fused else mesh.shard.size
-        layout = plan_layout(extents, itemsize, parts)
-        before = work.setdefault((parts, *mesh.shard.ranks), [0] * parts)
-        layout = spread_work(layout, before)
-        plan.buckets.append(BucketPlan(mesh, layout, items, storage, chosen))
+        if any(chosen.gather_codec is not None for _, _, chosen in groups):
+            raise ValueError(
+                f"fully_shard: unit {plan.name!r} has a gather_codec, but HYBRID_SHARD_OPTIMIZER "
+                "gathers weights in two steps, which none encodes; use HYBRID_SHARD, or leave "
+                "MixedPrecision(gather_codec=) out."
+            )
+    return mesh
 
 
 def _check_nesting(plan: UnitPlan, item: Found) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.group import Transport
 from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.policy import (
     INITS,
@@ -117,6 +118,12 @@ def _check_options(options: Options, where: str) -> None:
                 "of names."
             )
         check_function(where, "mp_policy", options.mp, "(fqn, parameter)")
+    if options.transport is not None and not isinstance(options.transport, Transport):
+        raise TypeError(
+            f"{where}: transport is {options.transport!r}; wanted a Transport of "
+            "fsdp_compose.base.group, or None."
+        )
+    check_function(where, "layout", options.layout, "(extents, itemsize, world_size)")
     if callable(options.granularity):
         check_function(where, "granularity", options.granularity, "(fqn, parameter)")
     if options.init not in INITS:
@@ -257,6 +264,8 @@ _OVERRIDABLE = (
     "init",
     "param_init_fn",
     "methods",
+    "layout",
+    "transport",
 )
 
 
@@ -279,6 +288,8 @@ def _override(options: Options, overrides: dict[str, Any], name: str) -> Options
             ("init", "init"),
             ("param_init_fn", "param_init_fn"),
             ("methods", "methods"),
+            ("layout", "layout"),
+            ("transport", "transport"),
         )
         if option in overrides
     }

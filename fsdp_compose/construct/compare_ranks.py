@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.mesh import Group, Mesh, MeshLike, is_outside, resolve_mesh
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.torch_private import buffer_slots
 from fsdp_compose.comm.meeting import gather_objects_or_differ
@@ -227,6 +228,7 @@ def _structure(plan: UnitPlan) -> Any:
             b.layout.offsets,
             b.layout.shard_numel,
             str(b.mp.dtypes_for(b.storage_dtype)),
+            *(() if b.mp.gather_codec is None else (str(b.mp.gather_codec),)),
             f"{b.mesh.shard.size} x {b.mesh.replicate.size} ranks",
         )
         for b in plan.buckets
@@ -245,6 +247,7 @@ _COMPARED = {
     "prefetch": "prefetch",
     "init": "init",
     "methods": "methods",
+    "transport": "transport",
 }
 """Options that are the same on every rank as they are written, and the arguments they came as."""
 

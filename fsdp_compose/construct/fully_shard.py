@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.group import Transport
 from fsdp_compose.base.mesh import MeshLike, compute_device
 from fsdp_compose.base.policy import (
     INITS,
@@ -41,6 +42,7 @@ from fsdp_compose.construct.plans import Ignored, Options, UnitPlan
 from fsdp_compose.construct.wrap import Policy
 from fsdp_compose.core import hooks
 from fsdp_compose.core.guards.methods import check_methods
+from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor
 
 _FULL_PRECISION = MixedPrecision()
@@ -67,6 +69,8 @@ def fully_shard(
     init: Init = "verify",
     param_init_fn: InitFn | None = None,
     methods: Sequence[str] = ("forward",),
+    layout: PlanLayout = plan_layout,
+    transport: Transport | None = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -111,6 +115,10 @@ def fully_shard(
         methods: names of methods that gather as ``forward`` does, which always gathers, for example
             ``("forward", "encode", "generate")``. They apply to every unit of this call whose
             module has them. The modules' hooks are not run for them.
+        layout: a function ``(extents, itemsize, world_size)`` that says with integers where each
+            parameter of a bucket lies; see ``fsdp_compose.layout.shards.Layout``.
+        transport: how tensors travel between ranks; see ``fsdp_compose.base.group.Transport``.
+            None: between pairs of ranks on gloo, by the group's own collectives elsewhere.
 
     Returns:
         ``module``.
@@ -144,6 +152,8 @@ def fully_shard(
             device=torch.device("cpu"),
             param_init_fn=param_init_fn,
             methods=methods,
+            layout=layout,
+            transport=transport,
         )
         if is_on_meta(modules):
             options = replace(options, device=compute_device(mesh, options.device))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.group import Transport
 from fsdp_compose.base.mesh import Mesh, MeshLike
 from fsdp_compose.base.policy import (
     ByName,
@@ -22,6 +23,7 @@ from fsdp_compose.base.policy import (
     Prefetch,
 )
 from fsdp_compose.core.bucket import Slot
+from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Parallel, part_of
 
@@ -40,6 +42,8 @@ class Options:
     device: torch.device  # where meta parameters are materialised
     param_init_fn: Any = None  # as for fully_shard
     methods: Sequence[str] = ("forward",)  # that gather; of a unit, without "forward"
+    layout: PlanLayout = plan_layout
+    transport: Transport | None = None
 
     def __post_init__(self) -> None:
         for name, option in (("mp", "mp_policy"), ("granularity", "granularity")):

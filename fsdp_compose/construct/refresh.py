@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.base.policy import INITS, Init
 from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.construct.build_unit import (

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_compose.base.mesh import Group, Mesh, group_of
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Mesh, group_of
 from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
 from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.core.bucket import contiguous_strides, storage_order

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import Group, Mesh
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import parameter_slots, raw, read_version
 from fsdp_compose.comm.collectives import Caller, Exchange

@@ -23,7 +23,6 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
-from fsdp_compose.comm.messages import is_point_to_point
 from fsdp_compose.core.bucket import Bucket, Entry, Inner, Phase
 from fsdp_compose.core.guards.collective_log import Log, is_debugging
 from fsdp_compose.core.guards.moved_parameters import adopt, moved_before_backward, require_written
@@ -200,6 +199,8 @@ def find_difference(bucket: Bucket) -> Entry | None:
     """An entry of whose gathered values this rank's part is not that of its shard any more."""
     if bucket.in_place or bucket.phase is not Phase.GATHERED or bucket.residence.moved:
         return None
+    if bucket.mp.gather_codec is not None:
+        return None  # what is gathered is not exactly what the shard holds
     if versions_of(bucket) != bucket.filled or bucket.handed_out != bucket.residence.written:
         return None  # the shard was written since
     wanted = bucket.stored.to(bucket.own.device, bucket.own.dtype)
@@ -287,7 +288,12 @@ def _fill(bucket: Bucket) -> None:
         assert inner.store is not None
         group, parts = inner.group, inner.parts
         inner.own.copy_(inner.store)
-    elif bucket.shard_bytes is not None and not is_point_to_point(group) and group.pg:
+    elif bucket.mp.gather_codec is not None and group.pg and storage.nbytes():
+        shard = _resident_shard(bucket).to(bucket.full.device, non_blocking=True)
+        codec, into = bucket.mp.gather_codec, bucket.full.chunk(group.size)
+        bucket.gather = comm.gather_encoded(shard, into, codec, group, purpose, bucket.caller)
+        return
+    elif bucket.shard_bytes is not None and comm.transport_of(group).copies_own and group.pg:
         own, whole = bucket.shard_bytes, bucket.whole_bytes
         bucket.gather = comm.gather_parts(whole, parts, own, group, purpose, bucket.caller)
         return

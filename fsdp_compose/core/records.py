@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.core.bucket import Bucket
 
 

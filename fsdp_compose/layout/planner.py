@@ -10,9 +10,12 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from fsdp_compose.layout.shards import Extent, Layout, alignment
+
+PlanLayout: TypeAlias = Callable[[Sequence[Extent], int, int], Layout]
+"""``(extents, itemsize, world_size)``: lays out a bucket, as ``plan_layout`` does."""
 
 
 def plan_layout(extents: Sequence[Extent], itemsize: int, world_size: int) -> Layout:
@@ -58,6 +61,34 @@ def plan_layout(extents: Sequence[Extent], itemsize: int, world_size: int) -> La
         if found is not None:
             best = layout(*found)
     return best
+
+
+def run_layout(
+    layout: PlanLayout, extents: Sequence[Extent], itemsize: int, world_size: int
+) -> Layout:
+    """What ``layout`` makes of a bucket.
+
+    Raises:
+        TypeError: it returned no ``Layout``.
+        ValueError: it returned one of other parameters, ranks or elements; or one that it built is
+            not valid, see ``Layout``.
+    """
+    found, extents = layout(tuple(extents), itemsize, world_size), tuple(extents)
+    name = getattr(layout, "__name__", repr(layout))
+    if not isinstance(found, Layout):
+        raise TypeError(
+            f"fully_shard: layout {name} returned {type(found).__name__}; wanted "
+            "Layout(extents, offsets, shard_numel, world_size, itemsize)."
+        )
+    wanted = (extents, world_size, itemsize)
+    if (found.extents, found.world_size, found.itemsize) != wanted:
+        raise ValueError(
+            f"fully_shard: layout {name} returned a Layout of {len(found.extents)} parameters over "
+            f"{found.world_size} ranks in elements of {found.itemsize} bytes; wanted the extents "
+            f"that it was given ({len(extents)}: {', '.join(e.name for e in extents[:4])}), "
+            f"{world_size} ranks and {itemsize} bytes."
+        )
+    return found
 
 
 def lcm_layout(extents: Sequence[Extent], itemsize: int, world_size: int) -> Layout:

@@ -22,7 +22,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_compose.base.mesh import Group, group_of
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import group_of
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.bucket import Entry, find_entry

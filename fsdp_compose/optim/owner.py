@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.collectives import move_pieces

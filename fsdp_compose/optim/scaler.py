@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.bucket import find_entry

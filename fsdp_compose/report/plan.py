@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import SELF, Group, Mesh, MeshLike, compute_device
+from fsdp_compose.base.group import SELF, Group
+from fsdp_compose.base.mesh import Mesh, MeshLike, compute_device
 from fsdp_compose.base.policy import (
     GranularityLike,
     MixedPrecision,

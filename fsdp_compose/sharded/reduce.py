@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import all_gather_uneven, all_reduce
 from fsdp_compose.sharded.ops import functions
 from fsdp_compose.sharded.spec import ShardSpec

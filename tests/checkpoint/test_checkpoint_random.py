@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint import (
     load_checkpoint,
     load_full,

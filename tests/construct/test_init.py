@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
-from fsdp_compose.base.mesh import SELF, Mesh
+from fsdp_compose.base.group import SELF
+from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct import initialise
 from fsdp_compose.core.guards import replicas

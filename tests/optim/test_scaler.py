@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import ShardingStrategy, fully_shard, set_gradient_divide_factor
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.optim.scaler import GradScaler
 

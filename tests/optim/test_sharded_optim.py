@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.sharded import (
     ShardedTensor,
     ShardedWeightError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import SELF, Group
+from fsdp_compose.base.group import SELF, Group
 from fsdp_compose.sharded import (
     Residence,
     ShardedParameter,

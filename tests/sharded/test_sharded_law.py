@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.sharded import ShardedWeightError, is_sharded, own_slice, spec_of
 
 from harness import run_ranks

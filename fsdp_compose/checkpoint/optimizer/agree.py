@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.optimizer.members import Part
 from fsdp_compose.checkpoint.optimizer.shapes import Owned
 from fsdp_compose.comm.messages import gather_objects

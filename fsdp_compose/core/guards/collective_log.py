@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.mesh import Group, Mesh
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.streams import Streams
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.bucket import Bucket

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from fsdp_compose.base.mesh import Group, Mesh, group_of
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Mesh, group_of, with_transport
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.unwritten import is_unwritten
 from fsdp_compose.comm import collectives as comm
@@ -156,7 +157,9 @@ def moved_before_backward(bucket: Bucket) -> str:
 
 
 def _regroup(group: Group, device: torch.device) -> Group:
-    return group if group.pg is None else group_of(group.pg, device)
+    if group.pg is None:
+        return group
+    return with_transport(group_of(group.pg, device), group.transport)
 
 
 def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from fsdp_compose.base.mesh import Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.bucket import Bucket, Entry, flatten, storage_order
 from fsdp_compose.core.gathering import settle

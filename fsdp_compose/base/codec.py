@@ -1,0 +1,68 @@
+"""What travels when weights are gathered, in place of their own bytes: a seam for quantisation.
+
+Pass a ``GatherCodec`` as ``MixedPrecision(gather_codec=)``; examples/change_one_thing/
+int8_gather.py has one of int8 blocks with a scale each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, repr=False)
+class GatherCodec:
+    """How a rank's shard travels in a gather, as two plain functions.
+
+    Every rank decodes what each rank encoded, its own shard too, so all compute with the same
+    weights; shards, gradients and checkpoints stay exact. A world of one encodes nothing.
+
+    Attributes:
+        encode: ``(shard)``: this rank's part of a bucket, floating point, one dimension, to one
+            uint8 tensor of one dimension whose length depends on ``shard.numel()`` alone.
+        decode: ``(encoded, into)``: fill ``into``, one rank's part of the gathered bucket in the
+            compute dtype, from what that rank encoded.
+    """
+
+    encode: Callable[[torch.Tensor], torch.Tensor]
+    decode: Callable[[torch.Tensor, torch.Tensor], None]
+
+    def __repr__(self) -> str:
+        """By the names of its functions, which ranks compare."""
+        return f"GatherCodec({name_of(self.encode)}, {name_of(self.decode)})"
+
+    def __post_init__(self) -> None:
+        for name in ("encode", "decode"):
+            if not callable(getattr(self, name)):
+                raise TypeError(
+                    f"GatherCodec: {name} is {getattr(self, name)!r}; wanted a function of "
+                    f"{'(shard)' if name == 'encode' else '(encoded, into)'}."
+                )
+
+
+def name_of(function: object) -> str:
+    """The name of a function as it is written, the same on every rank."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def encode_shard(codec: GatherCodec, shard: torch.Tensor) -> torch.Tensor:
+    """What ``codec`` makes of ``shard``.
+
+    Raises:
+        TypeError: it is no one-dimensional tensor of uint8.
+    """
+    encoded: Any = codec.encode(shard)
+    if not isinstance(encoded, torch.Tensor) or (encoded.dtype, encoded.dim()) != (torch.uint8, 1):
+        found = (
+            f"a {encoded.dim()}-dimensional tensor of {encoded.dtype}"
+            if isinstance(encoded, torch.Tensor)
+            else type(encoded).__name__
+        )
+        raise TypeError(
+            f"gather_codec: encode returned {found} for a shard of {shard.numel()} elements; "
+            "wanted one uint8 tensor of one dimension: values.view(torch.uint8)."
+        )
+    return encoded

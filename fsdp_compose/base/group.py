@@ -1,0 +1,101 @@
+"""Ranks that communicate, and how flat tensors travel between them.
+
+A ``Transport`` is the seam for communication of your own: four plain functions. Pass one to
+``fully_shard(..., transport=)``; examples/change_one_thing/own_collective.py has a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compose.base.codec import name_of
+
+Op: TypeAlias = Literal["sum", "max", "min", "product"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate; ``pg`` is None for a group of one rank, which never communicates.
+
+    A group over which one call exchanges messages has the name of that call as ``purpose``, and in
+    ``note`` the key of the store below which a rank says that it left the call.
+    """
+
+    pg: dist.ProcessGroup | None = field(repr=False)
+    rank: int
+    size: int
+    backend: str
+    ranks: tuple[int, ...]  # of the group's members in the default process group
+    purpose: str = field(default="", compare=False)
+    note: str = field(default="", compare=False)
+    transport: Transport | None = field(default=None, compare=False)  # None: the backend's own
+
+
+SELF = Group(pg=None, rank=0, size=1, backend="none", ranks=(0,))
+
+
+class Call(NamedTuple):
+    """What a function of a ``Transport`` is told besides its tensors.
+
+    Attributes:
+        group: the ranks. ``group.pg`` is torch's process group, ``group.rank`` this rank in it.
+        tag: for messages between two ranks; ranks that do different things have different tags.
+        purpose: what the call is for, as error texts say it.
+    """
+
+    group: Group
+    tag: int
+    purpose: str
+
+
+class Started(NamedTuple):
+    """What a function of a ``Transport`` has begun.
+
+    Attributes:
+        works: objects with ``wait()``; the data is there once all have returned.
+        peers: the global rank that each work is with, for errors; empty: with all ranks at once.
+        parts: of a reduction: this rank's part of the sum, or, in rank order, what each rank adds
+            to it, which is then summed here in the gradients' dtype.
+    """
+
+    works: Sequence[Any] = ()
+    peers: Sequence[int] = ()
+    parts: Sequence[torch.Tensor] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Transport:
+    """How flat, one-dimensional tensors travel between the ranks of a group.
+
+    On an accelerator, what a function does must be in the order of the current stream.
+
+    Attributes:
+        gather: ``(whole, parts, own, call)``: fill each part of ``whole``, a uint8 tensor, with the
+            ``own`` of the rank it belongs to. ``parts`` is ``whole`` cut by rank.
+        reduce_scatter: ``(whole, parts, call)``: sum every rank's ``whole``, a real floating-point
+            tensor; this rank gets part ``group.rank`` of it in ``Started.parts``.
+        all_reduce: ``(tensor, op, call)``: combine ``tensor`` over the ranks, in place, and return
+            when that is done.
+        exchange: ``(outgoing, incoming, call)``: send ``outgoing[r]`` to every other rank ``r`` and
+            fill ``incoming[r]`` with what it sends; uint8, and an empty piece does not travel.
+        copies_own: ``gather`` puts ``own`` into its part, so that ``own`` may lie elsewhere.
+        may_wait: the functions may wait for other ranks. On gloo the ranks then compare what they
+            do before each call; where this is False, they compare while the data travels.
+    """
+
+    gather: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Call], Started]
+    reduce_scatter: Callable[[torch.Tensor, Sequence[torch.Tensor], Call], Started]
+    all_reduce: Callable[[torch.Tensor, Op, Call], None]
+    exchange: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Call], Started]
+    copies_own: bool = False
+    may_wait: bool = True
+
+    def __repr__(self) -> str:
+        """By the names of its functions, which ranks compare."""
+        functions = (self.gather, self.reduce_scatter, self.all_reduce, self.exchange)
+        return f"Transport({', '.join(map(name_of, functions))})"

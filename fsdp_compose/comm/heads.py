@@ -1,0 +1,155 @@
+"""Ranks tell each other what they are doing ahead of each exchange, on gloo.
+
+A head is a small message that goes point to point before data. Where heads differ, the ranks run
+different units. The buffers behind them never meet, since their tags are made of the heads, and the
+receiver says so instead of waiting for ever or reading what is not meant for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from fsdp_compose.base.group import Call, Group
+from fsdp_compose.comm.flags import Flags
+from fsdp_compose.comm.messages import wait_for
+from fsdp_compose.comm.transports import send_pairs
+
+Head = tuple[int, ...]
+"""Eight integers that say what a rank is doing; as sent, ``HEAD`` integers, see ``send_heads``."""
+
+HEAD = 10
+DATA, COMPARISON = 0, 1
+FLAGS = HEAD - 2
+
+# Tags of data behind heads, and of flags. Those of heads and of messages are smaller.
+_DATA_TAGS = 1 << 30
+_FLAG_TAGS = 1 << 29
+
+
+class Caller(Protocol):
+    """Whose collectives these are; see core/guards/collective_log.py."""
+
+    epoch: int  # counts disagreements: what was sent before one is never read after it
+
+    def head(self) -> Head:
+        """What this rank is doing, in eight integers; equal on ranks that do the same."""
+
+    def disagree(self, group: Group) -> NoReturn:
+        """A rank of ``group`` does something else, as every rank of it knows."""
+
+
+@dataclass(slots=True)
+class Heads:
+    """The heads of one exchange: what this rank sent, and what arrives from each peer.
+
+    A rank that has not all of its ``flags`` sends them behind its head, to be united in ``check``.
+    """
+
+    caller: Caller
+    group: Group
+    sent: torch.Tensor
+    received: torch.Tensor  # by peer
+    works: Sequence[Any]
+    peers: Sequence[int]
+    purpose: str
+    epoch: int  # of the caller, when it was sent
+    flags: Flags | None = None
+    flag_works: Sequence[Any] = ()  # of sending them
+
+    def rows(self) -> list[list[int]]:
+        """The heads of the other ranks, once they have arrived."""
+        wait_for(self.works, self.peers, self.purpose)
+        return self.received.tolist()
+
+    def check(self) -> bool:
+        """Raise unless every peer does the same; False if ranks have disagreed since it was sent.
+
+        Some of them may never have come to this exchange then, and nobody is to read its data.
+        """
+        if self.caller.epoch != self.epoch:
+            return False
+        mine, rows = self.sent.tolist(), self.rows()
+        if any(row != mine for row in rows):
+            what = _without_flags(mine)
+            if any(_without_flags(row) != what for row in rows):
+                self.caller.disagree(self.group)
+        if self.flags is not None:
+            self._unite(self.flags, mine, rows)
+        return True
+
+    def _unite(self, flags: Flags, mine: list[int], rows: list[list[int]]) -> None:
+        assert self.group.pg is not None
+        received = []
+        works = list(self.flag_works)
+        for index, row in enumerate(rows):
+            if row[FLAGS]:
+                peer = index + (index >= self.group.rank)
+                received.append(torch.empty(row[FLAGS], dtype=torch.uint8))
+                works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(mine)))
+        wait_for(works, (), self.purpose)
+        for part in received:
+            flags.add(part)
+        if not all(row[FLAGS] for row in rows):
+            flags.bits = (1 << flags.count) - 1
+
+
+def send_heads(
+    caller: Caller,
+    head: Head,
+    group: Group,
+    purpose: str,
+    flags: Flags | None = None,
+    kind: int = DATA,
+) -> Heads:
+    """Tell every other rank of the group what this one does, and start hearing what they do.
+
+    Two integers follow ``head``: how many bytes of flags come behind it, which may differ between
+    ranks that do the same, and whether it is a comparison alone or is ahead of data.
+    """
+    assert group.pg is not None
+    is_partial = flags is not None and not flags.is_full
+    mine = [*head, flags.nbytes if flags is not None and is_partial else 0, kind]
+    sent = torch.tensor(mine)
+    received = sent.new_empty(group.size - 1, HEAD)
+    incoming = list(received.unbind())
+    incoming.insert(group.rank, sent)
+    started = send_pairs([sent] * group.size, incoming, Call(group, 1 + caller.epoch, purpose))
+    heads = Heads(
+        caller, group, sent, received, started.works, started.peers, purpose, caller.epoch, flags
+    )
+    if flags is not None and is_partial:
+        data, peers = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
+        heads.flag_works = [group.pg.send([data], r, _flag_tag(mine)) for r in peers]
+    return heads
+
+
+def tag_behind(caller: Caller, head: Head) -> int:
+    """The tag of the data that follows ``head``."""
+    return _DATA_TAGS | hash((caller.epoch, *head)) & (_DATA_TAGS - 1)
+
+
+def _flag_tag(head: list[int]) -> int:
+    return _FLAG_TAGS | hash(tuple(_without_flags(head))) & (_FLAG_TAGS - 1)
+
+
+def _without_flags(head: list[int]) -> list[int]:
+    return head[:FLAGS] + head[FLAGS + 1 :]
+
+
+def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> list[int]:
+    """The largest of each value over the ranks of ``groups``, in the form of heads.
+
+    So a rank that compares the end of its step meets one that is about to send data.
+    """
+    for group in groups:
+        if group.pg is not None:
+            head = (*both, *[0] * (FLAGS - len(both)))
+            rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
+            if any(row[-1] != COMPARISON for row in rows):
+                caller.disagree(group)
+            both = [max(column) for column in zip(both, *rows, strict=False)]
+    return both
