@@ -47,7 +47,6 @@ STILL_OVER = {
     "base/torch_private": 567,
     "scopes/gathered": 601,
     "sharded/tensor": 583,
-    "construct/choose_buckets:plan_buckets": 55,
     "core/bucket:Bucket": 43,
     "core/state:Unit": 44,  # and it sets what it does not declare
 }

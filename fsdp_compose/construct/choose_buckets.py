@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.mesh import check_fusable, check_subgroup, compute_device, resolve_mesh
+from fsdp_compose.base.mesh import Mesh, check_fusable, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
