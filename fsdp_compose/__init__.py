@@ -1,5 +1,56 @@
 """Fully Sharded Data Parallel as plain functions over plain modules.
 
+The public names, by the question that they answer:
+
+How do I shard a model, and undo it?
+    fully_shard, undo, refresh, get_state, is_fully_sharded, ShardingStrategy, MixedPrecision,
+    Offload, declare_tensor_parallel, seeded_init
+Which modules become units?
+    wrap, Policy, units_of, trace_execution_order, ExecutionOrder, TracingConfig,
+    register_forward_method
+When are weights gathered?
+    unshard, reshard, UnshardHandle, Prefetch, PrefetchRule, prefetch_units,
+    set_forward_prefetch, set_backward_prefetch, set_reshard_after_forward,
+    set_reshard_after_backward, set_traceable
+When are gradients reduced?
+    accumulate, no_sync, reduce_grads, participate, pipeline_stage, set_requires_gradient_sync,
+    set_requires_all_reduce, set_is_last_backward, set_find_unused_parameters,
+    set_gradient_divide_factor, register_post_reduce_hook
+How do weights travel?
+    Transport, GatherCodec
+How are gradients reduced?
+    register_comm_hook, CommHook, GradBucket, default_hook, bf16_compress_hook,
+    fp16_compress_hook, int8_error_feedback_hook, Int8ErrorFeedback
+How do I clip, scale and step?
+    clip_grad_norm_, grad_norm, GradScaler, flat_parameters, local_parameters,
+    named_local_parameters, owner_step, OwnerOptimizer
+How do I get whole tensors?
+    gathered, summon_full_params, iter_full, apply, parameter_names, parameters_by_name
+What is a parameter between passes?
+    ShardedParameter, ShardedTensor, ShardedDTensor, ShardedWeightError
+How do I save and load?
+    save_checkpoint, load_checkpoint, Saving, save_full, load_full, state_dict, load_state_dict,
+    set_state_dict_type, get_state_dict_type, state_dict_type, optim_state_dict,
+    load_optim_state_dict, rekey_optim_state_dict
+What does it cost?
+    plan, Plan, plot_plan, explain, count_traffic
+What will go wrong?
+    set_debug, verify_replicas
+
+The folders; each imports only from those above it:
+
+    layout      where every element of a bucket lives, who owns whole matrices: integers only
+    base        the user's choices, meshes, streams, trees; torch's private names in one file
+    comm        collectives, and how ranks agree on what they run
+    sharded     what a parameter is between passes
+    core        the engine: gathers, releases and reduces units; its guards against wrong numbers
+    construct   fully_shard, undo and refresh: choose units, compare ranks, build
+    scopes      what users call between passes: full parameters, switches, hooks
+    optim       clipping, scaling, plain tensors for optimizers, whole-matrix optimizers
+    report      plans, explanations, traffic
+    checkpoint  state dicts, checkpoints, safetensors
+    cli         the command line and the launcher
+
 What is public is imported when the first of its names is used: the command line and the launcher
 start without torch.
 """
@@ -11,7 +62,13 @@ if _is_used:
     from fsdp_compose import wrap
     from fsdp_compose.base.codec import GatherCodec
     from fsdp_compose.base.group import Transport
-    from fsdp_compose.base.policy import MixedPrecision, Offload, Prefetch, ShardingStrategy
+    from fsdp_compose.base.policy import (
+        MixedPrecision,
+        Offload,
+        Prefetch,
+        PrefetchRule,
+        ShardingStrategy,
+    )
     from fsdp_compose.checkpoint import (
         Saving,
         get_state_dict_type,
@@ -32,7 +89,6 @@ if _is_used:
     from fsdp_compose.construct.fully_shard import fully_shard
     from fsdp_compose.construct.initialise import seeded_init
     from fsdp_compose.construct.names import (
-        clean_name,
         parameter_names,
         parameters_by_name,
         units_of,
@@ -41,6 +97,7 @@ if _is_used:
     from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
     from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
     from fsdp_compose.construct.undo import undo
+    from fsdp_compose.construct.wrap import Policy
     from fsdp_compose.core.guards.collective_log import set_debug
     from fsdp_compose.core.guards.methods import detach_methods as _detach_methods
     from fsdp_compose.core.guards.methods import register_forward_method
@@ -58,18 +115,16 @@ if _is_used:
         explain,
         plan,
         plot_plan,
-        traffic_report,
     )
     from fsdp_compose.scopes.apply import apply
     from fsdp_compose.scopes.asked import set_traceable
     from fsdp_compose.scopes.comm_hooks import (
+        CommHook,
         Int8ErrorFeedback,
         bf16_compress_hook,
-        comm_hook_state_dict,
         default_hook,
         fp16_compress_hook,
         int8_error_feedback_hook,
-        load_comm_hook_state_dict,
         register_comm_hook,
         register_post_reduce_hook,
     )
@@ -77,7 +132,7 @@ if _is_used:
     from fsdp_compose.scopes.gathered import gathered, iter_full, summon_full_params
     from fsdp_compose.scopes.participate import participate
     from fsdp_compose.scopes.pipeline import pipeline_stage
-    from fsdp_compose.scopes.prefetch import seed_order, set_backward_prefetch, set_forward_prefetch
+    from fsdp_compose.scopes.prefetch import set_backward_prefetch, set_forward_prefetch
     from fsdp_compose.scopes.switches import (
         accumulate,
         no_sync,
@@ -110,96 +165,106 @@ if _is_used:
         (_attach_state_dict, _detach_state_dict),
     ]
 
-__all__ = [
-    "ExecutionOrder",
-    "GatherCodec",
-    "GradBucket",
-    "GradScaler",
-    "Int8ErrorFeedback",
+__all__ = [  # noqa: RUF022 - by the question that each answers
+    # how do I shard a model, and undo it?
+    "fully_shard",
+    "undo",
+    "refresh",
+    "get_state",
+    "is_fully_sharded",
+    "ShardingStrategy",
     "MixedPrecision",
     "Offload",
-    "OwnerOptimizer",
-    "Plan",
-    "Prefetch",
-    "Saving",
-    "ShardedDTensor",
-    "ShardedParameter",
-    "ShardedTensor",
-    "ShardedWeightError",
-    "ShardingStrategy",
-    "TracingConfig",
-    "Transport",
-    "UnshardHandle",
-    "accumulate",
-    "apply",
-    "bf16_compress_hook",
-    "clean_name",
-    "clip_grad_norm_",
-    "comm_hook_state_dict",
-    "count_traffic",
     "declare_tensor_parallel",
-    "default_hook",
-    "explain",
-    "flat_parameters",
-    "fp16_compress_hook",
-    "fully_shard",
-    "gathered",
-    "get_state",
-    "get_state_dict_type",
-    "grad_norm",
-    "int8_error_feedback_hook",
-    "is_fully_sharded",
-    "iter_full",
-    "load_checkpoint",
-    "load_comm_hook_state_dict",
-    "load_full",
-    "load_optim_state_dict",
-    "load_state_dict",
-    "local_parameters",
-    "named_local_parameters",
+    "seeded_init",
+    # which modules become units?
+    "wrap",
+    "Policy",
+    "units_of",
+    "trace_execution_order",
+    "ExecutionOrder",
+    "TracingConfig",
+    "register_forward_method",
+    # when are weights gathered?
+    "unshard",
+    "reshard",
+    "UnshardHandle",
+    "Prefetch",
+    "PrefetchRule",
+    "prefetch_units",
+    "set_forward_prefetch",
+    "set_backward_prefetch",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+    "set_traceable",
+    # when are gradients reduced?
+    "accumulate",
     "no_sync",
-    "optim_state_dict",
-    "owner_step",
-    "parameter_names",
-    "parameters_by_name",
+    "reduce_grads",
     "participate",
     "pipeline_stage",
-    "plan",
-    "plot_plan",
-    "prefetch_units",
-    "reduce_grads",
-    "refresh",
-    "register_comm_hook",
-    "register_forward_method",
-    "register_post_reduce_hook",
-    "rekey_optim_state_dict",
-    "reshard",
-    "save_checkpoint",
-    "save_full",
-    "seed_order",
-    "seeded_init",
-    "set_backward_prefetch",
-    "set_debug",
-    "set_find_unused_parameters",
-    "set_forward_prefetch",
-    "set_gradient_divide_factor",
-    "set_is_last_backward",
-    "set_requires_all_reduce",
     "set_requires_gradient_sync",
-    "set_reshard_after_backward",
-    "set_reshard_after_forward",
-    "set_state_dict_type",
-    "set_traceable",
-    "state_dict",
-    "state_dict_type",
+    "set_requires_all_reduce",
+    "set_is_last_backward",
+    "set_find_unused_parameters",
+    "set_gradient_divide_factor",
+    "register_post_reduce_hook",
+    # how do weights travel?
+    "Transport",
+    "GatherCodec",
+    # how are gradients reduced?
+    "register_comm_hook",
+    "CommHook",
+    "GradBucket",
+    "default_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "int8_error_feedback_hook",
+    "Int8ErrorFeedback",
+    # how do I clip, scale and step?
+    "clip_grad_norm_",
+    "grad_norm",
+    "GradScaler",
+    "flat_parameters",
+    "local_parameters",
+    "named_local_parameters",
+    "owner_step",
+    "OwnerOptimizer",
+    # how do I get whole tensors?
+    "gathered",
     "summon_full_params",
-    "trace_execution_order",
-    "traffic_report",
-    "undo",
-    "units_of",
-    "unshard",
+    "iter_full",
+    "apply",
+    "parameter_names",
+    "parameters_by_name",
+    # what is a parameter between passes?
+    "ShardedParameter",
+    "ShardedTensor",
+    "ShardedDTensor",
+    "ShardedWeightError",
+    # how do I save and load?
+    "save_checkpoint",
+    "load_checkpoint",
+    "Saving",
+    "save_full",
+    "load_full",
+    "state_dict",
+    "load_state_dict",
+    "set_state_dict_type",
+    "get_state_dict_type",
+    "state_dict_type",
+    "optim_state_dict",
+    "load_optim_state_dict",
+    "rekey_optim_state_dict",
+    # what does it cost?
+    "plan",
+    "Plan",
+    "plot_plan",
+    "explain",
+    "count_traffic",
+    # what will go wrong?
+    "set_debug",
     "verify_replicas",
-    "wrap",
 ]
 __version__ = "0.1.0"
 

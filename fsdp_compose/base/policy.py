@@ -307,7 +307,7 @@ def _check_flags(value: Any, *names: str) -> None:
             raise TypeError(f"{type(value).__name__}: {name} is {found!r}; wanted True or False.")
 
 
-PrefetchRule: TypeAlias = "Callable[[Sequence[tuple[str, int]], int], int]"
+PrefetchRule: TypeAlias = Callable[[Sequence[tuple[str, int]], int], int]
 """How many of the next units to gather ahead: ``(upcoming, held) -> count``; see ``Prefetch``."""
 
 

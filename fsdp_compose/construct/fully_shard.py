@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -53,9 +53,11 @@ _NO_OFFLOAD = Offload()
 
 _NEXT_UNIT = Prefetch()
 
+M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
+
 
 def fully_shard(
-    module: nn.Module | Sequence[nn.Module],
+    module: M,
     *,
     mesh: MeshLike | None = None,
     units: Policy | None = None,
@@ -71,7 +73,7 @@ def fully_shard(
     methods: Sequence[str] = ("forward",),
     layout: PlanLayout = plan_layout,
     transport: Transport | None = None,
-) -> Any:
+) -> M:
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
 
     The module, its parameters and their names stay the same objects; between passes each parameter

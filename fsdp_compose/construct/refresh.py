@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -41,10 +42,10 @@ from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
 
 __all__ = ["refresh"]
 
+M = TypeVar("M", bound=nn.Module)
 
-def refresh(
-    module: nn.Module, *, init: Init | None = None, param_init_fn: InitFn | None = None
-) -> nn.Module:
+
+def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None = None) -> M:
     """Take over what was done to the modules of a sharded model: adapters added, modules swapped.
 
     Every unit in ``module`` looks through its modules again. New parameters are sharded, into new

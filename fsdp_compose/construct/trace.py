@@ -77,7 +77,7 @@ def trace_execution_order(
     if next(iter_units(module), None) is not None:
         raise ValueError(
             f"trace_execution_order: {type(module).__name__} is sharded already; trace it before "
-            "fully_shard, and pass the result to fsdp_compose.seed_order afterwards."
+            "fully_shard."
         )
     config = config or TracingConfig()
     recorder = _Recorder(module, config.tracer or fx.Tracer())

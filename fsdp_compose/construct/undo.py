@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,8 +21,10 @@ from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState
 from fsdp_compose.sharded import close_dtensor, gather_part, give_back_hooks, untag
 
+M = TypeVar("M", bound=nn.Module)
 
-def undo(module: nn.Module) -> nn.Module:
+
+def undo(module: M) -> M:
     """Give back plain, full parameters, bit-identical, with every hook gone.
 
     Every unit in ``module`` is undone; all ranks must call it. Gradients are gathered too.

@@ -109,10 +109,6 @@ class Order:
             self.current = []
         self.place, self.cursor, self.is_open = None, 0, False
 
-    def seed(self, passes: Sequence[Sequence[Any]]) -> None:
-        """Expect a sequence of ``passes``, as if it had been recorded."""
-        self._record([[weakref.ref(visitor) for visitor in visits] for visits in passes])
-
     def _record(self, passes: list[list[Ref]]) -> None:
         begun = {id(refs[0]()) for refs in passes}
         older = [p for p in self.recorded if p[0]() is not None and id(p[0]()) not in begun]

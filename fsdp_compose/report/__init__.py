@@ -21,7 +21,7 @@ from fsdp_compose.report.plan import plan
 from fsdp_compose.report.plots import plot_plan
 from fsdp_compose.report.schedule import Communication, Peak
 from fsdp_compose.report.survey import Loan
-from fsdp_compose.report.traffic import TrafficReport, count_traffic, traffic_report
+from fsdp_compose.report.traffic import TrafficReport, count_traffic
 
 __all__ = [
     "Communication",
@@ -38,5 +38,4 @@ __all__ = [
     "explain",
     "plan",
     "plot_plan",
-    "traffic_report",
 ]

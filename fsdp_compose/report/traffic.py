@@ -1,4 +1,4 @@
-"""What this process has communicated, as a report, and what happens inside a scope, counted."""
+"""Counts what a scope communicates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ class TrafficReport(Traffic):
     ``control`` counts small messages outside the passes: checks, broadcasts, errors.
     """
 
-    def __sub__(self, other: Traffic) -> TrafficReport:
-        before = asdict(other)
-        return TrafficReport(**{name: v - before[name] for name, v in asdict(self).items()})
-
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
 
@@ -38,18 +34,6 @@ class TrafficReport(Traffic):
         return f"{table(rows)}\n  and {self.control} control messages"
 
 
-def traffic_report() -> TrafficReport:
-    """What this process has communicated since it started.
-
-    Example:
-        >>> before, model = traffic_report(), fully_shard(nn.Linear(2, 2))
-        >>> model(torch.ones(1, 2)).sum().backward()
-        >>> (traffic_report() - before).collectives  # in a world of one
-        0
-    """
-    return TrafficReport(**asdict(traffic))
-
-
 @contextmanager
 def count_traffic() -> Iterator[TrafficReport]:
     """Count what is communicated inside the scope; the report is filled in when it ends.
@@ -61,9 +45,9 @@ def count_traffic() -> Iterator[TrafficReport]:
         >>> traffic.gathers, traffic.total_bytes  # in a world of one
         (0, 0)
     """
-    report, before = TrafficReport(), traffic_report()
+    report, before = TrafficReport(), asdict(traffic)
     try:
         yield report
     finally:
-        for name, value in (traffic_report() - before).to_dict().items():
-            setattr(report, name, value)
+        for name, value in asdict(traffic).items():
+            setattr(report, name, value - before[name])

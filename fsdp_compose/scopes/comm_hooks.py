@@ -60,21 +60,6 @@ def register_post_reduce_hook(
     return handle
 
 
-def comm_hook_state_dict(module: nn.Module) -> dict[str, Any]:
-    """What the communication hooks of ``module``'s units remember, by unit name; rank-local.
-
-    ``save_checkpoint`` saves it and ``load_checkpoint`` loads it.
-    """
-    return _states(require_units(module, "comm_hook_state_dict"))
-
-
-def load_comm_hook_state_dict(module: nn.Module, saved: dict[str, Any]) -> None:
-    """Restore what ``comm_hook_state_dict`` returned on this rank; register the hooks first."""
-    for unit in require_units(module, "load_comm_hook_state_dict"):
-        if unit.name in saved and _has_state(unit.switches.comm_state):
-            unit.switches.comm_state.load_state_dict(saved[unit.name])
-
-
 def snapshot(module: nn.Module) -> dict[str, Any] | None:
     """For a checkpoint: what the hooks remember and the layout that it is for; None for nothing."""
     units = list(iter_units(module))
@@ -92,7 +77,9 @@ def restore(module: nn.Module, saved: dict[str, Any]) -> bool:
         return True
     if saved["layout"] != _layout(units):
         return False
-    load_comm_hook_state_dict(module, saved["states"])
+    for unit in units:
+        if unit.name in saved["states"] and _has_state(unit.switches.comm_state):
+            unit.switches.comm_state.load_state_dict(saved["states"][unit.name])
     return True
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fsdp_compose.construct.trace import ExecutionOrder
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.state import Unit, find_state
+from fsdp_compose.core.state import Unit
 
 
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -45,42 +44,3 @@ def _unit_of(module: nn.Module, caller: str) -> Unit:
 
 def _listed(modules: Iterable[nn.Module] | None, caller: str) -> list[weakref.ref[Unit]] | None:
     return None if modules is None else [weakref.ref(_unit_of(m, caller)) for m in modules]
-
-
-def seed_order(module: nn.Module, order: ExecutionOrder) -> None:
-    """Expect the units of ``module`` in the traced order, so that the first iteration prefetches.
-
-    Args:
-        module: what was traced, now sharded.
-        order: what ``trace_execution_order`` found before.
-
-    Raises:
-        ValueError: ``order`` names submodules that ``module`` does not have, or none of them is a
-            unit.
-    """
-    known = dict(module.named_modules(remove_duplicate=False))
-    missing = next((name for name in order.modules if name not in known), None)
-    if missing is not None:
-        raise ValueError(
-            f"seed_order: the trace has a submodule {missing!r}, {type(module).__name__} has none; "
-            "pass the order that trace_execution_order gave for this module."
-        )
-    passes: list[list[Unit]] = []
-    outermost = ""
-    for name in order.modules:
-        state = find_state(known[name])
-        if state is None:
-            continue
-        if not passes or not f"{name}.".startswith(f"{outermost}." if outermost else ""):
-            outermost = name
-            passes.append([])
-        if len(state.unit.modules) == 1 or state.unit not in passes[-1]:
-            passes[-1].append(state.unit)
-    if not passes:
-        raise ValueError(
-            f"seed_order: no unit of {type(module).__name__} is called in the trace; call "
-            "fully_shard first."
-        )
-    passes[0][0].lane.schedule.forward_order.seed(passes)
-    for visits in passes:
-        visits[0].eval_order.seed([visits])

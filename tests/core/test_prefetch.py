@@ -12,10 +12,8 @@ import torch
 
 from fsdp_compose import (
     Prefetch,
-    seed_order,
     set_backward_prefetch,
     set_forward_prefetch,
-    trace_execution_order,
 )
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core.schedule import Hold
@@ -25,7 +23,6 @@ from harness import run_ranks, single_process
 from models import (
     Tower,
     Twin,
-    assert_at_rest,
     by_block,
     data,
     seeded,
@@ -34,7 +31,7 @@ from models import (
     units,
     whole,
 )
-from watching import Branching, Loose, Shuffled, events, loose, quiet, short, step, watch_forward
+from watching import Loose, Shuffled, events, loose, short, step, watch_forward
 
 
 def second_step(prefetch: Prefetch, shard: Callable[[Any], Any] | None = None) -> tuple[str, str]:
@@ -233,57 +230,6 @@ def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:
         return most[0]
 
     assert run_ranks(ranks) == [depth, depth]
-
-
-def test_a_seeded_order_prefetches_at_once() -> None:
-    """A seeded order prefetches in the first iteration."""
-
-    def ranks(rank: int) -> tuple[str, str]:
-        model = seeded(lambda: Tower(3))
-        order = trace_execution_order(model, data(0, rank))
-        by_block(model)
-        seed_order(model, order)
-        with events() as log:
-            watch_forward(model, log)
-            loss = square(model, data(0, rank))
-            first = " ".join(short(log))
-            with torch.no_grad():
-                log.clear()
-                model(data(0, rank))
-            loss.backward()
-        assert_at_rest(model)
-        return first, " ".join(short(log))
-
-    (first, second), _ = quiet(ranks)
-    assert first == "+R R 0 +0 1 +1 2 +2"
-    assert second.startswith("+R 0 +0 1 +1 2 +2")
-
-
-def test_a_seed_without_a_root_and_one_that_is_wrong() -> None:
-    def ranks(rank: int) -> str:
-        twin_order = trace_execution_order(Loose(3), data(0, 0))
-        twin = Twin(rank, 2, lambda: Loose(3), loose)
-        seed_order(twin.model, twin_order)
-        with events() as log:
-            twin.model(data(0, rank))
-        twin.train(steps=2)
-        model = seeded(lambda: Branching(3))
-        order = trace_execution_order(model, data(0, 0))
-        by_block(model)
-        seed_order(model, order)
-        model.way = (2, 1, 0)
-        with pytest.warns(UserWarning, match="ran unit 'blocks.2' where unit 'blocks.0'"):
-            step(model, rank)
-        step(model, rank)
-        return str(len(log))
-
-    run_ranks(ranks)
-    with single_process():
-        order = trace_execution_order(Tower(3), data(0, 0))
-        with pytest.raises(ValueError, match="no unit of Tower"):
-            seed_order(Tower(3), order)
-        with pytest.raises(ValueError, match=r"submodule 'blocks\.2'"):
-            seed_order(by_block(Tower(2)), order)
 
 
 def test_training_is_the_same_with_every_schedule() -> None:

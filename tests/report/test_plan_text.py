@@ -18,7 +18,7 @@ from fsdp_compose import (
     fully_shard,
     wrap,
 )
-from fsdp_compose.report import Communication, Plan, count_traffic, plan, plot_plan, traffic_report
+from fsdp_compose.report import Communication, Plan, count_traffic, plan, plot_plan
 
 from harness import fake_world, run_ranks
 from models import (
@@ -218,13 +218,11 @@ def test_traffic_is_counted_inside_the_scope() -> None:
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))
         square(model, data(0, rank)).backward()
-        total = traffic_report()
         with count_traffic() as traffic:
             square(model, data(1, rank)).backward()
         assert (traffic.gathers, traffic.reduces, traffic.all_reduces) == (2 * 3 + 1, 4, 0)
         assert traffic.collectives == 11
         assert traffic.total_bytes == traffic.gather_bytes + traffic.reduce_bytes
-        assert (traffic_report() - total).to_dict() == traffic.to_dict()
         with pytest.raises(RuntimeError), count_traffic() as failed:  # noqa: PT012
             square(model, data(2, rank))
             raise RuntimeError

@@ -106,12 +106,11 @@ def int8_run(rank: int, ranks: int, restart: bool) -> list[Tensor]:
     for step in range(12):
         if restart and step == 6:
             saved = io.BytesIO()
-            torch.save(fc.comm_hook_state_dict(model), saved)
+            torch.save(state.state_dict(), saved)
             saved.seek(0)
-            fc.register_comm_hook(
-                model, fc.Int8ErrorFeedback(block=32), fc.int8_error_feedback_hook
-            )
-            fc.load_comm_hook_state_dict(model, torch.load(saved, weights_only=True))
+            state = fc.Int8ErrorFeedback(block=1)
+            state.load_state_dict(torch.load(saved, weights_only=True))
+            fc.register_comm_hook(model, state, fc.int8_error_feedback_hook)
         grads = sharded_grads(model, rank, ranks)
         model.zero_grad()
         total = [a + b for a, b in zip(total, grads)] if total else grads
