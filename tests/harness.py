@@ -49,6 +49,10 @@ import torch.profiler
 import torch.utils.checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+with warnings.catch_warnings():  # torch imports it in the first dual level, with a warning
+    warnings.simplefilter("ignore")
+    import torch._decomp.decompositions_for_jvp
+
 __all__ = [
     "RankError",
     "RankFailure",
