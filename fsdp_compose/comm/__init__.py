@@ -10,4 +10,5 @@ Files, each importing only from those above it:
     transports   how tensors travel: between pairs of ranks, or by the group's collectives
     heads        ranks say what they do ahead of data
     collectives  gather, reduce and exchange over plain tensors and a group
+    small_reduce  a few numbers, compared for what they are
 """

@@ -1,8 +1,7 @@
 """Norms and clipping of sharded gradients, and the guard on optimizer steps (D12).
 
 A norm is taken over the gradients' own slices with one foreach call per dtype, then combined with
-one all-reduce of a few numbers per shard group. Nothing waits for a device, except where an error
-was asked for.
+one all-reduce of a few numbers per shard group. Nothing waits for a device unless errors are asked.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.optim.optimizer import (
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.bucket import Entry, find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, leaf_of, rest
@@ -266,7 +266,8 @@ def _norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.T
             alike = _numbers([g for g in grads if g not in experts.grads], order, wide, device)
             # One number on every rank, whatever experts it has and whether any was used.
             own = _combined(_numbers(experts.grads, order, wide, device), order).reshape(1)
-            total = torch.cat([alike, _across(own, order, experts.group)])
+            others = _across(own, order, experts.group, "take the norm of experts' gradients")
+            total = torch.cat([alike, others])
         if order == 0:
             return (total != 0).sum().to(result)
         total = _combined(total, order)
@@ -287,11 +288,9 @@ def _numbers(
     for (groups, copies), found in members.items():
         joined = _joined(norms[found], order)
         if copies > 1 and not math.isinf(order):
-            joined /= (
-                copies  # each adds its share, so that all ranks get one norm even if they differ
-            )
+            joined /= copies  # each adds its share: ranks get one norm even if they differ
         pending[groups] = torch.cat([pending[groups], joined]) if groups in pending else joined
-    return torch.cat(_across_all(pending, order))
+    return torch.cat(_across_all(pending, order, grads))
 
 
 def _combined(numbers: torch.Tensor, order: float) -> torch.Tensor:
@@ -333,14 +332,24 @@ def _joined(norms: torch.Tensor, order: float) -> torch.Tensor:
     return _combined(norms if math.isinf(order) else norms.pow(order), order).reshape(1)
 
 
-def _across_all(pending: dict[tuple[Group, ...], torch.Tensor], order: float) -> list[torch.Tensor]:
+def _what(grads: list[_Grad], order: float) -> str:
+    """What ranks that combine norms compare; only where they are counted does the order matter."""
+    names = (grad.name for grad in grads)
+    shown = ", ".join(names if order == 0 else sorted(names))
+    return f"take the norm of order {order:g} of the gradients of {shown}"
+
+
+def _across_all(
+    pending: dict[tuple[Group, ...], torch.Tensor], order: float, grads: list[_Grad]
+) -> list[torch.Tensor]:
     """Combine numbers over the groups of each, with one all-reduce per group and mesh dimension."""
     done: list[torch.Tensor] = []
     while pending:
         rest: dict[tuple[Group, ...], list[torch.Tensor]] = {}
         for group in dict.fromkeys(groups[0] for groups in pending if groups):
             waiting = [groups for groups in pending if groups and groups[0] == group]
-            flat = _across(torch.cat([pending[groups] for groups in waiting]), order, group)
+            what = _what([grad for grad in grads if group in grad.groups], order)
+            flat = _across(torch.cat([pending[groups] for groups in waiting]), order, group, what)
             pieces = flat.split([pending[groups].numel() for groups in waiting])
             for groups, piece in zip(waiting, pieces, strict=True):
                 rest.setdefault(groups[1:], []).append(piece)
@@ -349,15 +358,14 @@ def _across_all(pending: dict[tuple[Group, ...], torch.Tensor], order: float) ->
     return done
 
 
-def _across(numbers: torch.Tensor, order: float, group: Group) -> torch.Tensor:
-    """Combine a group's numbers over its ranks with one all-reduce."""
+def _across(numbers: torch.Tensor, order: float, group: Group, what: str) -> torch.Tensor:
     if not math.isinf(order):
-        return comm.all_reduce(numbers.clone(), group)
+        return reduce_alike(numbers, group, "sum", what)
     # A collective's own maximum may lose a NaN, so whether there is one travels beside it.
     sign = 1.0 if order > 0 else -1.0
     extreme = torch.nan_to_num(sign * numbers, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     both = torch.cat([extreme, numbers.isnan().to(numbers.dtype)])
-    extreme, has_nan = comm.all_reduce(both, group, "max").chunk(2)
+    extreme, has_nan = reduce_alike(both, group, "max", what).chunk(2)
     return torch.where(has_nan > 0, math.nan, sign * extreme)
 
 

@@ -8,6 +8,7 @@ raises D1. The tables are in ops.py and reduce.py; this file fills ``HANDLERS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
-from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce
+from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce, name_of
 from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import (
     HANDLERS,
@@ -233,6 +234,8 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse(func, first_spec(args, kwargs))
     spec = tensor._shard_spec
     require_group(spec, getattr(func, "__name__", "a reduction"))
+    if not tensor._is_parameter:
+        spec = replace(spec, fqn=name_of(tensor, spec))
     out = REDUCTIONS[func](tensor.to_local(), spec, *rest, **kwargs)
     return refuse(func, spec, "along a dimension") if out is NotImplemented else out
 

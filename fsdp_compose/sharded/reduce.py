@@ -19,10 +19,11 @@ from torch import Tensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import all_gather_uneven, all_reduce
+from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.sharded.ops import functions
 from fsdp_compose.sharded.spec import ShardSpec
 
-__all__ = ["REDUCTIONS", "foreach_reduce"]
+__all__ = ["REDUCTIONS", "foreach_reduce", "name_of"]
 
 Reduction = Callable[..., Any]
 dtype_of: Callable[[Tensor], torch.dtype] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -46,9 +47,9 @@ class _GatherRanks(torch.autograd.Function):
         return total[group.rank] / group.size, None, None
 
 
-def _across(partial: Tensor, op: str, spec: ShardSpec) -> Tensor:
-    """Combine one number (or one vector) per rank."""
-    purpose = f"take the norm, sum or other {op} of {spec.fqn!r}"
+def _across(partial: Tensor, op: str, spec: ShardSpec, what: str = "") -> Tensor:
+    """Combine one number (or one vector) per rank; ``what`` they are if not those of ``op``."""
+    purpose = f"take the {what or op} of {spec.fqn!r}"
     if spec.parallel is None:
         return _over(partial, op, spec.group, purpose)
     for group in spec.groups:
@@ -56,16 +57,16 @@ def _across(partial: Tensor, op: str, spec: ShardSpec) -> Tensor:
     return partial
 
 
-def _over(
-    partial: Tensor, op: str, group: Group, purpose: str = "take the norm of parameters"
-) -> Tensor:
+def _over(partial: Tensor, op: str, group: Group, purpose: str) -> Tensor:
     if group.size == 1:
         return partial
-    if op == "sum" and not (partial.requires_grad and torch.is_grad_enabled()):
-        return all_reduce(partial.detach().clone(), group, "sum", None, None, purpose)
+    if op == "sum" and not _is_recorded(partial):
+        return reduce_alike(partial.detach(), group, "sum", purpose)
     shape, vector = partial.shape, partial.reshape(-1)
     if vector.dtype == torch.bool:
         vector = vector.to(torch.uint8)
+    if op in ("max", "min") and compares(vector, group) and not _is_recorded(partial):
+        return _extreme_over(vector, op, group, purpose).to(partial.dtype).reshape(shape)
     ranks = _GatherRanks.apply(vector, group, purpose)
     # max and min gather, because a collective's own max may lose a NaN
     combine: dict[str, Callable[..., Tensor]] = {
@@ -75,6 +76,24 @@ def _over(
         "prod": torch.prod,
     }
     return combine[op](ranks, 0).to(partial.dtype).reshape(shape)
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _extreme_over(vector: Tensor, op: str, group: Group, purpose: str) -> Tensor:
+    """The largest or smallest over the ranks, NaN where one is, which a maximum may lose."""
+    vector = vector.detach()
+    if not vector.is_floating_point() and op == "min":
+        return ~reduce_alike(~vector, group, "max", purpose)
+    if not vector.is_floating_point():
+        return reduce_alike(vector, group, "max", purpose)
+    sign = -1.0 if op == "min" else 1.0
+    known = torch.nan_to_num(sign * vector, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    both = torch.cat([known, vector.isnan().to(vector.dtype)])
+    extreme, has_nan = reduce_alike(both, group, "max", purpose).chunk(2)
+    return torch.where(has_nan > 0, math.nan, sign * extreme)
 
 
 def _wide(local: Tensor) -> Tensor:
@@ -163,7 +182,7 @@ def _every(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
 def _count_nonzero(local: Tensor, spec: ShardSpec, dim: Any = None) -> Any:
     if not _plain(dim, False):
         return NotImplemented
-    return _across(local.count_nonzero(), "sum", spec)
+    return _across(local.count_nonzero(), "sum", spec, "number of nonzero elements")
 
 
 def _var(
@@ -185,7 +204,7 @@ def _var(
         correction = 1 if unbiased is None else int(unbiased)
     wide = _wide(local)
     mean = _across(wide.sum(), "sum", spec) / spec.seen.numel()
-    squares = _across((wide - mean).abs().square().sum(), "sum", spec)
+    squares = _across((wide - mean).abs().square().sum(), "sum", spec, "variance")
     return (squares / max(0, spec.seen.numel() - correction)).to(_real(local.dtype))
 
 
@@ -215,7 +234,8 @@ def _vector_norm(
     order = float(ord)
     accumulate = dtype or (torch.float32 if local.dtype in _HALF else None)
     value = _local_norm(local, order, accumulate)
-    return _combine_norms(value, order, spec.groups).to(_real(dtype or local.dtype))
+    what = f"take the norm of order {order:g} of {spec.fqn!r}"
+    return _combine_norms(value, order, spec.groups, what).to(_real(dtype or local.dtype))
 
 
 def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
@@ -226,22 +246,22 @@ def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
     return torch.linalg.vector_norm(local, order, dtype=dtype)
 
 
-def _combine_norms(norms: Tensor, order: float, groups: tuple[Group, ...]) -> Tensor:
+def _combine_norms(norms: Tensor, order: float, groups: tuple[Group, ...], what: str) -> Tensor:
     """The norm of the whole from the norms of its slices."""
     for group in groups:
         if group.size > 1:
-            norms = _norms_over(norms, order, group)
+            norms = _norms_over(norms, order, group, what)
     return norms
 
 
-def _norms_over(norms: Tensor, order: float, group: Group) -> Tensor:
+def _norms_over(norms: Tensor, order: float, group: Group, what: str) -> Tensor:
     if order in (0.0, 1.0):
-        return _over(norms, "sum", group)
+        return _over(norms, "sum", group, what)
     if abs(order) == math.inf:
-        return _over(norms, "max" if order > 0 else "min", group)
-    if order == 2.0 and not (norms.requires_grad and torch.is_grad_enabled()):
-        return _over(norms.double().square(), "sum", group).sqrt()
-    ranks = _GatherRanks.apply(norms.reshape(-1), group, "take the norm of parameters")
+        return _over(norms, "max" if order > 0 else "min", group, what)
+    if order == 2.0 and not _is_recorded(norms):
+        return _over(norms.double().square(), "sum", group, what).sqrt()
+    ranks = _GatherRanks.apply(norms.reshape(-1), group, what)
     return torch.linalg.vector_norm(ranks, order, dim=0).reshape(norms.shape)
 
 
@@ -276,6 +296,11 @@ def _linalg_norm(
     if isinstance(ord, str):
         return NotImplemented
     return _vector_norm(local, spec, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+
+def name_of(tensor: Any, spec: ShardSpec) -> str:
+    """What ranks compare: the parameter, or that it is something of the same parameter's."""
+    return spec.fqn if tensor._is_parameter else f"{spec.fqn} (gradient or state)"
 
 
 def foreach_reduce(
@@ -313,10 +338,12 @@ def foreach_reduce(
         first = specs[members[0]]
         assert first is not None
         vector = torch.stack([out[i] for i in members])
+        names = ", ".join([name_of(tensors[i], s) for i in members if (s := specs[i]) is not None])
         if is_norm:
-            total = _combine_norms(vector, order, first.groups)
+            what = f"take the norms of order {order:g} of {names}"
+            total = _combine_norms(vector, order, first.groups, what)
         else:
-            total = _across(vector, "max", first)
+            total = _across(vector, "max", first, f"largest elements of {names}, first")
         for i, value in zip(members, total.unbind(), strict=True):
             out[i] = value
     wanted = [dtype or kind for kind in kinds] if half or by_group or dtype else ()

@@ -33,7 +33,7 @@ def sharded() -> nn.Module:
 
 CALLS: dict[str, tuple[Callable[[nn.Module, Path], Any], str]] = {
     "forward": (lambda model, path: model(torch.ones(2, 4)).sum().backward(), "gather unit"),
-    "norm": (lambda model, path: model[0].weight.norm(), "take the norm of parameters"),
+    "norm": (lambda model, path: model[0].weight.norm(), "take the norm of order 2 of '0.weight'"),
     "full_tensor": (lambda model, path: model[0].weight.full_tensor(), "gather '"),
     "state_dict": (lambda model, path: fc.state_dict(model), "gather unit"),
     "save": (lambda model, path: fc.save_checkpoint(path, model), "save_checkpoint"),

@@ -1,0 +1,79 @@
+"""Reductions of a few numbers, which raise on every rank where ranks reduce different things.
+
+An all-reduce of gloo adds up whatever has the same size: the sum of one tensor on one rank and the
+norm of another on the next would make a number that nobody asked for. So two numbers that follow
+from what is reduced travel at the end of the same message: equal on all ranks, they come back as
+known multiples of themselves. On an accelerator nothing is compared, as the host would wait for it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compose.base.group import Group
+from fsdp_compose.comm.collectives import all_reduce
+from fsdp_compose.comm.messages import gather_objects, is_point_to_point
+
+_MULTIPLE = 8  # of numbers in a message, so that a sum and a maximum, of more numbers, meet
+
+
+def compares(tensor: torch.Tensor, group: Group) -> bool:
+    """Whether ranks that reduce ``tensor`` over ``group`` compare what they reduce."""
+    return group.pg is not None and is_point_to_point(group) and tensor.device.type == "cpu"
+
+
+def reduce_alike(
+    tensor: torch.Tensor, group: Group, op: Literal["sum", "max"], what: str
+) -> torch.Tensor:
+    """``tensor`` combined over the group, another tensor of its dtype and shape.
+
+    Args:
+        what: what is reduced, the same on every rank: "take the norm of 'head.weight'".
+
+    Raises:
+        RuntimeError: on every rank, if some reduce something else; who and what.
+    """
+    if not compares(tensor, group):
+        return all_reduce(tensor.clone(), group, op, purpose=what)
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    kind = torch.float64 if flat.is_floating_point() else torch.int64
+    number = _number(what, group.size)
+    check = (number, number**2) if op == "sum" else (number, -number)
+    padding = [0] * (-(flat.numel() + 2) % _MULTIPLE)
+    both = torch.cat([flat.to(kind), torch.tensor([*padding, *check], dtype=kind)])
+    all_reduce(both, group, op, purpose=what)
+    first, second = both[-2:].tolist()
+    alike = first**2 == second * group.size if op == "sum" else first == -second
+    if not alike:
+        _raise(group, what)
+    result = both[: flat.numel()].to(flat.dtype)
+    if tensor.is_complex():
+        result = torch.view_as_complex(result.view(-1, 2))
+    return result.view(tensor.shape)
+
+
+def _number(what: str, ranks: int) -> int:
+    """At least 1, and so small that the sum of its squares over the ranks is exact in fp64."""
+    bits = 26 - (ranks - 1).bit_length()
+    return 1 + zlib.crc32(what.encode()) % ((1 << max(bits, 4)) - 1)
+
+
+def _raise(group: Group, what: str) -> None:
+    found = gather_objects(what, group)
+    rank = dist.get_rank()
+    other = next((r for r, text in zip(group.ranks, found, strict=True) if text != what), rank)
+    theirs = found[group.ranks.index(other)]
+    raise RuntimeError(
+        f"rank {rank} was to {_shorten(what)}, and rank {other} at the same time to "
+        f"{_shorten(theirs)}: the result would be of neither. What is computed over all ranks "
+        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) must be called on every rank for the same "
+        "tensors in the same order, also in code for rank 0 alone."
+    )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
