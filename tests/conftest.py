@@ -5,8 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
-from zlib import crc32
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked OpenMP pool has no threads
 
@@ -33,7 +33,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", help="run the i-th of n parts of the tests: i/n")
+    parser.addoption("--queue", type=int, help="run the files whose numbers this pipe hands out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,12 +59,32 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption("part").split("/"))
-    # By name, so that a test stays in its part when others come and go.
-    items[:] = [item for item in items if crc32(item.nodeid.encode()) % parts == part - 1]
     if torch.cuda.is_available():
         return
     reason = "no CUDA device; on a machine that has one, run pytest with -m cuda"
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With ``--queue``: one file after another, each by whichever part comes for it first."""
+    queue = session.config.getoption("queue")
+    if queue is None or session.testsfailed:
+        return None  # pytest's own loop, which also reports what could not be collected
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in session.items:
+        files[item.nodeid.split("::")[0]].append(item)
+    # All parts see the same order: slow tests first, then the files of the most tests.
+    slow = lambda item: item.get_closest_marker("slow") is not None  # noqa: E731
+    order = sorted(files.values(), key=lambda tests: (-sum(map(slow, tests)), -len(tests)))
+    while (number := int.from_bytes(os.read(queue, 2), "big")) < len(order):
+        tests = order[number]
+        for test, following in zip(tests, [*tests[1:], None]):
+            session.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+    return True

@@ -1,8 +1,9 @@
 """Runs the test suite in parts side by side: tests that wait for their ranks leave cores idle.
 
-    python tests/in_parts.py 2 -m "not cuda"    # two pytest processes, half of the tests each
+    python tests/in_parts.py 2 -m "not cuda"    # two pytest processes share the files of tests
 
-What a part prints is shown when it ends; the last line counts the tests of all parts.
+Each takes the next file when it is done with one, so that all end together. What a part prints is
+shown when it ends; the last line counts the tests of all parts.
 """
 
 from __future__ import annotations
@@ -19,14 +20,25 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_TESTS = 5  # pytest's exit status for a part that got none
+NO_TESTS = 5  # pytest's exit status where none is selected
+FILES = 4000  # numbers that are handed out: more than there are files of tests
 PATIENCE = 60.0  # seconds between two lines that say that tests still run
 
 
-def start(part: int, parts: int, arguments: list[str], output: IO[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pytest", f"--part={part}/{parts}", *arguments]
+def start(queue: int, arguments: list[str], output: IO[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pytest", f"--queue={queue}", *arguments]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what a killed part printed is there
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=output, stderr=output, text=True, pass_fds=(queue,)
+    )
+
+
+def hand_out_numbers() -> int:
+    """A pipe that holds 0, 1, 2 ... in two bytes each, from which every part reads the next."""
+    queue, end = os.pipe()
+    os.write(end, b"".join(number.to_bytes(2, "big") for number in range(FILES)))
+    os.close(end)
+    return queue
 
 
 def tally(output: str) -> Counter[str]:
@@ -45,9 +57,11 @@ def main(parts: int, arguments: list[str]) -> int:
     began = said = time.monotonic()
     running: dict[subprocess.Popen[str], tuple[int, IO[str]]] = {}
     with contextlib.ExitStack() as files:
+        queue = hand_out_numbers()
+        files.callback(os.close, queue)
         for part in range(1, parts + 1):
             output = files.enter_context(tempfile.TemporaryFile("w+"))
-            running[start(part, parts, arguments, output)] = part, output
+            running[start(queue, arguments, output)] = part, output
         files.callback(lambda: [process.kill() for process in running])
         while running:
             for process in [p for p in running if p.poll() is not None]:
