@@ -175,7 +175,7 @@ class Schedule(Generic[U, P]):
 
     def enter_forward(self, unit: U, recomputing: bool) -> None:
         """The unit's forward begins: gather it, unless it is gathered, and wait for it."""
-        if not recomputing:
+        if not recomputing or Hold.BACKWARD not in unit.holds:
             self.work.reread(unit, in_backward=False)
         if self.carried and unit in self.carried:
             self._use_carried(unit)
