@@ -44,12 +44,14 @@ class Contents:
     """What a module's state dict holds.
 
     Attributes:
+        module: the module.
         values: clean FQN -> the sharded leaf, or the buffer, plain parameter or extra state, live;
             in the order of ``module.state_dict()``.
         native: clean FQN -> the key that ``module.load_state_dict`` wants.
         metadata: versions of the submodules, as ``state_dict()._metadata``, by clean name.
     """
 
+    module: nn.Module
     values: dict[str, Any]
     native: dict[str, str]
     metadata: OrderedDict[str, Any]
@@ -73,7 +75,7 @@ def contents_of(module: nn.Module) -> Contents:
         keys[name] = key
     versions = getattr(native, "_metadata", {})
     metadata = OrderedDict((clean(f"{k}.")[:-1], v) for k, v in versions.items())
-    return Contents(values, keys, metadata)
+    return Contents(module, values, keys, metadata)
 
 
 def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
@@ -102,7 +104,7 @@ def each_full(
     for bucket, inside in by_bucket.values():
         flat = gather_bucket(bucket, bucket.shard)
         for leaf in inside:
-            visit(leaf, full_view(bucket, flat, find_entry(leaf).index))
+            visit(leaf, view_full(bucket, flat, find_entry(leaf).index))
         del flat
 
 
@@ -112,14 +114,14 @@ def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
         return gather_flat(bucket, shard.detach().to(bucket.mesh.device), shard.dtype)
 
 
-def full_view(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:
+def view_full(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:
     """Parameter ``index`` of the bucket in a gathered flat tensor: a view, unless it was split."""
     spec = bucket.entries[index].spec
     part = flat.as_strided(spec.shape, spec.stride, spec.offset)
     return part if spec.parallel is None else spec.parallel.assemble(part)
 
 
-def own_copy(tensor: torch.Tensor, cpu: bool) -> torch.Tensor:
+def copy_tensor(tensor: torch.Tensor, cpu: bool) -> torch.Tensor:
     """A tensor that shares nothing with ``tensor``; on the CPU if asked for."""
     source = tensor.detach()
     return source.to("cpu", copy=True) if cpu else source.clone()

@@ -25,17 +25,17 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import Contents, contents_of
 from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
-from fsdp_compose.checkpoint.model import custom_load, match, state_dict, write
+from fsdp_compose.checkpoint.model import state_dict, write
 from fsdp_compose.checkpoint.optimizer.members import OptimLike
 from fsdp_compose.checkpoint.optimizer.read import Found, read_optim
-from fsdp_compose.checkpoint.optimizer.shapes import Owned
+from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.optimizer.write import (
     Targets,
-    checked,
-    commit,
+    check_saved,
     is_elementwise,
     parts_of,
     targets_of,
+    write_optim,
 )
 from fsdp_compose.checkpoint.ranks import (
     attend_call,
@@ -45,7 +45,7 @@ from fsdp_compose.checkpoint.ranks import (
     meet_ranks,
 )
 from fsdp_compose.checkpoint.source import Source
-from fsdp_compose.checkpoint.stages import Stages, find_stages, join_states
+from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.scopes import comm_hooks
@@ -159,11 +159,11 @@ def _save(
     with SharedErrors(group, facts=path):
         if found is not None:
             found.agree("save_checkpoint", groups_of(module))
-        state = _state(module, found, extra, stages)
+        state = _collect_state(module, found, extra, stages)
     state = join_states("save_checkpoint", state, stages)
     if asynchronous:
         with SharedErrors(group):
-            state = _staged(state)
+            state = _copy_to_host(state)
     token = broadcast_object(uuid.uuid4().hex[:12], [group])
     writer = CommittingWriter(Path(path), token, group.size, checksum)
     saving = Saving()
@@ -184,13 +184,15 @@ def _save(
     return saving
 
 
-def _state(module: nn.Module, found: Found | None, extra: object, stages: Stages) -> dict[str, Any]:
+def _collect_state(
+    module: nn.Module, found: Found | None, extra: object, stages: Stages
+) -> dict[str, Any]:
     """What this rank saves: what it alone has, and on the first rank what is alike everywhere."""
     state: dict[str, Any] = {"model": dict(state_dict(module, "sharded"))}
     if found is not None:
         state["optim"] = found.result
     if not stages.is_first:
-        state = {"model": {}, **_only_sharded(state)}
+        state = {"model": {}, **_keep_sharded(state)}
     for key, value in (("extra", extra), ("comm_hooks", comm_hooks.snapshot(module))):
         if value is not None:
             state[key] = {str(stages.group.rank): _pickle(value)}
@@ -203,26 +205,26 @@ def _pickle(value: object) -> Tensor:
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def _only_sharded(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_sharded(tree: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         if is_sharded(value) or isinstance(value, DTensor):
             kept[key] = value
-        elif isinstance(value, Owned):
+        elif isinstance(value, OwnedState):
             kept[key] = dict(value)
-        elif isinstance(value, Mapping) and (inner := _only_sharded(value)):
+        elif isinstance(value, Mapping) and (inner := _keep_sharded(value)):
             kept[key] = inner
     return kept
 
 
-def _staged(tree: Any) -> Any:
+def _copy_to_host(tree: Any) -> Any:
     """Copies in host memory that later steps do not touch."""
     if isinstance(tree, Tensor):
         return tree.detach().to("cpu", copy=True)
     if isinstance(tree, Mapping):
-        return {key: _staged(value) for key, value in tree.items()}
+        return {key: _copy_to_host(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_staged(value) for value in tree]
+        return [_copy_to_host(value) for value in tree]
     return tree
 
 
@@ -289,18 +291,18 @@ def _load(
     contents = contents_of(module)
     with SharedErrors(group):
         source = Source(root, metadata)
-        staged, unknown = _stage_model(source, module, contents, strict, stages)
+        staged, unknown = _request_model(source, contents, strict, stages)
         targets = None if optim is None else targets_of(module, optim)
-        given = {} if targets is None else _stage_optim(source, module, targets, stages)
+        given = {} if targets is None else _request_optim(source, module, targets, stages)
         key = _extra_key(source, group)
         hooks_key = _comm_hooks_key(source, module, group)
         source.read()
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
     values = {name: source.values[key] for name, key in staged.items()}
-    write(module, contents, values, {name: source.values[key] for name, key in unknown.items()})
+    write(contents, values, {name: source.values[key] for name, key in unknown.items()})
     if targets is not None:
-        commit(targets, {**given, "state": _fill(given["state"], source)})
+        write_optim(targets, {**given, "state": _fill_outlines(given["state"], source)})
     if remembered is None:
         fits = not comm_hooks.remembers(module)
     else:
@@ -314,8 +316,8 @@ def _load(
     return extra
 
 
-def _stage_model(
-    source: Source, module: nn.Module, contents: Contents, strict: bool, stages: Stages
+def _request_model(
+    source: Source, contents: Contents, strict: bool, stages: Stages
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Ask ``source`` for what fits the module: keys by name, and those of names it does not have.
 
@@ -324,29 +326,18 @@ def _stage_model(
     """
     prefix = source.model_prefix(contents.values)
     keys = {clean_name(path[-1]): key for path, key in source.below(prefix).items()}
-    keys = stages.keep_own(keys)
     outlines = {name: source.outline(key) for name, key in keys.items()}
-    custom = custom_load(module)
-    matched = match(module, contents.values, outlines, strict and not custom, None)
-    if matched.problem is not None:
-        raise type(matched.problem)(
-            f"{source.path}: {matched.problem}{stages.advise(matched.unexpected)}"
-        )
-    asked: dict[int, str] = {}  # by parameter: one that is tied is read once
-    staged: dict[str, str] = {}
-    by_outline = {id(outline): keys[name] for name, outline in outlines.items()}
-    for name, outline in matched.values.items():
+    chosen = choose_stored(source.path, contents, outlines, strict, stages)
+    for name, stored in chosen.sources.items():
         current = contents.values[name]
-        key = asked.setdefault(id(current), by_outline[id(outline)])
-        staged[name] = key
-        source.want(key, current if isinstance(current, Tensor) else None)
-    unknown = {name: keys[name] for name in matched.unexpected} if custom else {}
-    for key in unknown.values():
-        source.want(key, None)
-    return staged, unknown
+        source.want(keys[stored], current if isinstance(current, Tensor) else None)
+    for name in chosen.unknown:
+        source.want(keys[name], None)
+    known = {name: keys[stored] for name, stored in chosen.sources.items()}
+    return known, {name: keys[name] for name in chosen.unknown}
 
 
-def _stage_optim(
+def _request_optim(
     source: Source, module: nn.Module, targets: Targets, stages: Stages
 ) -> dict[str, Any]:
     """Ask ``source`` for optimizer state: what was saved, by name, with outlines for tensors.
@@ -356,7 +347,7 @@ def _stage_optim(
     """
     saved = stages.keep_own_groups(source.optimizer())
     try:
-        given = checked(module, targets, saved)
+        given = check_saved(module, targets, saved)
     except (RuntimeError, TypeError, ValueError) as error:
         raise type(error)(f"{source.path}: {error}") from error
     for name, part in parts_of(targets).items():
@@ -371,7 +362,9 @@ def _stage_optim(
     return given
 
 
-def _fill(state: Mapping[str, Mapping[str, Any]], source: Source) -> dict[str, dict[str, Any]]:
+def _fill_outlines(
+    state: Mapping[str, Mapping[str, Any]], source: Source
+) -> dict[str, dict[str, Any]]:
     """The state with what was read in the place of outlines; what nobody asked for is dropped."""
     filled: dict[str, dict[str, Any]] = {}
     for name, values in state.items():

@@ -19,22 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import Contents, contents_of, each_full
+from fsdp_compose.checkpoint.contents import contents_of, each_full
 from fsdp_compose.checkpoint.files import Sum, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.model import (
     IncompatibleKeys,
-    Matched,
     buffer_dtypes,
-    custom_load,
-    match,
     write,
 )
 from fsdp_compose.checkpoint.ranks import attend_call, check_names, claim_folder, meet_ranks
-from fsdp_compose.checkpoint.stages import Stages, find_stages
-from fsdp_compose.checkpoint.values import Outline, storage_dims, whole, whole_shape
+from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages
+from fsdp_compose.checkpoint.values import Outline, gather_whole, storage_dims, whole_shape
 from fsdp_compose.comm.messages import (
     SharedErrors,
     broadcast_object,
@@ -131,7 +128,7 @@ def _write_full(values: Mapping[str, Any], writer: _Writer) -> None:
     each_full([value for value in values.values() if is_sharded(value)], put)
     for name, value in values.items():
         if not is_sharded(value):
-            writer.put(name, whole(value.detach()))
+            writer.put(name, gather_whole(value.detach()))
 
 
 def _outlines(
@@ -284,36 +281,20 @@ def _load(
             found.check_sums(slice(group.rank, None, group.size))
     contents = contents_of(module)
     with SharedErrors(group):
-        stored = stages.keep_own({clean_name(name): s for name, s in found.tensors.items()})
-        custom = custom_load(module)
+        stored = {clean_name(name): tensor for name, tensor in found.tensors.items()}
         outlines = {
-            name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in stored.items()
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in stored.items()
         }
-        matched = match(module, contents.values, outlines, strict and not custom, None)
-        if matched.problem is not None:
-            raise type(matched.problem)(
-                f"{path}: {matched.problem}{stages.advise(matched.unexpected)}"
-            )
-        by_outline = {id(outline): stored[name] for name, outline in outlines.items()}
-        staged = _read_matched(contents, matched, by_outline)
-        extra = {n: stored[n].read_all() for n in (matched.unexpected if custom else ())}
-    write(module, contents, staged, extra)
-    return IncompatibleKeys(matched.missing, matched.unexpected)
-
-
-def _read_matched(
-    contents: Contents, matched: Matched, by_outline: Mapping[int, Stored]
-) -> dict[str, Tensor]:
-    """Read what each parameter needs, once for one that is tied."""
-    read: dict[tuple[int, int], Tensor] = {}
-    staged: dict[str, Tensor] = {}
-    for name, outline in matched.values.items():
-        stored, current = by_outline[id(outline)], contents.values[name]
-        key = (id(current), id(stored))
-        if key not in read:
-            read[key] = read_for(stored, current)
-        staged[name] = read[key]
-    return staged
+        chosen = choose_stored(path, contents, outlines, strict, stages)
+        read: dict[str, Tensor] = {}
+        for name, source in chosen.sources.items():
+            if source not in read:
+                read[source] = read_for(stored[source], contents.values[name])
+        values = {name: read[source] for name, source in chosen.sources.items()}
+        unknown = {name: stored[name].read_all() for name in chosen.unknown}
+    write(contents, values, unknown)
+    return chosen.left_out
 
 
 def read_for(stored: Stored, current: Any) -> Tensor:

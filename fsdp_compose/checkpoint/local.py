@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.construct.names import clean_name
+from fsdp_compose.construct.names import walk_named
 from fsdp_compose.core.bucket import Bucket
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
@@ -22,14 +22,14 @@ LAYOUT = "_fsdp_compose_layout"
 SHARD = "_fsdp_compose_shard."
 
 
-def owners(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+def named_units(module: nn.Module) -> Iterator[tuple[str, Unit]]:
     """(clean prefix, unit) of every unit, at the first of its modules that lies in ``module``."""
     seen: set[int] = set()
-    for name, submodule in module.named_modules():
+    for name, submodule in walk_named(module):
         state = find_state(submodule)
         if state is not None and id(state.unit) not in seen:
             seen.add(id(state.unit))
-            yield (clean_name(f"{name}.") if name else ""), state.unit
+            yield f"{name}." if name else "", state.unit
 
 
 def describe(unit: Unit) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def is_local(incoming: Mapping[str, Any]) -> bool:
 
 def check_local(module: nn.Module, incoming: Mapping[str, Any]) -> None:
     """Raise RuntimeError where raw shards do not fit ``module``; nothing is written."""
-    wanted = dict(owners(module))
+    wanted = dict(named_units(module))
     found = {key[: -len(LAYOUT)] for key in incoming if key.rpartition(".")[2] == LAYOUT}
     if found != set(wanted):
         only = sorted(found ^ set(wanted))
@@ -155,6 +155,6 @@ def _first(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 def write_local(module: nn.Module, incoming: Mapping[str, Any]) -> None:
     """Copy checked raw shards into the model."""
     with torch.no_grad():
-        for prefix, unit in owners(module):
+        for prefix, unit in named_units(module):
             for index, bucket in enumerate(unit.buckets):
                 bucket.shard.copy_(to_local(incoming[f"{prefix}{SHARD}{index}"]))

@@ -21,18 +21,18 @@ from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
+    copy_tensor,
     each_full,
     gathered_leaves,
-    own_copy,
     without_our_hooks,
 )
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
 from fsdp_compose.checkpoint.values import (
-    as_whole,
     broadcast_state,
     fit,
+    gather_whole,
     needs_gather,
-    whole,
+    show_whole,
     whole_shape,
 )
 from fsdp_compose.comm.messages import raise_on_all
@@ -108,14 +108,14 @@ def state_dict(
     elif kind == "sharded":
         for name, value in contents.values.items():
             if isinstance(value, Tensor):
-                result[name] = as_whole(value) if is_sharded(value) else value.detach()
+                result[name] = show_whole(value) if is_sharded(value) else value.detach()
     else:
         for name, value in contents.values.items():
             if is_sharded(value):
                 del result[name]
             elif isinstance(value, Tensor):
                 result[name] = value.detach()
-        for prefix, unit in local.owners(module):
+        for prefix, unit in local.named_units(module):
             result.update((prefix + k, v) for k, v in local.local_values(unit).items())
     if result:
         result._metadata = contents.metadata  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> Order
 
     def take(leaf: nn.Parameter, full: Tensor) -> None:
         if keep:
-            copies[id(leaf)] = own_copy(full, wanted.cpu_offload)
+            copies[id(leaf)] = copy_tensor(full, wanted.cpu_offload)
 
     each_full(contents.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
@@ -139,7 +139,9 @@ def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> Order
         if isinstance(value, Tensor):
             if id(value) not in copies:
                 dtype = dtypes.get(name, value.dtype)
-                copies[id(value)] = own_copy(whole(value.detach()), wanted.cpu_offload).to(dtype)
+                copies[id(value)] = copy_tensor(
+                    gather_whole(value.detach()), wanted.cpu_offload
+                ).to(dtype)
             value = copies[id(value)].detach()  # tied names share their storage
         result[name] = value
     return result
@@ -204,18 +206,17 @@ def load_state_dict(
             "forward first."
         )
     versions = getattr(state_dict, "_metadata", None)
-    custom = custom_load(module)
+    custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)
     raise_on_all(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
-    write(module, contents, matched.values, extra if custom else {}, versions, strict and custom)
+    write(contents, matched.values, extra if custom else {}, versions, strict and custom)
     return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
 def write(
-    module: nn.Module,
     contents: Contents,
     values: Mapping[str, Any],
     extra: Mapping[str, Any],
@@ -235,7 +236,7 @@ def write(
     if versions is not None:
         native._metadata = versions  # type: ignore[attr-defined]
     with without_our_hooks():
-        module.load_state_dict(native, strict=strict)
+        contents.module.load_state_dict(native, strict=strict)
 
 
 @dataclass(frozen=True)
@@ -362,12 +363,12 @@ def prepare(value: Any, current: Any) -> Any:
         return fit(value.reshape(()) if current.ndim == 0 != value.ndim else value, spec, True)
     if isinstance(current, DTensor) and not isinstance(value, DTensor):
         return distribute_tensor(
-            whole(value), current.device_mesh, current.placements, src_data_rank=None
+            gather_whole(value), current.device_mesh, current.placements, src_data_rank=None
         )
-    return value if isinstance(current, DTensor) else whole(value)
+    return value if isinstance(current, DTensor) else gather_whole(value)
 
 
-def custom_load(module: nn.Module) -> bool:
+def changes_keys_on_load(module: nn.Module) -> bool:
     """Whether a submodule changes keys while loading, so that only torch can tell what lacks."""
     return any(
         has_foreign_load_hooks(m, "fsdp_compose")

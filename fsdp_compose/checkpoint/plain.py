@@ -19,23 +19,24 @@ from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     CHECKPOINTED,
     are_our_hooks_off,
+    copy_tensor,
     each_full,
-    own_copy,
     without_our_hooks,
 )
 from fsdp_compose.checkpoint.model import (
     Kind,
     StateDictType,
-    custom_load,
+    changes_keys_on_load,
     is_first,
     match,
     prepare,
 )
 from fsdp_compose.checkpoint.optimizer.watch import watch_steps
 from fsdp_compose.checkpoint.ranks import groups_of
-from fsdp_compose.checkpoint.values import as_whole, install_protocol, is_ready
+from fsdp_compose.checkpoint.values import install_protocol, is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
-from fsdp_compose.construct.names import clean_name, name_cleaner
+from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import Unit, find_state, get_state
 from fsdp_compose.sharded import is_sharded
 
@@ -82,16 +83,13 @@ def get_state_dict_type(module: nn.Module) -> StateDictType:
         >>> get_state_dict_type(fully_shard(nn.Linear(3, 2)))
         StateDictType(kind='sharded', cpu_offload=False, rank0_only=False)
     """
+    advice = "Its state_dict() is what torch makes of it."
+    require_units(module, "state_dict_type", advice=advice)
     found: dict[StateDictType, str] = {}
     for name, submodule in module.named_modules():
         state = find_state(submodule)
         if state is not None:
             found.setdefault(state.state_dict_type or _SHARDED, name)
-    if not found:
-        raise ValueError(
-            f"state_dict_type: {type(module).__name__} is not sharded, and neither is a module in "
-            "it; its state_dict() is what torch makes of it."
-        )
     if len(found) > 1:
         (first, a), (second, b) = list(found.items())[:2]
         raise RuntimeError(
@@ -145,9 +143,9 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
         for key, (index, values, name) in places.items():
             leaf = unit.entries[index].param
             if values.get(name) is not leaf:  # gathered now; what is in place will not last
-                state_dict[key] = as_whole(leaf)
+                state_dict[key] = show_whole(leaf)
             elif unit.entries[index].spec.parallel is not None:
-                state_dict[key] = as_whole(leaf)  # torch took what it reads as
+                state_dict[key] = show_whole(leaf)  # torch took what it reads as
     elif wanted.kind == "local":
         for key in places:
             del state_dict[key]
@@ -173,7 +171,7 @@ def _gather(
 
     def take(leaf: nn.Parameter, full: Tensor) -> None:
         if keep:
-            copy = own_copy(full, wanted.cpu_offload)
+            copy = copy_tensor(full, wanted.cpu_offload)
             state_dict.update((key, copy.detach()) for key in keys[id(leaf)])
 
     each_full(leaves, take)
@@ -188,12 +186,13 @@ def _places(
     module: nn.Module, unit: Unit, prefix: str, state_dict: Any
 ) -> Iterator[tuple[str, tuple[int, dict[str, Any], str]]]:
     """(key, (entry, values, name)) of every place of the unit that ``state_dict`` has a key for."""
+    clean = name_cleaner(module)
     paths: dict[int, list[str]] = {}
     for path, submodule in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(submodule), []).append(f"{path}." if path else "")
     for slot, index in unit.slots:
         for path in paths.get(id(slot.module()), ()):
-            for key in (f"{prefix}{path}{slot.name}", f"{prefix}{clean_name(path + slot.name)}"):
+            for key in (f"{prefix}{path}{slot.name}", f"{prefix}{clean(path + slot.name)}"):
                 if key in state_dict:
                     yield key, (index, slot.values, slot.name)
                     break
@@ -225,7 +224,7 @@ def before_load(
         return  # an outer unit's hook was here
     versions = getattr(state_dict, "_metadata", None)
     groups = groups_of(module)
-    strict = strict_of_load() and not custom_load(module)
+    strict = strict_of_load() and not changes_keys_on_load(module)
     matched = match(module, current, given, strict, versions)
     raise_on_all(matched.problem, groups, matched.facts)
     if matched.local is not None:

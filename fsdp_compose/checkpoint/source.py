@@ -23,7 +23,7 @@ from fsdp_compose.base.torch_private import load_checkpoint_plan
 from fsdp_compose.checkpoint.files import describe_failures
 from fsdp_compose.checkpoint.metadata import Reader, check_whole
 from fsdp_compose.checkpoint.optimizer.nested import nested_key
-from fsdp_compose.checkpoint.values import as_whole, whole_shape
+from fsdp_compose.checkpoint.values import show_whole, whole_shape
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import is_sharded, tag
 
@@ -145,7 +145,7 @@ class Source:
         if is_sharded(like) and whole_shape(like) == entry.size:
             spec = like._shard_spec
             local = torch.empty(spec.stop - spec.start, dtype=dtype)
-            self._wanted[key] = as_whole(tag(local, spec))
+            self._wanted[key] = show_whole(tag(local, spec))
         else:
             self._wanted[key] = torch.empty(entry.size, dtype=dtype)
 

@@ -11,16 +11,18 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import contents_of, each_full
-from fsdp_compose.checkpoint.optimizer.shapes import Owned
+from fsdp_compose.checkpoint.contents import Contents, contents_of, each_full
+from fsdp_compose.checkpoint.model import IncompatibleKeys, changes_keys_on_load, match
+from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
-from fsdp_compose.checkpoint.values import whole, whole_shape
+from fsdp_compose.checkpoint.values import gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.collective_log import code_of
@@ -190,7 +192,7 @@ def _sums(values: Mapping[str, Any]) -> dict[str, Any]:
         if is_sharded(value):
             leaves.setdefault(id(value), []).append(name)
         elif isinstance(value, Tensor):
-            found[name] = _sum(whole(value))
+            found[name] = _sum(gather_whole(value))
         else:
             found[name] = repr(value)
 
@@ -223,6 +225,50 @@ def _check_alike(what: str, stages: Stages, mine: dict[str, Any]) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which stored values a module reads.
+
+    Attributes:
+        sources: by name in the module, the name under which its value is stored; a tied parameter
+            has one for all its names.
+        unknown: stored names that the module does not have, and that a hook of its own may know.
+        left_out: the missing and the unexpected names.
+    """
+
+    sources: dict[str, str]
+    unknown: list[str]
+    left_out: IncompatibleKeys
+
+
+def choose_stored(
+    where: Path, contents: Contents, outlines: Mapping[str, Any], strict: bool, stages: Stages
+) -> Chosen:
+    """Compare what is stored with what a module has; nothing is read.
+
+    Args:
+        outlines: by stored name, a meta tensor for a tensor, or a string for anything else.
+
+    Raises:
+        RuntimeError: names or shapes do not fit.
+    """
+    custom = changes_keys_on_load(contents.module)
+    given = stages.keep_own(outlines)
+    matched = match(contents.module, contents.values, given, strict and not custom, None)
+    if matched.problem is not None:
+        raise type(matched.problem)(
+            f"{where}: {matched.problem}{stages.advise(matched.unexpected)}"
+        )
+    stored = {id(outline): name for name, outline in given.items()}
+    sources = {name: stored[id(outline)] for name, outline in matched.values.items()}
+    once = {id(contents.values[n]): s for n, s in sources.items()}
+    for name in sources:
+        if isinstance(contents.values[name], Tensor):
+            sources[name] = once[id(contents.values[name])]
+    unknown = matched.unexpected if custom else []
+    return Chosen(sources, unknown, IncompatibleKeys(matched.missing, matched.unexpected))
+
+
 def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, Any]:
     """What this rank saves where there are several stages; every rank of the group must call it.
 
@@ -237,9 +283,9 @@ def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, A
     states: Mapping[str, Any] = optim.get("state", {})
     count = Counter(name for names in stages.gather(list(states)) for name in names)
     sums = {
-        f"{key} of {name}": _sum(whole(value)) if isinstance(value, Tensor) else repr(value)
+        f"{key} of {name}": _sum(gather_whole(value)) if isinstance(value, Tensor) else repr(value)
         for name, values in states.items()
-        if count[name] > 1 and not isinstance(values, Owned)
+        if count[name] > 1 and not isinstance(values, OwnedState)
         for key, value in values.items()
     }
     _check_alike(what, stages, sums)

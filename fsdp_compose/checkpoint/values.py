@@ -125,7 +125,7 @@ def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
     return isinstance(value, DTensor)
 
 
-def whole(value: Tensor) -> Tensor:
+def gather_whole(value: Tensor) -> Tensor:
     """The full plain tensor behind a sharded value or a DTensor; a collective for those."""
     if is_sharded(value):
         parallel = spec_of(value).parallel
@@ -136,11 +136,11 @@ def whole(value: Tensor) -> Tensor:
 
 
 def whole_shape(value: Tensor) -> torch.Size:
-    """The shape of ``whole(value)``; a parameter that was split by hand reads as less."""
+    """The shape of ``gather_whole(value)``; a parameter that was split by hand reads as less."""
     return spec_of(value).whole_shape if is_sharded(value) else value.shape
 
 
-def as_whole(tensor: Tensor) -> Tensor:
+def show_whole(tensor: Tensor) -> Tensor:
     """A detached slice for a state dict: of a parameter split by hand, one that reads as the whole.
 
     What loads a state dict compares that shape with the one in the file.
@@ -165,7 +165,7 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
     if is_sharded(value) and value._shard_spec.key == spec.key:
         local = to_local(value)
     elif needs_gather(value, spec):
-        local = whole_slice(whole(value).detach(), spec).clone()
+        local = whole_slice(gather_whole(value).detach(), spec).clone()
     else:
         local = whole_slice(value.detach(), spec)
     fitted = tag(local, spec)

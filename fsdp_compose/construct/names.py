@@ -56,9 +56,13 @@ def walk_named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
     for name, child in child_slots(module).items():
         if child is None:
             continue
-        hidden = name in PREFIXES or (name == "module" and isinstance(module, _MODULE_WRAPPERS))
-        path = prefix if hidden else f"{prefix}.{name}" if prefix else name
+        path = prefix if is_wrapped(module, name) else f"{prefix}.{name}" if prefix else name
         yield from walk_named(child, path)
+
+
+def is_wrapped(module: nn.Module, child: str) -> bool:
+    """Whether ``module`` is a wrapper and ``child`` the attribute that holds what it wraps."""
+    return child in PREFIXES or (child == "module" and isinstance(module, _MODULE_WRAPPERS))
 
 
 def named_leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

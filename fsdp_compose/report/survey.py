@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.base.torch_private import buffer_slots, parameter_slots, raw
 from fsdp_compose.construct.choose_buckets import unit_precision
-from fsdp_compose.construct.names import clean_name, walk_named
+from fsdp_compose.construct.names import is_wrapped, walk_named
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.core.bucket import Entry, Slot
 from fsdp_compose.core.state import Unit, owner_of
@@ -267,10 +267,12 @@ class _Walker:
             if place is not None:
                 self.survey.events.append(Event(place[0], use=place[1]))
             elif isinstance(param, nn.Parameter) and id(param) not in self.sharded:
-                self.survey.outside.setdefault(clean_name(f"{name}{key}"), param)
+                self.survey.outside.setdefault(f"{name}{key}", param)
         for child_name, child in module.named_children():
             if id(child) not in self.seen:
-                self.visit(f"{name}{child_name}.", child)
+                self.visit(
+                    name if is_wrapped(module, child_name) else f"{name}{child_name}.", child
+                )
         if record is not None:
             self.leave(record, module)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose.checkpoint import load_state_dict, state_dict
-from fsdp_compose.checkpoint.values import whole
+from fsdp_compose.checkpoint.values import gather_whole
 from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
@@ -152,7 +152,7 @@ def test_state_dict_type_refuses_bad_options() -> None:
 
     def run(rank: int) -> None:
         set_type = fc.checkpoint.set_state_dict_type
-        with pytest.raises(ValueError, match="not sharded"):
+        with pytest.raises(ValueError, match="not a unit"):
             set_type(nn.Linear(2, 2), "full")
         model = fc.fully_shard(nn.Linear(2, 2))
         with pytest.raises(ValueError, match="wanted one of"):
@@ -385,7 +385,7 @@ def test_full_and_load_in_a_world_of_one() -> None:
     load_state_dict(model, TiedNet(2).state_dict())
     same(state_dict(model), TiedNet(2).state_dict())
     for key, value in model.state_dict().items():
-        assert torch.equal(whole(value), TiedNet(2).state_dict()[key])
+        assert torch.equal(gather_whole(value), TiedNet(2).state_dict()[key])
 
 
 def test_extra_state_and_custom_loading() -> None:
@@ -490,3 +490,25 @@ def test_ignored_parameters_and_cast_buffers_are_saved() -> None:
         same(state_dict(elsewhere), full)
 
     run_ranks(run, 2)
+
+
+def test_names_below_a_wrapper_are_the_plain_ones() -> None:
+    """Below nn.DataParallel no name has `module.` in it, in any kind of state."""
+    inner = nn.Linear(3, 2)
+    model = nn.Sequential(nn.DataParallel(inner), nn.Linear(2, 2))
+    fc.fully_shard(inner)
+    fc.fully_shard(model)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    for kind in ("full", "sharded", "local"):
+        saved = state_dict(model, kind)
+        assert not [name for name in saved if "module" in name]
+        load_state_dict(model, saved)
+    found = fc.optim_state_dict(model, optim)
+    assert set(found["state"]) == set(state_dict(model))
+    as_torch_names = {n.replace("0.", "0.module."): v for n, v in found["state"].items()}
+    fc.load_optim_state_dict(model, optim, {**found, "state": as_torch_names})
+    assert not [
+        name for unit in fc.plan(model).buckets for name in unit.parameters if "mod" in name
+    ]

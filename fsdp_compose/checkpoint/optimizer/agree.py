@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.optimizer.members import Part
-from fsdp_compose.checkpoint.optimizer.shapes import Owned
+from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.comm.messages import gather_objects
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded, spec_of, tag
@@ -66,7 +66,7 @@ def _facts_of(result: Mapping[str, Any], parts: Mapping[str, Part]) -> Facts:
         for name in group["params"]:
             facts[name] = dict(settings)
     for name, values in result["state"].items():
-        if name in facts and not isinstance(values, Owned):
+        if name in facts and not isinstance(values, OwnedState):
             facts[name].update((("state", key), _fact(value)) for key, value in values.items())
     return {name: fact for name, fact in facts.items() if parts[name].entry is not None}
 

@@ -7,16 +7,16 @@ so that whoever hands them out need not tell this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.checkpoint.values import whole_shape
-from fsdp_compose.construct.names import parameter_names, show_closest
+from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.bucket import Bucket, Entry, find_entry
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.optim.owner import OwnerOptimizer
@@ -149,19 +149,3 @@ def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: s
 def _part(entry: Entry, names: Names, span: slice) -> Part:
     own_names = tuple(names.get(entry.param, [entry.spec.fqn]))
     return Part(own_names, entry.spec.whole_shape, entry, span)
-
-
-def by_name(groups: Sequence[Sequence[Member]]) -> dict[str, Part]:
-    """Every part, under each of its names."""
-    return {
-        name: part
-        for group in groups
-        for member in group
-        for part in member.parts
-        for name in part.names
-    }
-
-
-def unknown_names(names: Iterable[str], known: dict[str, Any]) -> list[str]:
-    """Names that are not known, each with the closest that is."""
-    return [f"{name!r}{show_closest(name, known)}" for name in names if name not in known]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import full_view, gather_bucket, own_copy
+from fsdp_compose.checkpoint.contents import copy_tensor, gather_bucket, view_full
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_state
 from fsdp_compose.checkpoint.optimizer.members import (
@@ -25,9 +25,15 @@ from fsdp_compose.checkpoint.optimizer.members import (
     optimizers_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, has_tensor, unflatten
-from fsdp_compose.checkpoint.optimizer.shapes import Owned, by_block, complete, owned, row_keys
+from fsdp_compose.checkpoint.optimizer.shapes import (
+    OwnedState,
+    add_state_of_others,
+    find_row_keys,
+    tag_owned_state,
+    tag_rows,
+)
 from fsdp_compose.checkpoint.ranks import groups_of
-from fsdp_compose.checkpoint.values import as_whole, whole
+from fsdp_compose.checkpoint.values import gather_whole, show_whole
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.bucket import Bucket
@@ -75,8 +81,8 @@ def optim_state_dict(
     """
     wanted = StateDictType(kind, cpu_offload, rank0_only)
     if kind == "full":
-        found = _collect_agreed(module, optim)
-        return _nested(_full(module, found, wanted))
+        found = _collect_on_all(module, optim)
+        return _restore_containers(_full(module, found, wanted))
     found = read_optim(module, optim)
     result = found.result
     if kind == "local":
@@ -87,12 +93,12 @@ def optim_state_dict(
             for name, values in result["state"].items()
         }
         result[WORLD] = layout_of(found.parts)
-    return _nested(result)
+    return _restore_containers(result)
 
 
 def read_optim(module: nn.Module, optim: OptimLike) -> Found:
     """As ``optim_state_dict(kind="sharded")``, with every tensor under a key of its own."""
-    return _collect(_holdings(module, optim))
+    return _collect(_read_holdings(module, optim))
 
 
 @dataclass
@@ -121,7 +127,7 @@ class Found:
         agree_on_state(caller, self.result, self.parts, groups)
 
 
-def _holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
+def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
     """What each optimizer holds, every tensor under a key of its own.
 
     Raises:
@@ -140,7 +146,7 @@ def _holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
             values = plain["state"].get(number, {})
             _check_values(one, member, values)
             held.append((member, flatten(values)))
-        found.append(_Holding(plain, groups, held, row_keys(held)))
+        found.append(_Holding(plain, groups, held, find_row_keys(held)))
     return found
 
 
@@ -201,7 +207,7 @@ def _collect(holdings: list[_Holding]) -> Found:
     for holding in holdings:
         for member, values in holding.held:
             found.parts.update((part.name, part) for part in member.parts)
-            for part, own in _split(member, values, holding.rows):
+            for part, own in _split_member(member, values, holding.rows):
                 if own:
                     state[part.name] = own
         for group, members in zip(holding.plain["param_groups"], holding.groups, strict=True):
@@ -213,12 +219,12 @@ def _collect(holdings: list[_Holding]) -> Found:
     return found
 
 
-def _collect_agreed(module: nn.Module, optim: OptimLike) -> Found:
+def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
     """As ``_collect``, the same on every rank or an error on every rank; a collective."""
     groups = groups_of(module)
     holdings: list[_Holding] = []
     with SharedErrors(*groups):
-        holdings = _holdings(module, optim)
+        holdings = _read_holdings(module, optim)
     # Where a slice is short its shape does not tell of rows; then another rank's does.
     if any(holding.has_raw for holding in holdings):
         for group in groups:
@@ -231,47 +237,47 @@ def _collect_agreed(module: nn.Module, optim: OptimLike) -> Found:
     state = found.result["state"]
     found.agree("optim_state_dict", groups)
     if any(part.owner is not None for part in found.parts.values()):
-        found.result["state"] = complete(module, state, found.parts)
+        found.result["state"] = add_state_of_others(module, state, found.parts)
     return found
 
 
-def _nested(result: dict[str, Any]) -> dict[str, Any]:
+def _restore_containers(result: dict[str, Any]) -> dict[str, Any]:
     """The result with lists, tuples and dictionaries as the optimizer has them."""
     if "state" not in result:
         return result
     state: dict[str, Any] = {}
     for name, values in result["state"].items():
         own = unflatten(values)
-        state[name] = Owned(own) if isinstance(values, Owned) else own
+        state[name] = OwnedState(own) if isinstance(values, OwnedState) else own
     return {**result, "state": state}
 
 
-def _split(
+def _split_member(
     member: Member, values: Mapping[str, Any], rows: Collection[str]
 ) -> Iterable[tuple[Part, dict[str, Any]]]:
     """A member's state, for each of its parts."""
     for part in member.parts:
         if part.owner is not None and part.spec is not None:
-            yield part, owned(part, values)
+            yield part, tag_owned_state(part, values)
             continue
-        yield part, {k: _piece(member, part, k, v, k in rows) for k, v in values.items()}
+        yield part, {k: _tag_piece(member, part, k, v, k in rows) for k, v in values.items()}
 
 
-def _piece(member: Member, part: Part, key: str, value: Any, has_rows: bool) -> Any:
+def _tag_piece(member: Member, part: Part, key: str, value: Any, has_rows: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if is_sharded(value):
-        return as_whole(value)
+        return show_whole(value)
     if part.spec is None:
         return value.detach()
     local = (part.spec.stop - part.spec.start,)
     if member.is_raw:
         if value.ndim and has_rows and len(member.parts) == 1:
-            return by_block(part, key, value)
+            return tag_rows(part, key, value)
         if value.shape == member.param.shape and value.ndim:
-            return as_whole(tag(value.detach()[part.span], part.spec))
+            return show_whole(tag(value.detach()[part.span], part.spec))
     elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
-        return as_whole(tag(value.detach(), part.spec))  # an optimizer over p.to_local()
+        return show_whole(tag(value.detach(), part.spec))  # an optimizer over p.to_local()
     return value.detach()
 
 
@@ -311,8 +317,8 @@ def _full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, A
                 run = runs.setdefault((id(bucket), key, str(value.dtype)), (bucket, {}))
                 run[1][name] = value
             elif isinstance(value, Tensor):
-                full = whole(value)
-                state[name][key] = own_copy(full, wanted.cpu_offload) if keep else None
+                full = gather_whole(value)
+                state[name][key] = copy_tensor(full, wanted.cpu_offload) if keep else None
             else:
                 state[name][key] = value
     for (_, key, _), (bucket, values) in runs.items():
@@ -339,7 +345,7 @@ def _gather_run(
     flat = gather_bucket(bucket, shard)
     for name, entry in entries.items():
         assert entry is not None
-        view = full_view(bucket, flat, entry.index)  # a collective where it was split
+        view = view_full(bucket, flat, entry.index)  # a collective where it was split
         if state is not None:
-            state[name][key] = own_copy(view, cpu_offload)
+            state[name][key] = copy_tensor(view, cpu_offload)
         del view

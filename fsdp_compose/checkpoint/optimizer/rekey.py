@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_compose.checkpoint.optimizer.members import OptimLike, members_of, optimizers_of
-from fsdp_compose.construct.names import clean_name, parameter_names
+from fsdp_compose.construct.names import name_cleaner, parameter_names
 
 
 def rekey_optim_state_dict(
@@ -101,7 +101,8 @@ def to_names(state_dict: Mapping[str, Any], order: list[list[str]]) -> dict[str,
 def _default_order(state_dict: Mapping[str, Any], module: nn.Module) -> list[list[str]]:
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):
-        return [[clean_name(name) for name in group["param_names"]] for group in groups]
+        clean = name_cleaner(module)
+        return [[clean(name) for name in group["param_names"]] for group in groups]
     names = parameter_names(module)
     if len(groups) == 1:
         for chosen in (

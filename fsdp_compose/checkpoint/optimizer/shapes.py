@@ -24,7 +24,7 @@ from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import Axis, Parallel, Residence, ShardSpec, is_sharded, tag
 
 
-class Owned(dict[str, Any]):
+class OwnedState(dict[str, Any]):
     """The state of one parameter, by key, on the rank that has all of it."""
 
 
@@ -38,10 +38,10 @@ class _Outline:
     owner: int
 
 
-def owned(part: Part, values: Mapping[str, Any]) -> Owned:
+def tag_owned_state(part: Part, values: Mapping[str, Any]) -> OwnedState:
     """The owner's state of ``part`` as values that are saved; memory is shared."""
     assert part.spec is not None and part.owner is not None
-    found = Owned()
+    found = OwnedState()
     for key, value in values.items():
         if isinstance(value, Tensor):
             stride = storage_order(value)
@@ -59,7 +59,7 @@ def _blocks(part: Part) -> tuple[int, int]:
     return -(-extent.numel // extent.block), extent.block
 
 
-def row_keys(members: Iterable[tuple[Member, Mapping[str, Any]]]) -> set[str]:
+def find_row_keys(members: Iterable[tuple[Member, Mapping[str, Any]]]) -> set[str]:
     """Keys of state with a row for each block, as far as this rank's shapes tell.
 
     They do not where a slice is empty or one element: there all shapes are alike.
@@ -101,7 +101,7 @@ def block_spec(part: Part, key: str, row: tuple[int, ...]) -> ShardSpec | None:
     )
 
 
-def by_block(part: Part, key: str, value: Tensor) -> Any:
+def tag_rows(part: Part, key: str, value: Tensor) -> Any:
     """This rank's state of its blocks as a sharded value; memory is shared.
 
     Raises:
@@ -111,14 +111,14 @@ def by_block(part: Part, key: str, value: Tensor) -> Any:
     if spec is None or spec.stop - spec.start != value.numel():
         raise ValueError(
             f"optimizer state: {key!r} of {part.name!r} has shape {tuple(value.shape)} on this "
-            f"rank, which is neither its slice nor a row for each of its blocks ({fits(part)}), so "
-            "it cannot be saved. Shard with the granularity of the blocks, or step whole matrices "
-            "with fsdp_compose.owner_step."
+            "rank, which is neither its slice nor a row for each of its blocks "
+            f"({describe_blocks(part)}), so it cannot be saved. Shard with the granularity of "
+            "the blocks, or step whole matrices with fsdp_compose.owner_step."
         )
     return tag(value.detach().reshape(-1), spec)
 
 
-def fits(part: Part) -> str:
+def describe_blocks(part: Part) -> str:
     """What state of a raw piece may look like, for messages."""
     blocks, block = _blocks(part)
     return f"{blocks} of {block} in all"
@@ -149,7 +149,7 @@ def _copies(of: ShardSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> P
     return Parallel(torch.Size(shape), stride, axes)
 
 
-def complete(
+def add_state_of_others(
     module: nn.Module, state: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]
 ) -> dict[str, dict[str, Any]]:
     """``state`` with what other ranks own of it, alike on every rank; a collective.
@@ -162,7 +162,7 @@ def complete(
         mine = {
             name: {key: _outline(value) for key, value in values.items()}
             for name, values in state.items()
-            if isinstance(values, Owned) and _group(parts, name) == group.ranks
+            if isinstance(values, OwnedState) and _group(parts, name) == group.ranks
         }
         for theirs in gather_objects(mine, group):
             for name, values in theirs.items():
@@ -191,7 +191,7 @@ def _absent(part: Part, key: str, outline: Any) -> Any:
     return tag(torch.empty(0, dtype=outline.dtype, device=part.entry.param.device), spec)
 
 
-def restored(value: Any, part: Part) -> Any:
+def gather_owned(value: Any, part: Part) -> Any:
     """A value of owned state as its owner keeps it, in memory of its own; None on other ranks.
 
     A collective where ``value`` is sharded.

@@ -34,7 +34,7 @@ ELEMENTWISE = frozenset(
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def watch(optimizer: Optimizer) -> None:
+def watch_optimizer(optimizer: Optimizer) -> None:
     """Put the hooks on an optimizer that holds parameters of ours, once."""
     if optimizer in _seen:
         return
@@ -43,17 +43,17 @@ def watch(optimizer: Optimizer) -> None:
     if any(is_sharded_parameter(param) or source_of(param) is not None for param in params):
         # A wrapper that never called Optimizer.__init__ has no place for hooks.
         with contextlib.suppress(AttributeError):
-            optimizer.register_state_dict_pre_hook(_before_state_dict)
+            optimizer.register_state_dict_pre_hook(_before_saving)
             optimizer.register_load_state_dict_pre_hook(_before_load)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _seen:
-        watch(optimizer)
+        watch_optimizer(optimizer)
         _check_raw(optimizer, {id(param): values for param, values in optimizer.state.items()})
 
 
-def _before_state_dict(optimizer: Optimizer) -> None:
+def _before_saving(optimizer: Optimizer) -> None:
     """Refuse torch's getter where other ranks' state, or names, would be missing."""
     caller = state_api_under_way()
     if caller is None:
@@ -75,28 +75,28 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     """Cut whole state for torch's setter; refuse what does not fit plain parameters over slices."""
     given = {
         id(param): state_dict["state"][number]
-        for param, number in _numbered(optimizer, state_dict)
+        for param, number in _pair_numbers(optimizer, state_dict)
         if number in state_dict["state"]
     }
     _check_raw(optimizer, given)
     if state_api_under_way() is None:
         return None
     state = {
-        number: _cut(param, optimizer.state.get(param, {}), state_dict["state"][number])
-        for param, number in _numbered(optimizer, state_dict)
+        number: _cut_whole(param, optimizer.state.get(param, {}), state_dict["state"][number])
+        for param, number in _pair_numbers(optimizer, state_dict)
         if number in state_dict["state"]
     }
     return {**state_dict, "state": {**state_dict["state"], **state}}
 
 
-def _numbered(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _pair_numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Parameters with the numbers, or names, that the state calls them by."""
     groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
     for mine, theirs in groups:
         yield from zip(mine["params"], theirs["params"], strict=False)
 
 
-def _cut(param: Any, before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _cut_whole(param: Any, before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """State of one parameter with the slices of what is whole, where the optimizer has slices."""
     found = dict(given)
     for key, value in given.items():

@@ -27,12 +27,24 @@ from fsdp_compose.checkpoint.optimizer.members import (
 from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, unflatten
 from fsdp_compose.checkpoint.optimizer.read import WORLD, describe_object, layout_of
 from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, to_names
-from fsdp_compose.checkpoint.optimizer.shapes import Owned, block_spec, complete, fits, restored
-from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch
+from fsdp_compose.checkpoint.optimizer.shapes import (
+    OwnedState,
+    add_state_of_others,
+    block_spec,
+    describe_blocks,
+    gather_owned,
+)
+from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
-from fsdp_compose.checkpoint.values import broadcast_state, fit, needs_gather, whole, whole_shape
+from fsdp_compose.checkpoint.values import (
+    broadcast_state,
+    fit,
+    gather_whole,
+    needs_gather,
+    whole_shape,
+)
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, raise_on_all
-from fsdp_compose.construct.names import clean_name, list_names, parameter_names
+from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
 from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
@@ -79,23 +91,23 @@ def load_optim_state_dict(
     with SharedErrors(*groups):
         targets = targets_of(module, optim)
     if broadcast_from_rank0:
-        state_dict = _broadcast(module, state_dict, targets)
+        state_dict = _broadcast_state(module, state_dict, targets)
     problem: Exception | None = None
     given: dict[str, Any] = {}
     facts: object = None
     try:
-        given = _named(module, targets, state_dict)
+        given = _name_parameters(module, targets, state_dict)
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
     if any(part.owner is not None for part in parts_of(targets).values()):
         raise_on_all(problem, groups)
-        given["state"] = complete(module, given["state"], parts_of(targets))
+        given["state"] = add_state_of_others(module, given["state"], parts_of(targets))
     try:
-        facts = None if problem else _check(module, targets, given)
+        facts = None if problem else _check_fit(module, targets, given)
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
     raise_on_all(problem, groups, facts)
-    commit(targets, given)
+    write_optim(targets, given)
 
 
 Targets: TypeAlias = "list[tuple[Optimizer, list[list[Member]]]]"
@@ -117,38 +129,38 @@ def parts_of(targets: Targets) -> dict[str, Part]:
     }
 
 
-def checked(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
+def check_saved(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
     """``state_dict`` by canonical names, or an error; tensors may be on the meta device."""
-    given = _named(module, targets, state_dict)
-    _check(module, targets, given)
+    given = _name_parameters(module, targets, state_dict)
+    _check_fit(module, targets, given)
     return given
 
 
-def commit(targets: Targets, given: Mapping[str, Any]) -> None:
+def write_optim(targets: Targets, given: Mapping[str, Any]) -> None:
     """Write state that was checked."""
-    ready = [(one, _numbered(one, members, given)) for one, members in targets]
+    ready = [(one, _number_parameters(one, members, given)) for one, members in targets]
     for one, plain in ready:
-        watch(one)
+        watch_optimizer(one)
         with checked_state():
             one.load_state_dict(plain)
         params = [p for group in one.param_groups for p in group["params"]]
         for number, values in plain["state"].items():
             own = one.state.get(params[number], {})
-            own.update({k: _with_text(v, own[k]) for k, v in values.items() if k in own})
+            own.update({k: _keep_text(v, own[k]) for k, v in values.items() if k in own})
 
 
-def _with_text(saved: Any, loaded: Any) -> Any:
+def _keep_text(saved: Any, loaded: Any) -> Any:
     """What was loaded, with strings as they were saved; torch casts them letter by letter."""
     if isinstance(saved, str | bytes):
         return saved
     if type(saved) is dict:
-        return {key: _with_text(value, loaded[key]) for key, value in saved.items()}
+        return {key: _keep_text(value, loaded[key]) for key, value in saved.items()}
     if type(saved) in (list, tuple):
-        return type(saved)(map(_with_text, saved, loaded))
+        return type(saved)(map(_keep_text, saved, loaded))
     return loaded
 
 
-def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
+def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
     """``state_dict`` by canonical names."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
@@ -164,14 +176,15 @@ def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, An
         ]
         state_dict = to_names(state_dict, order)
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
+    clean = name_cleaner(module)
     state = {
-        canonical.get(clean_name(n), clean_name(n)): Owned(flatten(v))
-        if isinstance(v, Owned)
+        canonical.get(clean(n), clean(n)): OwnedState(flatten(v))
+        if isinstance(v, OwnedState)
         else flatten(v)
         for n, v in state_dict["state"].items()
     }
     groups = [
-        {**group, "params": [canonical.get(clean_name(n), clean_name(n)) for n in group["params"]]}
+        {**group, "params": [canonical.get(clean(n), clean(n)) for n in group["params"]]}
         for group in state_dict["param_groups"]
     ]
     unknown = [name for name in state if name not in canonical]
@@ -184,7 +197,7 @@ def _named(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, An
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _check(
+def _check_fit(
     module: nn.Module,
     targets: Targets,
     given: Mapping[str, Any],
@@ -211,10 +224,10 @@ def _check(
             if missing:
                 problems.append(f"no group has {list_names(missing, saved)}")
             else:
-                _hyper(given, [part.name for part in parts], problems)
+                _find_settings(given, [part.name for part in parts], problems)
             for part in parts:
                 values = given["state"].get(part.name, {})
-                problems += _misfits(part, values, given, one)
+                problems += _find_misfits(part, values, given, one)
                 spec = None if part.owner is not None else part.spec
                 gathers += sum(
                     needs_gather(v, spec) for v in values.values() if isinstance(v, Tensor)
@@ -229,7 +242,9 @@ def _check(
     return f"{len(given['state'])} parameters' state ({gathers} tensors to gather)"
 
 
-def _hyper(given: Mapping[str, Any], names: list[str], problems: list[str]) -> dict[str, Any]:
+def _find_settings(
+    given: Mapping[str, Any], names: list[str], problems: list[str]
+) -> dict[str, Any]:
     """The hyper-parameters saved for ``names``, which must be the same for all of them."""
     chosen: dict[str, Any] | None = None
     wanted = set(names)
@@ -249,7 +264,7 @@ def _hyper(given: Mapping[str, Any], names: list[str], problems: list[str]) -> d
     return chosen or {}
 
 
-def _misfits(
+def _find_misfits(
     part: Part, values: Mapping[str, Any], given: Mapping[str, Any], optim: Optimizer
 ) -> list[str]:
     found: list[str] = []
@@ -259,12 +274,12 @@ def _misfits(
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
-        rows = _rows(part, key, value, given)
+        rows = _find_rows(part, key, value, given)
         if part.span is not None and shape != want and shape and rows is None:
             found.append(
                 f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
-                f"a row for each of its blocks ({fits(part)}); shard with the granularity it was "
-                "saved with"
+                f"a row for each of its blocks ({describe_blocks(part)}); shard with the "
+                "granularity it was saved with"
             )
             continue
         if rows is not None:
@@ -283,7 +298,7 @@ def _misfits(
     return found
 
 
-def _rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
+def _find_rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
     """How a value is cut that has a row for each block of a raw piece; None if it is not that."""
     if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
         return None
@@ -304,7 +319,7 @@ def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -
     return any(isinstance(other, Tensor) and other.ndim for other in others)
 
 
-def _numbered(
+def _number_parameters(
     optim: Optimizer, groups: list[list[Member]], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What the optimizer's own ``load_state_dict`` takes."""
@@ -314,35 +329,37 @@ def _numbered(
     for group, members in zip(optim.param_groups, groups, strict=True):
         numbers = []
         for member in members:
-            if values := _joined(optim, member, given):
+            if values := _join_parts(optim, member, given):
                 state[number] = unflatten(values)
             numbers.append(number)
             number += 1
         names = [part.name for member in members for part in member.parts]
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        saved = _hyper(given, names, [])
+        saved = _find_settings(given, names, [])
         copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.items()}
         param_groups.append({**hyper, **copied, "params": numbers})
     extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", WORLD)}
     return {**extra, "state": state, "param_groups": param_groups}
 
 
-def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
+def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
     """A member's state, from that of its parts."""
     before = flatten(optim.state.get(member.param, {}))
     result: dict[str, Any] = {}
     for part in member.parts:
         if part.owner is not None and part.spec is not None:
             values = given["state"].get(part.name, {})
-            whole_values = {key: restored(value, part) for key, value in values.items()}
+            whole_values = {key: gather_owned(value, part) for key, value in values.items()}
             return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
-                if isinstance(value, Tensor) and (rows := _rows(part, key, value, given)):
+                if isinstance(value, Tensor) and (rows := _find_rows(part, key, value, given)):
                     local = to_local(fit(value, rows)).clone()
                     result[key] = local.view(-1, *rows.shape[1:])
                 elif key not in result:
-                    result[key] = whole(value).clone() if isinstance(value, Tensor) else value
+                    result[key] = (
+                        gather_whole(value).clone() if isinstance(value, Tensor) else value
+                    )
                 continue
             piece = fit(value, part.spec).clone()
             if not member.is_raw:
@@ -356,14 +373,14 @@ def _joined(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[
     return result
 
 
-def _broadcast(module: nn.Module, state_dict: Any, targets: Targets) -> dict[str, Any]:
+def _broadcast_state(module: nn.Module, state_dict: Any, targets: Targets) -> dict[str, Any]:
     groups = groups_of(module)
     if not groups:
         return dict(state_dict)
     first = all(group.rank == 0 for group in groups)
     given: Any = None
     with SharedErrors(*groups):
-        given = _named(module, targets, state_dict) if first else None
+        given = _name_parameters(module, targets, state_dict) if first else None
     frame = broadcast_object(
         {k: v for k, v in given.items() if k != "state"} if first else None, groups
     )
