@@ -109,19 +109,19 @@ def each_full(
 
 
 def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
-    """Every rank's ``shard``, cut as the bucket's own, on the device that communicates."""
+    """Gather every rank's ``shard``, cut as the bucket is, on the device that communicates."""
     with torch.no_grad():
         return gather_flat(bucket, shard.detach().to(bucket.mesh.device), shard.dtype)
 
 
 def view_full(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:
-    """Parameter ``index`` of the bucket in a gathered flat tensor: a view, unless it was split."""
+    """View parameter ``index`` in a gathered flat tensor; assemble it if it was split."""
     spec = bucket.entries[index].spec
     part = flat.as_strided(spec.shape, spec.stride, spec.offset)
     return part if spec.parallel is None else spec.parallel.assemble(part)
 
 
 def copy_tensor(tensor: torch.Tensor, cpu: bool) -> torch.Tensor:
-    """A tensor that shares nothing with ``tensor``; on the CPU if asked for."""
+    """Copy a tensor, to the CPU if asked for; the copy shares no memory."""
     source = tensor.detach()
     return source.to("cpu", copy=True) if cpu else source.clone()

@@ -133,7 +133,7 @@ def save_checkpoint(
 
 
 def finish_pending() -> None:
-    """Wait for saves under way; their errors are for whoever holds the handles."""
+    """Wait for saves under way; whoever holds their handles gets their errors."""
     while _pending:
         saving = _pending.pop()
         if saving._thread is not None:
@@ -187,7 +187,7 @@ def _save(
 def _collect_state(
     module: nn.Module, found: Found | None, extra: object, stages: Stages
 ) -> dict[str, Any]:
-    """What this rank saves: what it alone has, and on the first rank what is alike everywhere."""
+    """Collect what this rank saves: its own slices, and on the first rank what all ranks share."""
     state: dict[str, Any] = {"model": dict(state_dict(module, "sharded"))}
     if found is not None:
         state["optim"] = found.result
@@ -218,7 +218,7 @@ def _keep_sharded(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy_to_host(tree: Any) -> Any:
-    """Copies in host memory that later steps do not touch."""
+    """Copy state to host memory, where later steps do not change it."""
     if isinstance(tree, Tensor):
         return tree.detach().to("cpu", copy=True)
     if isinstance(tree, Mapping):
@@ -319,7 +319,7 @@ def _load(
 def _request_model(
     source: Source, contents: Contents, strict: bool, stages: Stages
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Ask ``source`` for what fits the module: keys by name, and those of names it does not have.
+    """Request what fits the module; give keys by name, and those of names it does not have.
 
     Raises:
         RuntimeError: names or shapes do not fit.
@@ -340,7 +340,7 @@ def _request_model(
 def _request_optim(
     source: Source, module: nn.Module, targets: Targets, stages: Stages
 ) -> dict[str, Any]:
-    """Ask ``source`` for optimizer state: what was saved, by name, with outlines for tensors.
+    """Request optimizer state; give what was saved by name, with outlines for its tensors.
 
     Raises:
         RuntimeError: there is none, or it does not fit.
@@ -365,7 +365,7 @@ def _request_optim(
 def _fill_outlines(
     state: Mapping[str, Mapping[str, Any]], source: Source
 ) -> dict[str, dict[str, Any]]:
-    """The state with what was read in the place of outlines; what nobody asked for is dropped."""
+    """Replace outlines by what was read, and drop what nobody asked for."""
     filled: dict[str, dict[str, Any]] = {}
     for name, values in state.items():
         filled[name] = {
@@ -377,7 +377,7 @@ def _fill_outlines(
 
 
 def _extra_key(source: Source, group: Group) -> str | None:
-    """Ask for this rank's ``extra``, or rank 0's when the number of ranks has changed."""
+    """Request this rank's ``extra``, or rank 0's when the number of ranks has changed."""
     saved = {path[-1]: key for path, key in source.below(("extra",)).items()}
     if not saved:
         return None
@@ -388,7 +388,7 @@ def _extra_key(source: Source, group: Group) -> str | None:
 
 
 def _comm_hooks_key(source: Source, module: nn.Module, group: Group) -> str | None:
-    """Ask for what this rank's communication hooks remembered, if as many ranks saved it."""
+    """Request what this rank's communication hooks remembered, if as many ranks saved it."""
     saved = {path[-1]: key for path, key in source.below(("comm_hooks",)).items()}
     if len(saved) != group.size or not comm_hooks.remembers(module):
         return None

@@ -47,14 +47,14 @@ _TORCH_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """What a file must have."""
+    """The size and the checksum that a file must have."""
 
     bytes: int
     crc32: int
 
     @classmethod
     def from_json(cls, value: Any, file: Path) -> Sum:
-        """What ``file`` says of another one.
+        """Read what ``file`` says of another file.
 
         Raises:
             RuntimeError: it is not what a save writes.

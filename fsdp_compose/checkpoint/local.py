@@ -53,7 +53,7 @@ def describe(unit: Unit) -> dict[str, Any]:
 
 
 def _parts(bucket: Bucket) -> dict[str, Any]:
-    """Where this rank's parts lie in what tensor parallelism split."""
+    """Say where this rank's parts lie in parameters that tensor parallelism split."""
     found = {
         entry.names[0]: [list(parallel.shape), list(parallel.offsets)]
         for entry in bucket.entries

@@ -80,7 +80,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(file: Path) -> object:
-    """What ``file`` holds, made of the classes of metadata alone, which it cannot change."""
+    """Unpickle a file, which may use the classes of metadata alone and cannot change them."""
     before = {kind: dict(vars(kind)) for kind in _KINDS}
     try:
         with file.open("rb") as opened:
@@ -105,7 +105,7 @@ class Reader(FileSystemReader):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What is in a checkpoint.
+    """Read and check what a checkpoint folder says it holds.
 
     Raises:
         RuntimeError: there is no checkpoint, only a half-written one, or its metadata is damaged,
@@ -146,7 +146,7 @@ class Manifest:
 
 
 def manifests(path: Path) -> list[Manifest]:
-    """Those of the saves in a folder; one, unless a save is under way or was killed.
+    """Read the manifests in a folder: one, unless a save is under way or was killed.
 
     Raises:
         RuntimeError: one is damaged.
@@ -155,7 +155,7 @@ def manifests(path: Path) -> list[Manifest]:
 
 
 def manifest_of(file: Path) -> Manifest:
-    """Reads one manifest.
+    """Read one manifest.
 
     Raises:
         RuntimeError: it is damaged.
@@ -168,7 +168,7 @@ def manifest_of(file: Path) -> Manifest:
 
 
 def check_relative(name: object) -> str:
-    """``name`` of a file, which must lie below the folder that names it.
+    """Check that a file lies below the folder that names it, and give its name.
 
     Raises:
         ValueError: it leads elsewhere, or is no name.
@@ -182,7 +182,7 @@ def check_relative(name: object) -> str:
 
 
 def check_shape(name: object, shape: object) -> tuple[int, ...]:
-    """``shape`` of a tensor.
+    """Check the shape of a tensor, and give it.
 
     Raises:
         ValueError: it is none, or no tensor can have it.
@@ -195,7 +195,7 @@ def check_shape(name: object, shape: object) -> tuple[int, ...]:
 
 
 def _check_entries(metadata: Metadata) -> None:
-    """Raises ValueError or TypeError unless every entry is described as torch describes it."""
+    """Raise ValueError or TypeError unless every entry is described as torch describes it."""
     if not isinstance(metadata.state_dict_metadata, dict):
         raise ValueError("it has no entries")
     for key, entry in metadata.state_dict_metadata.items():
@@ -219,7 +219,7 @@ def _check_entries(metadata: Metadata) -> None:
 
 
 def _check_places(metadata: Metadata) -> None:
-    """Raises ValueError or TypeError unless every piece has bytes of its own inside the folder."""
+    """Raise ValueError or TypeError unless every piece has bytes of its own inside the folder."""
     places = metadata.storage_data
     if not isinstance(places, dict):
         raise ValueError("it does not say where its entries lie")
@@ -247,7 +247,7 @@ def _check_places(metadata: Metadata) -> None:
 
 
 def check_whole(path: Path, key: str, entry: TensorStorageMetadata) -> None:
-    """Raises RuntimeError unless the pieces of a tensor are all of it, each element once."""
+    """Raise RuntimeError unless the pieces of a tensor are all of it, each element once."""
     boxes = [tuple(zip(c.offsets, c.sizes, strict=True)) for c in entry.chunks]
     if math.prod(entry.size) and not _tile(
         [tuple((start, start + size) for start, size in box) for box in boxes if _is_full(box)],

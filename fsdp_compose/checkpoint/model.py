@@ -156,7 +156,7 @@ def is_first(module: nn.Module) -> bool:
 
 
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """Dtypes that buffers had before mixed precision cast them, by clean FQN."""
+    """Find the dtypes that buffers had before mixed precision cast them, by clean FQN."""
     found: dict[str, torch.dtype] = {}
     clean = name_cleaner(module)
     for path, submodule in module.named_modules():
@@ -355,7 +355,7 @@ def _misfit(name: str, value: Any, current: Any) -> str | None:
 
 
 def prepare(value: Any, current: Any) -> Any:
-    """``value`` as ``current`` takes it; a collective where ``needs_gather`` says so."""
+    """Convert ``value`` to what ``current`` takes; a collective where ``needs_gather`` says so."""
     if not isinstance(current, Tensor) or value is current:
         return value
     if is_sharded(current):
@@ -369,7 +369,7 @@ def prepare(value: Any, current: Any) -> Any:
 
 
 def changes_keys_on_load(module: nn.Module) -> bool:
-    """Whether a submodule changes keys while loading, so that only torch can tell what lacks."""
+    """Whether a submodule changes keys while loading, so that only torch knows what is missing."""
     return any(
         has_foreign_load_hooks(m, "fsdp_compose")
         for m in module.modules()

@@ -162,7 +162,7 @@ def _withdraw(here: str) -> None:
 
 
 def _await_key(key: str, timeout: float) -> bool:
-    """Whether a key comes in time; in naps, as the store's own wait hears no Ctrl-C and holds it.
+    """Wait for a key in short naps, because the store's own wait does not hear Ctrl-C.
 
     Raises:
         RuntimeError: the store is gone.

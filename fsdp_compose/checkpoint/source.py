@@ -46,7 +46,7 @@ class Source:
         self._outlines: dict[int, tuple[str, Any]] = {}
 
     def below(self, prefix: Path_) -> dict[Path_, str]:
-        """Paths of one step below ``prefix``, and their flat keys."""
+        """Find the paths one step below ``prefix``, and their flat keys."""
         depth = len(prefix)
         return {
             path: key
@@ -68,7 +68,7 @@ class Source:
         return self._outlines[id(outline)][0]
 
     def model_prefix(self, names: Iterable[str]) -> Path_:
-        """Where in the saved dictionary the model lies: below which most of ``names`` are."""
+        """Find the place in the saved dictionary below which most of ``names`` lie."""
         known = set(names)
         hits: dict[Path_, int] = {("model",): 0}
         for path in self.paths:

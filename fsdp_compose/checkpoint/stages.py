@@ -65,7 +65,7 @@ class Stages:
         return [found[ranks[0]] for ranks in self.members]
 
     def keep_own(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a checkpoint's entries, by clean name, those that are not another stage's alone."""
+        """Leave out the entries of a checkpoint that only other stages have."""
         return {
             name: value
             for name, value in names.items()
@@ -73,7 +73,7 @@ class Stages:
         }
 
     def keep_own_groups(self, optim: Mapping[str, Any]) -> dict[str, Any]:
-        """Of saved optimizer state by name, what is not another stage's alone."""
+        """Leave out the optimizer state that only other stages have."""
         groups = [
             {
                 **group,
@@ -84,7 +84,7 @@ class Stages:
         return {**optim, "state": self.keep_own(optim["state"]), "param_groups": groups}
 
     def advise(self, unexpected: Sequence[str]) -> str:
-        """What to call where names that no rank of the group has may be other stages'."""
+        """Say what to call where unexpected names may be those of other stages."""
         if not unexpected or not dist.is_initialized() or self.group.size == dist.get_world_size():
             return ""
         return (
@@ -138,7 +138,7 @@ Copies: TypeAlias = "dict[tuple[int, ...], dict[tuple[str, int, int], int]]"
 
 
 def _copies_beside(module: nn.Module) -> Copies:
-    """Checksums of what tensor parallelism left whole, by the ranks that hold it and the slice.
+    """Sum what tensor parallelism left whole, by the ranks that hold it and the slice.
 
     Shard groups whose parts are of unequal sizes may cut it in other places; such slices are not
     compared.
@@ -173,7 +173,7 @@ def _warn_of_copies(what: str, reports: Iterable[Copies], group: Group) -> None:
 
 
 def _components(peers: Iterable[list[int]], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Positions in ``ranks`` that their ``peers`` connect."""
+    """Group the positions in ``ranks`` that their ``peers`` connect."""
     position = {rank: i for i, rank in enumerate(ranks)}
     label = list(range(len(ranks)))
     for i, found in enumerate(peers):
@@ -185,7 +185,7 @@ def _components(peers: Iterable[list[int]], ranks: tuple[int, ...]) -> tuple[tup
 
 
 def _sums(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells values apart, by name; a collective of the stage's ranks."""
+    """Sum values by name, to tell them apart; a collective of the stage's ranks."""
     found: dict[str, Any] = {}
     leaves: dict[int, list[str]] = {}
     for name, value in values.items():
@@ -301,7 +301,7 @@ def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, A
 
 
 def _join_groups(by_stage: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Groups of all stages; those with the same settings, at the same place, become one."""
+    """Join the groups of all stages; equal settings at the same place become one group."""
     joined: dict[tuple[int, str], dict[str, Any]] = {}
     seen: set[str] = set()
     for groups in by_stage:

@@ -50,7 +50,7 @@ def storage_dims(spec: ShardSpec) -> list[int]:
 
 
 def chunks_of(tensor: Any) -> list[tuple[Box, Tensor]]:
-    """The boxes of the whole shape that a sharded tensor holds, each with a view of its data."""
+    """List the boxes of the whole that a sharded tensor holds, each with a view of its data."""
     spec: ShardSpec = tensor._shard_spec
     first = (0,) * len(spec.shape) if spec.parallel is None else spec.parallel.offsets
     dims, local = storage_dims(spec), to_local(tensor)
@@ -126,7 +126,7 @@ def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
 
 
 def gather_whole(value: Tensor) -> Tensor:
-    """The full plain tensor behind a sharded value or a DTensor; a collective for those."""
+    """Gather the full plain tensor behind a sharded value or a DTensor; a collective for those."""
     if is_sharded(value):
         parallel = spec_of(value).parallel
         return value.full_tensor() if parallel is None else parallel.assemble(gather_part(value))
@@ -141,7 +141,7 @@ def whole_shape(value: Tensor) -> torch.Size:
 
 
 def show_whole(tensor: Tensor) -> Tensor:
-    """A detached slice for a state dict: of a parameter split by hand, one that reads as the whole.
+    """Detach a slice for a state dict; that of a parameter split by hand then reads as the whole.
 
     What loads a state dict compares that shape with the one in the file.
     """
@@ -153,7 +153,7 @@ def show_whole(tensor: Tensor) -> Tensor:
 
 
 def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
-    """The slice of ``value`` that ``spec`` describes, as a sharded tensor object of its own.
+    """Cut the slice of ``value`` that ``spec`` describes, as a sharded tensor of its own.
 
     The data is shared with ``value`` where it can be.
 
@@ -193,7 +193,7 @@ class Outline:
 def broadcast_state(
     state: Any, groups: Sequence[Group], target_of: Callable[[str], Any], device: torch.device
 ) -> dict[str, Any]:
-    """Rank 0's plain state by name, one tensor at a time.
+    """Send rank 0's plain state to all ranks, one tensor at a time.
 
     Args:
         target_of: what a name's value will be written into; where that is a sharded tensor of the

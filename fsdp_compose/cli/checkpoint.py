@@ -180,7 +180,7 @@ def to_sharded(source: Path, target: Path, prefix: str) -> None:
 
 
 def _mapped(file: Path, stored: Stored) -> Tensor:
-    """The tensor over the file's own pages, which are read as they are written out."""
+    """Map a tensor onto the file's own pages, which are read as they are written out."""
     if stored.start is None or stored.start % stored.dtype.itemsize:
         return stored.read_all()
     storage = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)

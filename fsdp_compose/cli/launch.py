@@ -60,7 +60,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     grace: float = 5.0,
 ) -> int:
-    """Runs ``nproc`` ranks of a Python script on this machine and returns one exit code.
+    """Run ``nproc`` ranks of a Python script on this machine and return one exit code.
 
     Rank 0 inherits stdin, stdout and stderr, so a progress bar stays one; what the others write
     is forwarded by line behind ``[rank k]``. When a rank fails it is named on stderr with its exit
@@ -104,7 +104,7 @@ found free before rank 0 listens on it."""
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that was free a moment ago."""
+    """Find a TCP port on the loopback interface that was free a moment ago."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -120,7 +120,7 @@ def _usable_cores() -> int:
 
 @contextmanager
 def _signals_to(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Passes stop signals to ``handle`` in place of raising.
+    """Pass stop signals to ``handle`` instead of raising.
 
     An exception raised between fork and the assignment of its result would lose a rank.
     """
@@ -175,7 +175,7 @@ def _forward(rank: int, source: IO[str], sink: IO[str]) -> None:
 
 
 def _supervise(ranks: _Ranks) -> int:
-    """Waits until every rank has ended well, one has failed, or the launcher is told to stop."""
+    """Wait until every rank has ended well, one has failed, or the launcher is told to stop."""
     while ranks.running:
         event = ranks.events.get()
         if isinstance(event, _Signalled):
@@ -192,7 +192,7 @@ def _supervise(ranks: _Ranks) -> int:
 
 
 def _stop(ranks: _Ranks, signum: signal.Signals) -> None:
-    """Sends ``signum`` to the ranks that run, waits ``grace`` seconds, then kills what is left."""
+    """Send ``signum`` to the ranks that run, wait ``grace`` seconds, then kill what is left."""
     if not ranks.running:
         return
     _send(ranks, signum, ranks.running)
@@ -210,7 +210,7 @@ def _stop(ranks: _Ranks, signum: signal.Signals) -> None:
 
 
 def _sweep(ranks: _Ranks) -> None:
-    """Kills every rank that is left, and what ended ranks left running (data loader workers)."""
+    """Kill every rank that is left, and what ended ranks left running (data loader workers)."""
     _stop(ranks, signal.SIGKILL)
     _send(ranks, signal.SIGKILL, range(len(ranks.processes)))
 

@@ -77,7 +77,7 @@ class PlannedBucket:
 
     @property
     def full_bytes(self) -> int:
-        """While gathered."""
+        """Bytes while it is gathered."""
         return 0 if self.in_place else self.shard_numel * self.ranks * self.compute.itemsize
 
     @property
@@ -97,7 +97,7 @@ class PlannedBucket:
 
     @property
     def gather_ranks(self) -> int:
-        """That weights are gathered from and gradients are summed over first."""
+        """The ranks that weights are gathered from, and gradients are summed over first."""
         return self.ranks // self.fused
 
     @property
@@ -126,7 +126,7 @@ class PlannedBucket:
 
 
 def describe_bucket(bucket: Bucket, names: tuple[str, ...]) -> PlannedBucket:
-    """A bucket of a sharded module; ``names`` are those of its parameters."""
+    """Describe a bucket of a sharded module; ``names`` are those of its parameters."""
     with raw():
         trained = sum(e.spec.numel for e in bucket.entries if e.param.requires_grad)
     return PlannedBucket(
@@ -143,7 +143,7 @@ def describe_bucket(bucket: Bucket, names: tuple[str, ...]) -> PlannedBucket:
 
 
 def describe_plan(plan: UnitPlan, bucket: BucketPlan) -> PlannedBucket:
-    """A bucket that is to be built."""
+    """Describe a bucket that is to be built."""
     numel = sum(extent.numel for extent in bucket.layout.extents)
     param, options = bucket.found[0].param, plan.options
     device = options.device if param.is_meta else param.device
@@ -163,7 +163,7 @@ def describe_plan(plan: UnitPlan, bucket: BucketPlan) -> PlannedBucket:
 def _describe_layout(
     bucket: Bucket | BucketPlan, storage: torch.dtype, offload: Offload, is_fused: bool
 ) -> dict[str, Any]:
-    """What follows from a bucket's mesh, dtypes and layout alone."""
+    """Derive what follows from a bucket's mesh, dtypes and layout alone."""
     mesh: Mesh = bucket.mesh
     mp: MixedPrecision = bucket.mp
     dtypes = mp.dtypes_for(storage)

@@ -33,7 +33,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class UnitState:
-    """A unit at this moment; bytes of this rank.
+    """What a unit has in this rank's memory at this moment, in bytes.
 
     Attributes:
         phase: of its buckets: sharded, gathering or gathered; several where they differ.

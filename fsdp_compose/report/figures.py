@@ -89,7 +89,7 @@ class PlannedUnit:
 
     @property
     def full_bytes(self) -> int:
-        """While gathered; without what it borrows."""
+        """Bytes while it is gathered, without what it borrows."""
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     @property

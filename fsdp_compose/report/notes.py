@@ -31,7 +31,7 @@ def notes_on(survey: Survey) -> tuple[str, ...]:
 
 
 def some(names: Sequence[str]) -> str:
-    """``names``, quoted; of many, the first few and how many more."""
+    """Quote names; of many, the first few and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:_NAMED])
     return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
 
@@ -60,7 +60,7 @@ def _own(survey: Survey, record: Record) -> list[PlannedBucket]:
 
 
 def _split(survey: Survey) -> Iterator[str]:
-    """What tensor parallelism split before it was sharded."""
+    """Note what tensor parallelism split before it was sharded."""
     if survey.split:
         ranks = " or ".join(str(n) for n in sorted(set(survey.split.values())))
         yield (
@@ -70,7 +70,7 @@ def _split(survey: Survey) -> Iterator[str]:
 
 
 def _meshes(survey: Survey) -> Iterator[str]:
-    """Gradients that are averaged over other numbers of ranks than the most."""
+    """Note gradients that are averaged over fewer ranks than others."""
     found: dict[int, list[str]] = {}
     for bucket in survey.buckets:
         if bucket.trained_numel:
@@ -102,7 +102,7 @@ def _largest(survey: Survey) -> Iterator[str]:
 
 
 def _far_apart(survey: Survey) -> Iterator[str]:
-    """Parameters of a unit on both sides of a unit inside it."""
+    """Note parameters of a unit that are used on both sides of a unit inside it."""
     for record in survey.records:
         before: list[str] = []
         after: dict[str, int] = {}
@@ -192,7 +192,7 @@ def _units(names: Sequence[str]) -> str:
 
 
 def work_of(buckets: Sequence[PlannedBucket]) -> tuple[int, ...]:
-    """By rank, the work on tensors that are never cut; empty where there are none."""
+    """Sum the work on tensors that are never cut, by rank; empty where there are none."""
     found = [bucket for bucket in buckets if bucket.owned]
     loads = [0] * max((bucket.ranks for bucket in found), default=0)
     for bucket in found:

@@ -177,7 +177,7 @@ def _check_nothing_passed(module: nn.Module, was_passed: Mapping[str, bool]) -> 
 
 
 def imagine_mesh(world_size: int | tuple[int, int], backend: str) -> Mesh:
-    """A mesh of so many ranks, or (replicas, shards), seen from rank 0, that cannot communicate."""
+    """Make rank 0's mesh of so many ranks, or (replicas, shards), without a process group."""
     numbers: Any = world_size if isinstance(world_size, tuple) else (None, world_size)
     if len(numbers) != 2 or any(
         type(number) is not int or number < 1 for number in numbers if number is not None

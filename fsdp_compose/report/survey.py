@@ -100,7 +100,7 @@ class Survey:
 
 
 def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
-    """What is known of a module that is sharded."""
+    """Describe a module that is sharded."""
     survey = Survey()
     paths: dict[int, str] = {}
     for path, submodule in walk_named(module):
@@ -150,7 +150,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
 
 
 def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Survey:
-    """What is known of a module that is to be sharded."""
+    """Describe a module that is to be sharded."""
     survey = Survey()
     owned: dict[int, tuple[int, UnitPlan, str]] = {}  # by parameter: bucket, unit, name there
     for plan in plans:
@@ -227,7 +227,7 @@ def _record(
 
 
 def _name_slots(slots: Iterable[Slot], paths: Mapping[int, str]) -> tuple[str, ...]:
-    """Names of the places where a parameter is read, as far as they lie in the surveyed module."""
+    """Name the places where a parameter is read, if they lie in the surveyed module."""
     found = [(paths.get(id(slot.module())), slot.name) for slot in slots]
     return tuple(f"{path}.{name}" if path else name for path, name in found if path is not None)
 

@@ -12,7 +12,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(nbytes: int) -> str:
-    """``nbytes`` to three significant digits: ``'1.46 GiB'``; exact below 1 KiB."""
+    """Write bytes with three significant digits, ``'1.46 GiB'``; exact below 1 KiB."""
     value, unit = float(nbytes), 0
     while value >= 1023.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -20,7 +20,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """``number`` to three significant digits: ``'33.1M'``; exact below 1000."""
+    """Write a number with three significant digits, ``'33.1M'``; exact below 1000."""
     value, unit = float(number), 0
     while value >= 999.5 and unit < 5:
         value, unit = value / 1000, unit + 1
@@ -53,7 +53,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> s
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, with their properties that are listed in ``DERIVED``, as plain data."""
+    """Convert dataclasses, with the properties that ``DERIVED`` lists, to plain data."""
     if is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in fields(value)] + list(getattr(value, "DERIVED", ()))
         return {name: plain(getattr(value, name)) for name in names}

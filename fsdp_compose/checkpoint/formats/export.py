@@ -209,7 +209,7 @@ def _of_index(index: Path, file_format: Format) -> Found:
 
 
 def _sum_of_single(root: Path, file_format: Format) -> Sum:
-    """What the single file that is there has; read from the disk unless the index knows it."""
+    """Get the sum of the single file that is there, from the index or else from the disk."""
     try:
         known = known_sums(root / file_format.index, file_format).get(file_format.single, [])
     except RuntimeError:

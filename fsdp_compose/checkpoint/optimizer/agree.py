@@ -87,7 +87,7 @@ def _numbers(tensor: Tensor) -> Any:
 
 
 def _text(value: Any) -> str:
-    """What tells two settings apart; of objects and functions only the class is the same."""
+    """Write a setting for comparison; of objects and functions the class alone."""
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}({', '.join(map(_text, value))})"
     if isinstance(value, dict):
@@ -175,7 +175,7 @@ def _fill(
 
 
 def _absent(part: Part, fact: Fact) -> Any:
-    """A slice without elements, or a value that is alike on all ranks."""
+    """Make a slice without elements, or copy a value that is alike on all ranks."""
     if fact[0] == "value":
         return ast.literal_eval(fact[1])
     assert part.entry is not None and part.spec is not None

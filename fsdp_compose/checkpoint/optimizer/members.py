@@ -66,7 +66,7 @@ class Member:
 
     @property
     def is_raw(self) -> bool:
-        """Whether it is a plain tensor over a piece of a shard."""
+        """Whether the optimizer holds a plain tensor over a piece of a shard."""
         return bool(self.parts) and self.parts[0].span is not None
 
 

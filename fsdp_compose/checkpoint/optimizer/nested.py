@@ -24,7 +24,7 @@ _CONSTANTS = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.
 
 
 def flatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """One parameter's state with every tensor under a key of its own."""
+    """Give every tensor in one parameter's state a key of its own."""
     found: dict[Any, Any] = {}
     for key, value in values.items():
         if type(value) in (list, tuple, dict) and has_tensor(value):

@@ -97,7 +97,7 @@ def optim_state_dict(
 
 
 def read_optim(module: nn.Module, optim: OptimLike) -> Found:
-    """As ``optim_state_dict(kind="sharded")``, with every tensor under a key of its own."""
+    """Read what ``kind="sharded"`` gives, with every tensor under a key of its own."""
     return _collect(_read_holdings(module, optim))
 
 
@@ -128,7 +128,7 @@ class Found:
 
 
 def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
-    """What each optimizer holds, every tensor under a key of its own.
+    """Read what each optimizer holds, every tensor under a key of its own.
 
     Raises:
         TypeError, ValueError: as for ``optim_state_dict``.
@@ -190,7 +190,7 @@ def _check_values(optim: Optimizer, member: Member, values: Mapping[Any, Any]) -
 
 
 def describe_object(optim: str, key: Any, name: str, value: Any) -> str:
-    """Why state of a sharded parameter is refused, for messages."""
+    """Say in a message why state of a sharded parameter is refused."""
     strange = find_object(value)
     where = "" if strange is value else f" that holds a {type(strange).__name__}"
     return (
@@ -201,7 +201,7 @@ def describe_object(optim: str, key: Any, name: str, value: Any) -> str:
 
 
 def _collect(holdings: list[_Holding]) -> Found:
-    """The state of all optimizers by name; cut state as live slices."""
+    """Merge the state of all optimizers by name; cut state is live slices."""
     state: dict[str, dict[str, Any]] = {}
     found = Found({"state": state, "param_groups": []})
     for holding in holdings:
@@ -220,7 +220,7 @@ def _collect(holdings: list[_Holding]) -> Found:
 
 
 def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
-    """As ``_collect``, the same on every rank or an error on every rank; a collective."""
+    """Read and merge state so that every rank has the same, or every rank raises; a collective."""
     groups = groups_of(module)
     holdings: list[_Holding] = []
     with SharedErrors(*groups):
@@ -242,7 +242,7 @@ def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
 
 
 def _restore_containers(result: dict[str, Any]) -> dict[str, Any]:
-    """The result with lists, tuples and dictionaries as the optimizer has them."""
+    """Give state the lists, tuples and dictionaries that the optimizer has."""
     if "state" not in result:
         return result
     state: dict[str, Any] = {}
@@ -255,7 +255,7 @@ def _restore_containers(result: dict[str, Any]) -> dict[str, Any]:
 def _split_member(
     member: Member, values: Mapping[str, Any], rows: Collection[str]
 ) -> Iterable[tuple[Part, dict[str, Any]]]:
-    """A member's state, for each of its parts."""
+    """Give each part of an optimizer's parameter its share of the state."""
     for part in member.parts:
         if part.owner is not None and part.spec is not None:
             yield part, tag_owned_state(part, values)
@@ -282,7 +282,7 @@ def _tag_piece(member: Member, part: Part, key: str, value: Any, has_rows: bool)
 
 
 def layout_of(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """What must be alike where ``kind="local"`` is loaded; not the rank, which the slices know."""
+    """Describe what must be alike where ``kind="local"`` is loaded; the slices know their rank."""
     return {
         name: (
             part.spec.group.size,

@@ -75,7 +75,7 @@ def _to_numbers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_names(state_dict: Mapping[str, Any], order: list[list[str]]) -> dict[str, Any]:
-    """State by number as state by name, given the names of each group.
+    """Replace the numbers of optimizer state by the names of each group.
 
     Raises:
         ValueError: the groups are of other sizes.

@@ -39,7 +39,7 @@ class _Outline:
 
 
 def tag_owned_state(part: Part, values: Mapping[str, Any]) -> OwnedState:
-    """The owner's state of ``part`` as values that are saved; memory is shared."""
+    """Tag the owner's state of ``part`` as values that can be saved; memory is shared."""
     assert part.spec is not None and part.owner is not None
     found = OwnedState()
     for key, value in values.items():
@@ -60,7 +60,7 @@ def _blocks(part: Part) -> tuple[int, int]:
 
 
 def find_row_keys(members: Iterable[tuple[Member, Mapping[str, Any]]]) -> set[str]:
-    """Keys of state with a row for each block, as far as this rank's shapes tell.
+    """Find the keys of state with a row for each block, as far as this rank's shapes tell.
 
     They do not where a slice is empty or one element: there all shapes are alike.
     """
@@ -77,7 +77,7 @@ def find_row_keys(members: Iterable[tuple[Member, Mapping[str, Any]]]) -> set[st
 
 
 def block_spec(part: Part, key: str, row: tuple[int, ...]) -> ShardSpec | None:
-    """Where state lies that has a row of shape ``row`` for each block; None without elements."""
+    """Say where state with a row of shape ``row`` for each block lies; None without elements."""
     if part.entry is None or part.spec is None or not part.spec.numel:
         return None
     blocks, block = _blocks(part)
@@ -102,7 +102,7 @@ def block_spec(part: Part, key: str, row: tuple[int, ...]) -> ShardSpec | None:
 
 
 def tag_rows(part: Part, key: str, value: Tensor) -> Any:
-    """This rank's state of its blocks as a sharded value; memory is shared.
+    """Tag this rank's rows, one for each of its blocks, as a sharded value; memory is shared.
 
     Raises:
         ValueError: it is not a row for each block.
@@ -119,7 +119,7 @@ def tag_rows(part: Part, key: str, value: Tensor) -> Any:
 
 
 def describe_blocks(part: Part) -> str:
-    """What state of a raw piece may look like, for messages."""
+    """Say in a message how many blocks a parameter has, and how large they are."""
     blocks, block = _blocks(part)
     return f"{blocks} of {block} in all"
 
@@ -142,7 +142,7 @@ def _spec(
 
 
 def _copies(of: ShardSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> Parallel | None:
-    """That the owners of all parts of a parameter have the same state, which one of them saves."""
+    """Say that the owners of all parts of a parameter have the same state; one of them saves it."""
     if of.parallel is None or not of.parallel.axes:
         return None
     axes = tuple(Axis(axis.group, None) for axis in of.parallel.axes)
@@ -152,7 +152,7 @@ def _copies(of: ShardSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> P
 def add_state_of_others(
     module: nn.Module, state: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]
 ) -> dict[str, dict[str, Any]]:
-    """``state`` with what other ranks own of it, alike on every rank; a collective.
+    """Add the state that other ranks own, so that every rank has the same; a collective.
 
     Tensors of others are sharded values without elements, which can be gathered; numbers are the
     owner's.
@@ -192,7 +192,7 @@ def _absent(part: Part, key: str, outline: Any) -> Any:
 
 
 def gather_owned(value: Any, part: Part) -> Any:
-    """A value of owned state as its owner keeps it, in memory of its own; None on other ranks.
+    """Gather a value of owned state in memory of its own for its owner; None on other ranks.
 
     A collective where ``value`` is sharded.
     """

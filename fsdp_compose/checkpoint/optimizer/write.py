@@ -130,7 +130,7 @@ def parts_of(targets: Targets) -> dict[str, Part]:
 
 
 def check_saved(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
-    """``state_dict`` by canonical names, or an error; tensors may be on the meta device."""
+    """Check state, and give it by canonical names; tensors may be on the meta device."""
     given = _name_parameters(module, targets, state_dict)
     _check_fit(module, targets, given)
     return given
@@ -150,7 +150,7 @@ def write_optim(targets: Targets, given: Mapping[str, Any]) -> None:
 
 
 def _keep_text(saved: Any, loaded: Any) -> Any:
-    """What was loaded, with strings as they were saved; torch casts them letter by letter."""
+    """Keep strings as they were saved, since torch casts them letter by letter."""
     if isinstance(saved, str | bytes):
         return saved
     if type(saved) is dict:
@@ -161,7 +161,7 @@ def _keep_text(saved: Any, loaded: Any) -> Any:
 
 
 def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
-    """``state_dict`` by canonical names."""
+    """Give state canonical names, whatever names or numbers it has."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
             f"load_optim_state_dict: got a {type(state_dict).__name__}"
@@ -245,7 +245,7 @@ def _check_fit(
 def _find_settings(
     given: Mapping[str, Any], names: list[str], problems: list[str]
 ) -> dict[str, Any]:
-    """The hyper-parameters saved for ``names``, which must be the same for all of them."""
+    """Find the settings saved for ``names``, which must be the same for all of them."""
     chosen: dict[str, Any] | None = None
     wanted = set(names)
     for group in given["param_groups"]:
@@ -299,7 +299,7 @@ def _find_misfits(
 
 
 def _find_rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
-    """How a value is cut that has a row for each block of a raw piece; None if it is not that."""
+    """Say how a value with a row for each block of a raw piece is cut; None if it is none."""
     if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
         return None
     spec = block_spec(part, key, tuple(value.shape[1:]))
@@ -322,7 +322,7 @@ def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -
 def _number_parameters(
     optim: Optimizer, groups: list[list[Member]], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the optimizer's own ``load_state_dict`` takes."""
+    """Number state as the optimizer's own ``load_state_dict`` takes it."""
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     number = 0
@@ -343,7 +343,7 @@ def _number_parameters(
 
 
 def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A member's state, from that of its parts."""
+    """Join the state of an optimizer's parameter from that of its parts."""
     before = flatten(optim.state.get(member.param, {}))
     result: dict[str, Any] = {}
     for part in member.parts:
