@@ -114,9 +114,11 @@ def check_traffic(rank: int, options: dict[str, Any], gathers: dict[str, int], w
 def gathers_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
     """Append "gather NAME" whenever a unit's gather is issued."""
     names = {
-        b.whole_bytes.data_ptr() or id(b.whole_bytes): u for u in units(model) for b in u.buckets
+        b.views.whole_bytes.data_ptr() or id(b.views.whole_bytes): u
+        for u in units(model)
+        for b in u.buckets
     }
-    tensors = {id(b.whole_bytes): u.name for u in units(model) for b in u.buckets}
+    tensors = {id(b.views.whole_bytes): u.name for u in units(model) for b in u.buckets}
     assert names
     original = comm.gather_parts
 

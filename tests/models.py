@@ -133,11 +133,11 @@ def assert_at_rest(model: nn.Module) -> None:
     """Every unit is resharded, holds its leaves, and owes nothing."""
     for unit in units(model):
         assert not unit.holds, f"unit {unit.name!r} is still held: {unit.holds}"
-        assert unit.calls == 0 and unit.task is None and not unit.finished
+        assert unit.run.calls == 0 and unit.run.task is None and not unit.run.finished
         for bucket in unit.buckets:
             if not bucket.in_place:
                 assert bucket.full.untyped_storage().nbytes() == 0, f"{unit.name!r} is gathered"
-            assert not bucket.packed
+            assert not bucket.arriving.packed
             if bucket.grads is not None:
                 assert bucket.grads.flat.untyped_storage().nbytes() == 0
     lanes = {id(u.lane): u.lane for u in units(model)}

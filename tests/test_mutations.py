@@ -444,7 +444,7 @@ def release_after_one() -> None:
     def make(original: Callable[[Any], None]) -> Callable[[Any], None]:
         def drop(lane: Any) -> None:
             for unit in list(lane.retained):
-                unit.readers.clear()
+                unit.graphs.readers.clear()
             original(lane)
 
         return drop

@@ -40,7 +40,7 @@ def events() -> Iterator[list[str]]:
         start(lane, bucket)
 
     def open_backward(unit: Any, task: Any) -> None:
-        if unit.task is None:
+        if unit.run.task is None:
             log.append(f"-{unit.name}")
         opened(unit, task)
 

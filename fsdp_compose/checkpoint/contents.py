@@ -82,7 +82,7 @@ def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
     """The sharded parameter behind each full one that a module holds now, by id of the full one."""
     found: dict[int, nn.Parameter] = {}
     for unit in iter_units(module):
-        for values, name, index in unit.places:
+        for values, name, index in unit.links.places:
             leaf = unit.entries[index].param
             if values.get(name) is not leaf and isinstance(values.get(name), torch.Tensor):
                 found[id(values[name])] = leaf

@@ -28,7 +28,15 @@ from fsdp_compose.core.guards.methods import attach_methods
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.receiving import EngineWork
 from fsdp_compose.core.records import Switches
-from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState, find_state, lane_of, owner_of
+from fsdp_compose.core.state import (
+    STATE_KEY,
+    Checks,
+    Unit,
+    _FSDPState,
+    find_state,
+    lane_of,
+    owner_of,
+)
 from fsdp_compose.sharded import Residence, ShardSpec, open_dtensor, part_of, tag, take_over_hooks
 
 
@@ -100,8 +108,10 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
         ),
         slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
         options=replace(plan.options, param_init_fn=None),  # which may refer to the model
-        groupless=plan.options.mesh is None and not dist.is_initialized(),
-        left_alone=plan.left_alone(),
+        checks=Checks(
+            groupless=plan.options.mesh is None and not dist.is_initialized(),
+            left_alone=plan.left_alone(),
+        ),
     )
     for module in plan.modules:
         module.__dict__[STATE_KEY] = _FSDPState(unit, {})
@@ -210,9 +220,9 @@ def leave_for_loading(meta: MetaValues, mesh: MeshLike | None, modules: Sequence
         unit, value = meta.values[key]
         if isinstance(value.tensor, nn.Parameter):
             entry = find_entry(value.tensor)
-            owner_of(entry).unready.append(entry)
+            owner_of(entry).history.unready.append(entry)
         else:
-            unit.unready_buffers.append((value.name, value.slot))
+            unit.checks.unready_buffers.append((value.name, value.slot))
 
 
 def rename_nested_units(outer: nn.Module) -> None:

@@ -120,7 +120,7 @@ def _check_nesting(plan: UnitPlan, item: Found) -> None:
     """A parameter that a unit has already may be tied, but not belong to a module around (D9)."""
     entry = find_entry(item.param)
     bucket = owner_of(entry)
-    for unit in filter(None, [bucket.unit and bucket.unit()]):
+    for unit in filter(None, [bucket.users.unit and bucket.users.unit()]):
         outer = {id(m) for ref in unit.modules if (top := ref()) is not None for m in top.modules()}
         if any(id(module) in outer for module in plan.modules):
             raise ValueError(

@@ -73,7 +73,7 @@ def named_leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     leaves = {
         (id(values), name): unit.entries[index].held
         for unit in iter_units(module)
-        for values, name, index in unit.places
+        for values, name, index in unit.links.places
     }
     for path, submodule in walk_named(module):
         values = parameter_slots(submodule)

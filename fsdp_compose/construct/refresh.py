@@ -121,7 +121,7 @@ class _Change:
 
 def _check_rest(unit: Unit) -> None:
     where = None
-    if is_running(unit) or unit.calls or any(bucket.packed for bucket in unit.buckets):
+    if is_running(unit) or unit.run.calls or any(bucket.arriving.packed for bucket in unit.buckets):
         where = "its forward or backward, or before gradients that wait were reduced"
     elif unit.opened is not None:
         where = "a scope that shows its full parameters (gathered, unshard)"
@@ -138,11 +138,12 @@ def _look_through(
     options: Options = unit.options if init is None else replace(unit.options, init=init)
     modules = [module for ref in unit.modules if (module := ref()) is not None]
     plan = UnitPlan(unit.name, modules, options, _is_named(unit, modules))
-    left_alone = frozenset(unit.left_alone)
-    plan.ignored = Ignored(left_alone, left_alone, left_alone, tuple(unit.left_alone.values()))
-    known = {id(values) for values, _, _ in unit.places}
-    if unit.watch is not None:
-        known |= {id(table) for table in unit.watch.tables}
+    left_alone = frozenset(unit.checks.left_alone)
+    ignored = tuple(unit.checks.left_alone.values())
+    plan.ignored = Ignored(left_alone, left_alone, left_alone, ignored)
+    known = {id(values) for values, _, _ in unit.links.places}
+    if unit.checks.watch is not None:
+        known |= {id(table) for table in unit.checks.watch.tables}
     found: dict[int, Found] = {}
     fresh: list[tuple[str, nn.Module]] = []
     for prefix, submodule in managed(unit):
@@ -201,7 +202,7 @@ def _let_go(unit: Unit, read: set[Entry]) -> None:
 def _pad(bucket: Bucket, entry: Entry) -> None:
     """A frozen zero that nobody reads, in the place of ``entry``."""
     spec = replace(entry.spec, fqn=f"{entry.spec.fqn} (removed)", hooks=Hooks(), parallel=None)
-    piece = bucket.shard.split(bucket.splits)[bucket.pieces[entry.index]]
+    piece = bucket.shard.split(bucket.views.splits)[bucket.views.pieces[entry.index]]
     with raw(), torch.no_grad():
         param = nn.Parameter(piece.new_empty(0), requires_grad=False)
         set_local(param, piece.zero_())
@@ -234,7 +235,7 @@ def _apply(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:
         for item, entry in zip(plan.found, entries, strict=True)
         for slot in item.slots
     ]
-    unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None
+    unit.checks.epoch, unit.checks.trigger, unit.run.live = unit.checks.epoch + 1, None, None
     unit.link()
     cast_buffers(plan, unit.mp)
     meta.values.update((value.key, (unit, value)) for value in values)

@@ -58,7 +58,7 @@ def undo(module: M) -> M:
                 _restore_buffers(member, state, unit.mp)
         unit.lane.units.discard(unit)
         for other in unit.lane.units:
-            other.watch = None  # what contains this module has its parameters to look at
+            other.checks.watch = None  # what contains this module has its parameters to look at
     return module
 
 

@@ -47,21 +47,21 @@ def trained_entries(unit: Unit) -> tuple[int, ...]:
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     if not trained:
-        read = as_read(unit, unit.aliases)
+        read = as_read(unit, unit.links.aliases)
         dress_all(unit, read)
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
-            unit.live = Live(read, unit.lane.pass_id, ())
+            unit.run.live = Live(read, unit.lane.pass_id, ())
         return read
     outputs = Gather.apply(weakref.ref(unit), trained, *[unit.entries[i].param for i in trained])
-    if len(trained) == len(unit.aliases):
+    if len(trained) == len(unit.links.aliases):
         tensors = list(outputs)
     else:
-        tensors = list(unit.aliases)
+        tensors = list(unit.links.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     read = as_read(unit, tensors)
     dress_all(unit, read)
-    unit.live = Live(read, unit.lane.pass_id, trained, read_versions(unit))
+    unit.run.live = Live(read, unit.lane.pass_id, trained, read_versions(unit))
     return read
 
 
@@ -72,7 +72,7 @@ def is_current(unit: Unit, live: Live) -> bool:
 
 def dress_all(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Let full tensors, by entry, have the classes and attributes that modules look for on them."""
-    for index in unit.dressed:
+    for index in unit.links.with_attributes:
         dress(tensors[index], unit.entries[index])
 
 
@@ -90,8 +90,8 @@ class Gather(torch.autograd.Function):
         assert unit is not None
         ctx.versions = read_versions(unit)
         ctx.ends_pass, ctx.received_in = True, -1
-        unit.nodes.add(ctx)
-        aliases = unit.aliases
+        unit.graphs.nodes.add(ctx)
+        aliases = unit.links.aliases
         return tuple([aliases[i].detach() for i in trained])
 
     @staticmethod
@@ -155,10 +155,10 @@ def bound_inputs(unit: Unit, inputs: Any) -> Any:
     """Pass the inputs that need gradients through one node, so that a frozen unit knows its end."""
     tensors, _ = find_tensors(inputs)
     needing = {id(t): t for t in tensors if t.requires_grad}
-    unit.bound_at = -1
+    unit.checks.bound_at = -1
     if not needing:
         return inputs
     outputs = Boundary.apply(weakref.ref(unit), *needing.values())
-    unit.bound_at = made_at(outputs[0].grad_fn)
+    unit.checks.bound_at = made_at(outputs[0].grad_fn)
     replaced = dict(zip(needing, outputs, strict=True))
     return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), inputs)

@@ -120,6 +120,110 @@ class Mirror(Protocol):
         """Gradients of the parameters were set, as slices of ``flat`` or, if None, one by one."""
 
 
+@dataclass(frozen=True)
+class Dtypes:
+    """What a bucket computes, reduces and keeps its gradients in."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype  # of ``.grad``
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Views:
+    """Views of a bucket's buffers, made once.
+
+    Attributes:
+        own: this rank's part of ``full``.
+        whole_bytes: ``full`` as uint8.
+        part_bytes: ``full`` as uint8, by rank.
+        shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.
+        splits: cuts a sharded gradient into slices and gaps ...
+        pieces: ... of which this one is the entry's slice.
+    """
+
+    own: torch.Tensor
+    whole_bytes: torch.Tensor
+    part_bytes: list[torch.Tensor]
+    shard_bytes: torch.Tensor | None
+    splits: list[int]
+    pieces: list[int]
+
+
+@dataclass(eq=False, repr=False)
+class Fill:
+    """What a bucket's ``full`` was gathered from; a new one for each gather.
+
+    Attributes:
+        versions: of the shard and its parameters, then.
+        handed_out: ``residence.written`` then.
+        exchange: the collective, until it was waited for.
+        mark: of the stream behind it.
+        stamp: of the shard, where a pass left ``full`` for a later one.
+        outrun: parameters were given other memory since.
+    """
+
+    versions: tuple[int, ...] = ()
+    handed_out: int = 0
+    exchange: Exchange = field(default_factory=Exchange)
+    mark: Any = None
+    stamp: object = None
+    outrun: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class Arriving:
+    """Gradients of a bucket that are not yet in ``.grad``.
+
+    Attributes:
+        packed: the flat buffer holds gradients that were not reduced.
+        used: bits, by entry: have a part in these gradients.
+        trained: bits, by entry: could have had one when they arrived.
+        partial: summed over ``shard`` ranks, not yet over ``replicate``.
+        waiting: of microbatches, on their way to host memory.
+    """
+
+    packed: bool = False
+    used: int = 0
+    trained: int = 0
+    partial: torch.Tensor | None = None
+    waiting: torch.Tensor | None = None
+
+
+@dataclass(eq=False, repr=False)
+class Users:
+    """Who gathers and reduces a bucket: its unit, and units that borrow a tied parameter."""
+
+    unit: weakref.ref[Any] | None = None
+    borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    caller: Caller | None = None  # of its collectives; None where ranks do not compare them
+
+
+@dataclass(eq=False, repr=False)
+class History:
+    """What outlives a step, and a rebuilding of the bucket.
+
+    Attributes:
+        earlier: versions of the shards that it had before this one.
+        agreed: entries used here, and by some rank, when ranks last compared it, as bits.
+        unready: entries left for loading, see moved_parameters.py.
+        mirror: plain tensors over its memory, see optim/flat.py.
+    """
+
+    earlier: int = 0
+    agreed: tuple[int, int] | None = None
+    unready: list[Entry] = field(default_factory=list)
+    mirror: Mirror | None = None
+
+
+@dataclass(eq=False, repr=False)
+class DeviceCopy:
+    """An offloaded shard in the compute dtype on the device, and its stamp when it was copied."""
+
+    tensor: torch.Tensor
+    stamp: object = None
+
+
 @dataclass(eq=False, repr=False)
 class Bucket:
     """Parameters of one dtype, trainability and mesh; see the top of this file."""
@@ -129,44 +233,23 @@ class Bucket:
     mesh: Mesh
     residence: Residence
     mp: MixedPrecision  # what it computes and reduces in, by the dtype of ``shard``
-    reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype  # of ``.grad``
+    dtypes: Dtypes
     stored: torch.Tensor  # as it was last placed; read ``shard``, which follows its parameters
     full: torch.Tensor
-    own: torch.Tensor  # this rank's part of ``full``
-    whole_bytes: torch.Tensor  # ``full`` as uint8
-    part_bytes: list[torch.Tensor]  # ``full`` as uint8, by rank
-    shard_bytes: torch.Tensor | None  # ``shard`` as uint8, where its dtype is that of ``full``
+    views: Views
     aliases: list[torch.Tensor]  # by entry, in the parameter's shape and strides
-    grads: GradBuffer | None  # made on first use
-    splits: list[int]  # cuts a sharded gradient into slices and gaps ...
-    pieces: list[int]  # ... of which this one is the entry's slice
+    counts: list[int]  # versions of ``aliases``, see forward_writes.py
     in_place: bool  # ``full`` is ``shard``: one rank, and computing in the storage dtype
     offload: Offload
     inner: Inner | None
-    device_shard: torch.Tensor | None = None  # of offloaded shards, in the compute dtype
-    device_stamp: object = None  # of the shard when ``device_shard`` was copied
-    waiting_grad: torch.Tensor | None = None  # of microbatches, not yet in ``.grad``
-    used: int = 0  # bits, by entry: have a part in gradients not yet in ``.grad``
-    trained: int = 0  # bits, by entry: could have had one, when these gradients arrived
-    agreed: tuple[int, int] | None = None  # used here, and by some rank, when ranks compared it
+    grads: GradBuffer | None = None  # made on first use
+    device_copy: DeviceCopy | None = None
     phase: Phase = Phase.SHARDED
     holders: int = 0
-    gather: Exchange = field(default_factory=Exchange)
-    gathered_at: Any = None  # stream mark behind the gather
-    stamp: object = None  # of the shard when it was gathered
-    outrun: bool = False  # it is gathered, and parameters were given other memory since
-    earlier: int = 0  # versions of the shards that it had before this one
-    counts: list[int] = field(default_factory=list)  # versions of ``aliases``
-    filled: tuple[int, ...] = ()  # versions of what ``full`` was gathered from ...
-    handed_out: int = 0  # ... and ``residence.written`` then
-    unready: list[Entry] = field(default_factory=list)  # left for loading, see moved_parameters.py
-    packed: bool = False  # ``grads`` holds gradients that were not reduced
-    partial: torch.Tensor | None = None  # summed over ``shard`` ranks, not yet over ``replicate``
-    mirror: Mirror | None = None
-    caller: Caller | None = None  # of its collectives; None where ranks do not compare them
-    unit: weakref.ref[Any] | None = None  # whose it is
-    borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # other such units
+    fill: Fill = field(default_factory=Fill)
+    arriving: Arriving = field(default_factory=Arriving)
+    users: Users = field(default_factory=Users)
+    history: History = field(default_factory=History)
 
     def __repr__(self) -> str:
         """Without its tensors: reading one whose storage holds 0 bytes would crash."""
@@ -264,37 +347,28 @@ def make_bucket(
     spread: Group | None,
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
-    ranks, device = layout.world_size, mesh.device
-    compute_dtype, reduce_dtype, grad_dtype = mp.dtypes_for(shard.dtype)
-    in_place = ranks == 1 and compute_dtype == shard.dtype and device == shard.device
+    device = mesh.device
+    dtypes = Dtypes(*mp.dtypes_for(shard.dtype))
+    in_place = layout.world_size == 1 and dtypes.compute == shard.dtype and device == shard.device
     with torch.inference_mode(False), torch.no_grad():
-        full = shard if in_place else torch.empty(layout.numel, dtype=compute_dtype, device=device)
-        whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
-        is_ready = shard.dtype == full.dtype and shard.device == full.device
+        full = shard if in_place else torch.empty(layout.numel, dtype=dtypes.compute, device=device)
+        aliases = [alias(full, entry.spec.offset, entry.spec) for entry in entries]
         bucket = Bucket(
             entries=entries,
             layout=layout,
             mesh=mesh,
             residence=entries[0].spec.residence,
             mp=mp,
-            reduce_dtype=reduce_dtype,
-            grad_dtype=grad_dtype,
+            dtypes=dtypes,
             stored=shard,
             full=full,
-            own=full[slice(*_part(layout, mesh.shard.rank))],
-            whole_bytes=whole_bytes,
-            part_bytes=list(whole_bytes.chunk(ranks)) if whole_bytes.numel() else [],
-            shard_bytes=shard.view(torch.uint8) if is_ready else None,
-            aliases=[alias(full, entry.spec.offset, entry.spec) for entry in entries],
-            grads=None,
-            splits=[],
-            pieces=[],
+            views=_make_views(full, shard, layout, mesh.shard.rank),
+            aliases=aliases,
+            counts=list(map(read_version, aliases)),
             in_place=in_place,
             offload=offload,
             inner=_make_inner(full, mesh, spread),
         )
-        bucket.counts = list(map(read_version, bucket.aliases))
-        _cut(bucket)
         place_parameters(bucket)
         if not in_place:
             full.untyped_storage().resize_(0)
@@ -350,7 +424,7 @@ def forget_entry(param: nn.Parameter) -> None:
 _OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))
 
 
-def is_dressed(entry: Entry) -> bool:
+def has_attributes(entry: Entry) -> bool:
     """Whether its module may read more from it than a tensor: a class or attributes of its own."""
     return entry.kind is not nn.Parameter or bool(attributes_of(entry.param))
 
@@ -381,18 +455,18 @@ def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner |
 
 def place_parameters(bucket: Bucket) -> None:
     """Make every parameter of the bucket a slice of its shard; the objects stay the same."""
-    slices = bucket.stored.split(bucket.splits) if bucket.splits else ()
+    slices = bucket.stored.split(bucket.views.splits) if bucket.views.splits else ()
     with raw():
-        for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
+        for entry, piece in zip(bucket.entries, bucket.views.pieces, strict=True):
             set_local(entry.param, slices[piece])
-            if bucket.grad_dtype != bucket.stored.dtype:
-                entry.param.grad_dtype = bucket.grad_dtype
+            if bucket.dtypes.grad != bucket.stored.dtype:
+                entry.param.grad_dtype = bucket.dtypes.grad
             tag(entry.param, entry.spec)
 
 
 def make_grad_buffer(bucket: Bucket) -> GradBuffer:
     """A flat gradient buffer with its views; its storage is allocated."""
-    layout, dtype = bucket.layout, bucket.reduce_dtype
+    layout, dtype = bucket.layout, bucket.dtypes.reduce
     per_element = 2 if bucket.stored.is_complex() else 1
     with torch.inference_mode(False):
         flat = torch.empty(layout.numel * per_element, dtype=dtype, device=bucket.mesh.device)
@@ -414,24 +488,35 @@ def make_grad_buffer(bucket: Bucket) -> GradBuffer:
         )
 
 
-def _part(layout: Layout, rank: int) -> tuple[int, int]:
-    return rank * layout.shard_numel, (rank + 1) * layout.shard_numel
+def _make_views(full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int) -> Views:
+    whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
+    is_ready = shard.dtype == full.dtype and shard.device == full.device
+    splits, pieces = _cut(layout, rank)
+    return Views(
+        own=full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel],
+        whole_bytes=whole_bytes,
+        part_bytes=list(whole_bytes.chunk(layout.world_size)) if whole_bytes.numel() else [],
+        shard_bytes=shard.view(torch.uint8) if is_ready else None,
+        splits=splits,
+        pieces=pieces,
+    )
 
 
-def _cut(bucket: Bucket) -> None:
-    """Find the sizes that ``split`` a shard into slices and gaps, and each entry's place there."""
-    rank = bucket.mesh.shard.rank
-    slices = [bucket.layout.slice_of(i, rank) for i in range(len(bucket.entries))]
+def _cut(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
+    """The sizes that ``split`` a shard into slices and gaps, and by entry its place among them."""
+    slices = [layout.slice_of(i, rank) for i in range(len(layout.extents))]
     order = sorted(range(len(slices)), key=lambda i: (slices[i].shard_offset, slices[i].numel))
-    bucket.pieces = [0] * len(slices)
+    splits: list[int] = []
+    pieces = [0] * len(slices)
     position = 0
     for index in order:
         piece = slices[index]
         offset = piece.shard_offset if piece.numel else position
         if offset > position:
-            bucket.splits.append(offset - position)
-        bucket.pieces[index] = len(bucket.splits)
-        bucket.splits.append(piece.numel)
+            splits.append(offset - position)
+        pieces[index] = len(splits)
+        splits.append(piece.numel)
         position = offset + piece.numel
-    if position < bucket.layout.shard_numel or not bucket.splits:
-        bucket.splits.append(bucket.layout.shard_numel - position)
+    if position < layout.shard_numel or not splits:
+        splits.append(layout.shard_numel - position)
+    return splits, pieces

@@ -25,7 +25,7 @@ from fsdp_compose.core.guards.surroundings import find_surroundings
 from fsdp_compose.core.order import Change
 from fsdp_compose.core.passes import begin_forward_pass, end_step, running_task
 from fsdp_compose.core.records import Live
-from fsdp_compose.core.schedule import Expected, Hold
+from fsdp_compose.core.schedule import Backward, Hold
 from fsdp_compose.core.state import Lane, Unit
 
 
@@ -54,8 +54,8 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
     """As ``enter_forward``, after ``begin_call``."""
     schedule = unit.lane.schedule
     schedule.active.append(unit)
-    unit.calls += 1
-    if unit.calls == 1 and not unit.finished:
+    unit.run.calls += 1
+    if unit.run.calls == 1 and not unit.run.finished:
         try:
             _open_forward(unit, trained)
         except BaseException:
@@ -74,17 +74,17 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     Runs also when forward raised: non-reentrant checkpointing ends a recomputation so.
     """
     schedule = unit.lane.schedule
-    unit.calls -= 1
+    unit.run.calls -= 1
     while schedule.active and schedule.active.pop() is not unit:
         pass
     output = cast_output(unit, output)
-    lost = None if unit.calls else find_writes(unit, module.training)
-    backward: Expected = watch_outputs(unit, output) if lost is None else "none"
-    unit.finished.add(id(module))
-    if unit.calls == 0 and unit.shield is not None:
+    lost = None if unit.run.calls else find_writes(unit, module.training)
+    backward: Backward = watch_outputs(unit, output) if lost is None else "none"
+    unit.run.finished.add(id(module))
+    if unit.run.calls == 0 and unit.run.shield is not None:
         unshield(unit)
-    if unit.calls == 0 and (len(unit.finished) >= len(unit.modules) or not schedule.active):
-        unit.finished.clear()
+    if unit.run.calls == 0 and (len(unit.run.finished) >= len(unit.modules) or not schedule.active):
+        unit.run.finished.clear()
         _close_forward(unit, backward)
     if lost is not None:
         forget_written(unit)
@@ -100,14 +100,14 @@ NORMAL = Mode(enter_forward, leave_forward)
 def begin_call(unit: Unit) -> tuple[int, ...]:
     """Take over what was done to the unit since, begin a pass, and find what is to be trained."""
     lane, recomputing = unit.lane, graph_task_id() != -1
-    if unit.calls == 0 and not recomputing:
+    if unit.run.calls == 0 and not recomputing:
         admit(unit)
     trained = trained_entries(unit)
     if lane.schedule.active:
         return trained
     if recomputing:
         lane.pass_id += 1
-    elif unit.live is None or not _continues_pass(unit, unit.live, trained):
+    elif unit.run.live is None or not _continues_pass(unit, unit.run.live, trained):
         begin_forward_pass(lane)
     return trained
 
@@ -115,14 +115,14 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
 def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     recomputing = graph_task_id() != -1
     standing_in = unit.opened is not None and unit.opened.for_call
-    if unit.task is None and not standing_in:
+    if unit.run.task is None and not standing_in:
         check_additions(unit)
-    if trained and not unit.looked_around:
+    if trained and not unit.checks.looked_around:
         find_surroundings(unit)
-    if unit.watch is not None and any(unit.watch.hooks):
+    if unit.checks.watch is not None and any(unit.checks.watch.hooks):
         watch_hooked(unit)
     unit.lane.schedule.enter_forward(unit, recomputing)
-    live = unit.live
+    live = unit.run.live
     if trained and live and live.pass_id == unit.lane.pass_id and is_current(unit, live):
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
@@ -137,12 +137,12 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         warn_of_change(unit.lane, unit.lane.schedule.look_ahead(unit))
 
 
-def _close_forward(unit: Unit, backward: Expected) -> None:
+def _close_forward(unit: Unit, backward: Backward) -> None:
     recomputing = graph_task_id() != -1
     if recomputing:  # inside a backward that will need it; released when its gradients arrive
         running_task(unit).units.append(unit)
-    if recomputing and unit.task is not None and unit.live is not None:
-        install(unit, unit.live.tensors)
+    if recomputing and unit.run.task is not None and unit.run.live is not None:
+        install(unit, unit.run.live.tensors)
     else:
         install_leaves(unit)
     if unit.opened is not None and unit.opened.for_call:
@@ -153,7 +153,7 @@ def _close_forward(unit: Unit, backward: Expected) -> None:
 def _abandon_forward(unit: Unit) -> None:
     """The unit could not be opened: as if its forward had not been called."""
     schedule = unit.lane.schedule
-    unit.calls -= 1
+    unit.run.calls -= 1
     schedule.active.pop()
     if Hold.FORWARD in unit.holds:
         install_leaves(unit)
@@ -173,7 +173,7 @@ def end_pass(unit: Unit, failed: bool) -> None:
         if training:
             warn_of_change(lane, change, unit)
         else:
-            lane.reached.update(*(visited.logs for visited in order.visited()))
+            lane.reached.update(*(visited.links.logs for visited in order.visited()))
             schedule.eval_order = None
             if not failed:
                 end_step(lane, trained=False)
@@ -184,7 +184,7 @@ def follow_order(unit: Unit) -> None:
     """Training has one order per device; an inference forward has that of its outermost unit."""
     schedule = unit.lane.schedule
     if schedule.eval_order is None and len(schedule.active) == 1 and not torch.is_grad_enabled():
-        schedule.eval_order = unit.eval_order
+        schedule.eval_order = unit.expected.eval_order
 
 
 def _continues_pass(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
@@ -208,9 +208,9 @@ def warn_of_change(lane: Lane, change: Change | None, outermost: Unit | None = N
     if change is None or lane.schedule.eval_order is not None:
         return
     outermost = outermost or lane.schedule.active[0]
-    if "order" in outermost.warned:
+    if "order" in outermost.checks.warned:
         return
-    outermost.warned.add("order")
+    outermost.checks.warned.add("order")
     expected, found = change.expected.name, change.found and change.found.name
     warnings.warn(
         f"the forward of unit {outermost.name!r} {'ended' if found is None else 'ran unit'} "

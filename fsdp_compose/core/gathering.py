@@ -23,11 +23,11 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
-from fsdp_compose.core.bucket import Bucket, Entry, Inner, Phase
+from fsdp_compose.core.bucket import Bucket, DeviceCopy, Entry, Fill, Inner, Phase
 from fsdp_compose.core.guards.collective_log import Log, is_debugging
 from fsdp_compose.core.guards.moved_parameters import adopt, moved_before_backward, require_written
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Lane, Unit, unit_of
+from fsdp_compose.core.state import Lane, Unit, find_recurrent, unit_of
 from fsdp_compose.sharded import ShardSpec, part_of
 
 log = logging.getLogger("fsdp_compose")
@@ -57,7 +57,7 @@ _PURPOSE = {
 
 def announce(unit: Unit, reason: Hold) -> None:
     """Note what is about to be gathered where ranks compare it; raises before anything changed."""
-    for bucket, events, code in unit.gather_events:
+    for bucket, events, code in unit.links.gather_events:
         if bucket.phase is Phase.SHARDED:
             _note(events, bucket, code, unit.name, _PURPOSE[reason])
 
@@ -68,7 +68,7 @@ def gather(unit: Unit, is_first: bool) -> None:
         for bucket in unit.gathered:
             bucket.holders += 1
     for bucket in unit.gathered:
-        if bucket.residence.moved or bucket.outrun:
+        if bucket.residence.moved or bucket.fill.outrun:
             settle(bucket)
         if bucket.phase is Phase.SHARDED:
             _start_gather(unit.lane, bucket)
@@ -96,13 +96,13 @@ def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> No
 
 def admit(unit: Unit) -> None:
     """Before a forward outside backward: take over what was done to the parameters since."""
-    if unit.groupless and dist.is_initialized():
+    if unit.checks.groupless and dist.is_initialized():
         refuse_late_group(unit.name)
-    waiting = bool(unit.unready_buffers)
+    waiting = bool(unit.checks.unready_buffers)
     for bucket in unit.gathered:
-        if bucket.residence.moved or bucket.outrun:
+        if bucket.residence.moved or bucket.fill.outrun:
             settle(bucket)
-        waiting = waiting or bool(bucket.unready)
+        waiting = waiting or bool(bucket.history.unready)
     if waiting:
         require_written(unit)
 
@@ -123,12 +123,12 @@ def settle(bucket: Bucket) -> None:
 
 def _gather_again(lane: Lane, bucket: Bucket) -> None:
     """Gather anew what is held; where it was kept for a later pass, it still is."""
-    kept = bucket.stamp is not None
+    kept = bucket.fill.stamp is not None
     if bucket.phase is Phase.GATHERING:
         _finish_gather(lane, bucket)
     _start_gather(lane, bucket)
     if kept:
-        bucket.stamp = stamp_of(bucket)
+        bucket.fill.stamp = stamp_of(bucket)
 
 
 def wait_gathered(unit: Unit) -> None:
@@ -141,16 +141,16 @@ def wait_gathered(unit: Unit) -> None:
 def note_kept(unit: Unit) -> None:
     """Note what was gathered: a later pass must not read it once its shard has changed."""
     for bucket in unit.gathered:
-        bucket.stamp = stamp_of(bucket)
+        bucket.fill.stamp = stamp_of(bucket)
 
 
 def refresh_stale(unit: Unit) -> None:
     """Gather again what was kept gathered while its shard changed."""
-    stale = [b for b in unit.gathered if b.stamp is not None and _is_stale(b)]
+    stale = [b for b in unit.gathered if b.fill.stamp is not None and _is_stale(b)]
     for bucket in unit.gathered:
-        if bucket.residence.lent and bucket.stamp is not None and bucket not in stale:
+        if bucket.residence.lent and bucket.fill.stamp is not None and bucket not in stale:
             _check_lent(unit, bucket)
-    for bucket, events, code in unit.gather_events if stale else ():
+    for bucket, events, code in unit.links.gather_events if stale else ():
         if bucket in stale:
             _note(events, bucket, code, unit.name, "again, since it was changed")
     for bucket in stale:
@@ -163,12 +163,12 @@ def refresh_handed_out(unit: Unit) -> None:
     Backward of a plain module reads what was written through ``.data`` between the two.
     """
     for bucket in unit.gathered:
-        if bucket.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
-            for other, events, code in unit.gather_events:
+        if bucket.fill.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
+            for other, events, code in unit.links.gather_events:
                 if other is bucket:
                     _note(events, bucket, code, unit.name, "again, since p.data was handed out")
             _gather_again(unit.lane, bucket)
-        elif bucket.residence.lent and bucket.stamp is not None:
+        elif bucket.residence.lent and bucket.fill.stamp is not None:
             _check_lent(unit, bucket)
 
 
@@ -177,11 +177,11 @@ def _check_lent(unit: Unit, bucket: Bucket) -> None:
 
     Reading it may wait for a device, which is asked in debug mode alone.
     """
-    if bucket.own.device.type != "cpu" and not is_debugging():
+    if bucket.views.own.device.type != "cpu" and not is_debugging():
         return
     entry = find_difference(bucket)
     if entry is not None:
-        bucket.stamp = object()
+        bucket.fill.stamp = object()
         raise RuntimeError(
             f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was written while the unit was "
             "kept gathered, through memory that p.to_local(), local_parameters or flat_parameters "
@@ -192,7 +192,7 @@ def _check_lent(unit: Unit, bucket: Bucket) -> None:
 
 
 def _is_stale(bucket: Bucket) -> bool:
-    return bucket.phase is not Phase.SHARDED and bucket.stamp != stamp_of(bucket)
+    return bucket.phase is not Phase.SHARDED and bucket.fill.stamp != stamp_of(bucket)
 
 
 def find_difference(bucket: Bucket) -> Entry | None:
@@ -201,13 +201,14 @@ def find_difference(bucket: Bucket) -> Entry | None:
         return None
     if bucket.mp.gather_codec is not None:
         return None  # what is gathered is not exactly what the shard holds
-    if versions_of(bucket) != bucket.filled or bucket.handed_out != bucket.residence.written:
+    now = versions_of(bucket), bucket.residence.written
+    if now != (bucket.fill.versions, bucket.fill.handed_out):
         return None  # the shard was written since
-    wanted = bucket.stored.to(bucket.own.device, bucket.own.dtype)
-    if not bucket.own.numel() or _are_same(bucket.own, wanted):
+    wanted = bucket.stored.to(bucket.views.own.device, bucket.views.own.dtype)
+    if not bucket.views.own.numel() or _are_same(bucket.views.own, wanted):
         return None
-    mine, theirs = bucket.own.split(bucket.splits), wanted.split(bucket.splits)
-    for entry, piece in zip(bucket.entries, bucket.pieces, strict=True):
+    mine, theirs = bucket.views.own.split(bucket.views.splits), wanted.split(bucket.views.splits)
+    for entry, piece in zip(bucket.entries, bucket.views.pieces, strict=True):
         if not _are_same(mine[piece], theirs[piece]):
             return entry
     return None
@@ -233,13 +234,13 @@ def stamp_of(bucket: Bucket) -> object:
 def versions_of(bucket: Bucket) -> tuple[int, ...]:
     """How often the shard, then each of its parameters, was written in a way autograd can see."""
     with raw():
-        version = bucket.earlier + bucket.stored._version
+        version = bucket.history.earlier + bucket.stored._version
         return (version, *[entry.param._version for entry in bucket.entries])
 
 
 def read_versions(unit: Unit) -> list[tuple[int, ...]]:
     """Versions of the weights that the unit's modules read now, by bucket."""
-    return [versions_of(b) if b.in_place else b.filled for b in unit.gathered]
+    return [versions_of(b) if b.in_place else b.fill.versions for b in unit.gathered]
 
 
 def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
@@ -260,18 +261,16 @@ def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
 
 def _start_gather(lane: Lane, bucket: Bucket) -> None:
     bucket.move_to(Phase.GATHERING)
-    bucket.outrun = False
-    bucket.stamp = None  # in use; ``keep`` notes what was gathered
+    bucket.fill = Fill()
     if bucket.in_place:
         return
-    bucket.filled = versions_of(bucket)
-    bucket.handed_out = bucket.residence.written
+    bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
     streams = lane.streams
     with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
         _fill(bucket)
-        bucket.gathered_at = streams.record(streams.gather)
-    if bucket.gathered_at is not None:
-        waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, bucket.gathered_at)
+        bucket.fill.mark = streams.record(streams.gather)
+    if bucket.fill.mark is not None:
+        waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, bucket.fill.mark)
 
 
 def _purpose(bucket: Bucket) -> str:
@@ -282,7 +281,7 @@ def _fill(bucket: Bucket) -> None:
     storage = bucket.full.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(bucket.full_nbytes)
-    group, parts, inner = bucket.mesh.shard, bucket.part_bytes, bucket.inner
+    group, parts, inner = bucket.mesh.shard, bucket.views.part_bytes, bucket.inner
     purpose = _purpose(bucket)
     if inner is not None and _is_stored(bucket, inner):
         assert inner.store is not None
@@ -291,16 +290,21 @@ def _fill(bucket: Bucket) -> None:
     elif bucket.mp.gather_codec is not None and group.pg and storage.nbytes():
         shard = _resident_shard(bucket).to(bucket.full.device, non_blocking=True)
         codec, into = bucket.mp.gather_codec, bucket.full.chunk(group.size)
-        bucket.gather = comm.gather_encoded(shard, into, codec, group, purpose, bucket.caller)
+        bucket.fill.exchange = comm.gather_encoded(
+            shard, into, codec, group, purpose, bucket.users.caller
+        )
         return
-    elif bucket.shard_bytes is not None and comm.transport_of(group).copies_own and group.pg:
-        own, whole = bucket.shard_bytes, bucket.whole_bytes
-        bucket.gather = comm.gather_parts(whole, parts, own, group, purpose, bucket.caller)
+    elif bucket.views.shard_bytes is not None and comm.transport_of(group).copies_own and group.pg:
+        own, whole = bucket.views.shard_bytes, bucket.views.whole_bytes
+        bucket.fill.exchange = comm.gather_parts(
+            whole, parts, own, group, purpose, bucket.users.caller
+        )
         return
     else:
-        bucket.own.copy_(_resident_shard(bucket), non_blocking=True)
-    own = parts[group.rank] if parts else bucket.whole_bytes
-    bucket.gather = comm.gather_parts(bucket.whole_bytes, parts, own, group, purpose, bucket.caller)
+        bucket.views.own.copy_(_resident_shard(bucket), non_blocking=True)
+    whole = bucket.views.whole_bytes
+    own = parts[group.rank] if parts else whole
+    bucket.fill.exchange = comm.gather_parts(whole, parts, own, group, purpose, bucket.users.caller)
 
 
 def _is_stored(bucket: Bucket, inner: Inner) -> bool:
@@ -317,7 +321,7 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
         purpose = f"gather unit {bucket.entries[0].spec.unit!r} over the replicas"
         part = parts[inner.source.rank]
         whole = inner.store.view(torch.uint8)
-        comm.gather_parts(whole, parts, part, inner.source, purpose, bucket.caller).wait()
+        comm.gather_parts(whole, parts, part, inner.source, purpose, bucket.users.caller).wait()
         inner.stamp = stamp
     return True
 
@@ -333,13 +337,13 @@ def _resident_shard(bucket: Bucket) -> torch.Tensor:
     if not bucket.offload.optimizer or bucket.offload.params:
         return bucket.stored
     stamp = stamp_of(bucket)
-    if bucket.device_shard is None:
-        bucket.device_shard = torch.empty_like(bucket.own)
-        bucket.device_stamp = None
-    if bucket.device_stamp != stamp:
-        bucket.device_shard.copy_(bucket.stored, non_blocking=True)
-        bucket.device_stamp = stamp
-    return bucket.device_shard
+    if bucket.device_copy is None:
+        bucket.device_copy = DeviceCopy(torch.empty_like(bucket.views.own))
+    copy = bucket.device_copy
+    if copy.stamp != stamp:
+        copy.tensor.copy_(bucket.stored, non_blocking=True)
+        copy.stamp = stamp
+    return copy.tensor
 
 
 def spread_inner(unit: Unit) -> None:
@@ -368,10 +372,10 @@ def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
 
 
 def _finish_gather(lane: Lane, bucket: Bucket) -> None:
-    bucket.gather.wait()
+    bucket.fill.exchange.wait()
     bucket.move_to(Phase.GATHERED)
-    lane.streams.wait(bucket.gathered_at)
-    bucket.gathered_at = None
+    lane.streams.wait(bucket.fill.mark)
+    bucket.fill.mark = None
 
 
 def _release(lane: Lane, bucket: Bucket) -> None:
@@ -380,7 +384,7 @@ def _release(lane: Lane, bucket: Bucket) -> None:
     if bucket.phase is Phase.GATHERING:
         _finish_gather(lane, bucket)
     bucket.move_to(Phase.SHARDED)
-    bucket.outrun = False
+    bucket.fill.outrun = False
     if bucket.in_place:
         return
     if log.isEnabledFor(logging.INFO):
@@ -397,10 +401,10 @@ def _release(lane: Lane, bucket: Bucket) -> None:
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Let the unit's modules read ``tensors``, by entry, as their parameters."""
-    unit.showing = tensors
-    for values, name, index in unit.places:
+    unit.run.showing = tensors
+    for values, name, index in unit.links.places:
         values[name] = tensors[index]
-    for ref, positions in unit.recurrent:
+    for ref, positions in find_recurrent(unit):
         module = ref()
         assert isinstance(module, torch.nn.RNNBase)
         weights = flat_weights(module)
@@ -411,11 +415,11 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 def install_leaves(unit: Unit) -> None:
     """Let the unit's modules hold their sharded parameters again, or what a scope put there."""
     install(unit, resting(unit))
-    unit.showing = None
-    for ref in unit.sharers:
+    unit.run.showing = None
+    for ref in unit.links.sharers:
         other = ref()
-        if other is not None and other.showing is not None:
-            install(other, other.showing)  # a pass of a unit that reads the same module goes on
+        if other is not None and other.run.showing is not None:
+            install(other, other.run.showing)  # a pass of a unit that reads the same module goes on
 
 
 def resting(unit: Unit) -> Sequence[torch.Tensor]:
@@ -425,12 +429,12 @@ def resting(unit: Unit) -> Sequence[torch.Tensor]:
 
 def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
     """Whether another unit, whose pass is under way, put there what ``values[name]`` is."""
-    others = (ref() for ref in unit.sharers)
+    others = (ref() for ref in unit.links.sharers)
     return any(
         place[0] is values and place[1] == name
         for other in others
-        if other is not None and other.showing is not None
-        for place in other.places
+        if other is not None and other.run.showing is not None
+        for place in other.links.places
     )
 
 
@@ -439,7 +443,7 @@ def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     held = resting(unit)
     return [
         place
-        for place in unit.places
+        for place in unit.links.places
         if place[0].get(place[1]) is not held[place[2]]
         and not is_shown_by_another(unit, *place[:2])
     ]

@@ -66,13 +66,13 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Choose how this call computes, and begin it."""
     unit = get_state(module).unit
     check_caller(unit)
-    unit.modes.append(REFUSED)  # until the call has begun: ``after_forward`` runs in any case
-    if id(module) not in unit.heads:
+    unit.run.modes.append(REFUSED)  # until the call has begun: ``after_forward`` runs in any case
+    if id(module) not in unit.links.heads:
         check_copy(unit, module)
     clear_failed(unit, module)
     mode = choose_mode(unit, module)
     inputs = mode.enter(unit, module, args, kwargs)
-    unit.modes[-1:] = [mode]  # a recovery has emptied the list
+    unit.run.modes[-1:] = [mode]  # a recovery has emptied the list
     return inputs
 
 
@@ -80,9 +80,9 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """End the call as it began."""
     unit = get_state(module).unit
-    if is_foreign(unit.lane) or not unit.modes:
+    if is_foreign(unit.lane) or not unit.run.modes:
         return None  # it was refused before it began, or cleared away with what failed
-    return unit.modes.pop().leave(unit, module, output)
+    return unit.run.modes.pop().leave(unit, module, output)
 
 
 REFUSED = Mode(lambda *_: None, lambda *_: None)
@@ -94,11 +94,11 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
         return SCOPE
     is_transformed = transforms_active()
     if is_transformed or computes_as_stored(unit, module):
-        if not unit.calls:
+        if not unit.run.calls:
             return TRANSFORMED
         if is_transformed and not computes_as_stored(unit, module):
             return AGAIN
-    is_at_rest = not unit.calls and unit.task is None and not unit.finished
+    is_at_rest = not unit.run.calls and unit.run.task is None and not unit.run.finished
     return FUNCTIONAL if is_at_rest and replaced(unit) else NORMAL
 
 

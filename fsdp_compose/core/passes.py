@@ -35,7 +35,7 @@ from fsdp_compose.core.reducing import (
     requires_grad,
 )
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Lane, Task, Unit, unit_of
+from fsdp_compose.core.state import Lane, Run, Task, Unit, unit_of
 
 
 def begin_forward_pass(lane: Lane) -> None:
@@ -57,19 +57,19 @@ def _start_over_if_ranks_differed(lane: Lane) -> None:
     recover(lane)
     lane.schedule.forward_order, lane.schedule.backward_order = Order(), Order()
     for unit in lane.units:
-        unit.eval_order = Order()
+        unit.expected.eval_order = Order()
 
 
 def running_task(unit: Unit) -> Task:
     """The autograd run under way, which has reached ``unit``; known to the lane from then on."""
     lane, task_id = unit.lane, graph_task_id()
-    lane.reached.update(unit.logs)
+    lane.reached.update(unit.links.logs)
     task = lane.tasks.get(task_id)
     if task is not None:
         return task
     if lane.tasks and not any(task.alive for task in lane.tasks.values()):
         recover(lane)
-        lane.reached.update(unit.logs)
+        lane.reached.update(unit.links.logs)
     outermost = not lane.tasks
     if outermost:
         _start_over_if_ranks_differed(lane)
@@ -100,7 +100,7 @@ def show_leaves(task: Task) -> None:
     The rest of the clean-up communicates and waits for the next pass, in ``recover``.
     """
     for unit in task.units:
-        if not unit.calls:
+        if not unit.run.calls:
             install_leaves(unit)
 
 
@@ -111,16 +111,16 @@ def end_task(lane: Lane, task_id: int) -> None:
         lane.schedule.reduce_rest(
             Arrival(bucket)
             for bucket in task.packed
-            if bucket.packed and unit_of(bucket).switches.sync
+            if bucket.arriving.packed and unit_of(bucket).switches.sync
         )
         land(lane)
         for mirror in task.mirrors:
             mirror.settle(None)
     for unit in task.units:
-        if unit.task is task or unit.task is None:
+        if unit.run.task is task or unit.run.task is None:
             close_backward(unit, ended=True)
     for unit, reader in task.consumed:
-        unit.readers.discard(reader)
+        unit.graphs.readers.discard(reader)
     if lane.retained:
         drop_unread(lane)
     if not lane.tasks:
@@ -176,25 +176,25 @@ def end_step(lane: Lane, trained: bool) -> None:
 def _reach_frozen(lane: Lane) -> None:
     """Count units whose forward ran and that no backward will reach among what the step ran."""
     for unit in lane.schedule.forward_order.visited():
-        live = unit.live
+        live = unit.run.live
         if live is None or not live.pass_id or not live.trained:
-            lane.reached.update(unit.logs)
+            lane.reached.update(unit.links.logs)
 
 
 def open_backward(unit: Unit, task: Task) -> None:
     """Gather the unit for its backward and let its modules read the parameters forward used."""
     schedule = unit.lane.schedule
-    if unit.task is not None and unit.task.alive:
+    if unit.run.task is not None and unit.run.task.alive:
         schedule.hold(unit, Hold.BACKWARD)
         schedule.work.wait(unit)
         return
-    unit.task = task
+    unit.run.task = task
     task.units.append(unit)
     schedule.enter_backward(unit)
     if torch.is_grad_enabled():
-        retain(unit, *unit.nodes)
-    if unit.live is not None and not unit.calls:
-        install(unit, unit.live.tensors)
+        retain(unit, *unit.graphs.nodes)
+    if unit.run.live is not None and not unit.run.calls:
+        install(unit, unit.run.live.tensors)
     schedule.look_back(unit)
 
 
@@ -205,20 +205,20 @@ def retain(unit: Unit, *readers: Any) -> None:
         readers: each lives at least as long as the graph; see ``consume`` for when it is done.
     """
     unit.lane.schedule.keep(unit, Hold.RETAINED)
-    unit.readers.update(readers)
+    unit.graphs.readers.update(readers)
     unit.lane.retained.add(unit)
 
 
 def consume(unit: Unit, reader: Any) -> None:
     """A backward over a graph that ``retain`` was called for reached its end in the unit."""
-    if reader in unit.readers and not graph_is_kept():
+    if reader in unit.graphs.readers and not graph_is_kept():
         running_task(unit).consumed.append((unit, reader))
 
 
 def drop_unread(lane: Lane) -> None:
     """Release units whose graphs over backward were consumed, or are gone."""
     for unit in list(lane.retained):
-        if not unit.readers:
+        if not unit.graphs.readers:
             lane.retained.discard(unit)
             lane.schedule.drop(unit, Hold.RETAINED)
 
@@ -231,20 +231,20 @@ def close_backward(unit: Unit, ended: bool = False) -> None:
 
 def show_leaves_after_backward(unit: Unit) -> None:
     """The unit's backward is over: its modules hold their sharded parameters again."""
-    if unit.live is not None:
-        unit.live.pass_id = 0
-        if not unit.calls:
+    if unit.run.live is not None:
+        unit.run.live.pass_id = 0
+        if not unit.run.calls:
             install_leaves(unit)
-    unit.task = None
+    unit.run.task = None
 
 
 def _return_leaves(unit: Unit) -> None:
     """As ``install_leaves``, but what the user put there stays: for the call that begins
     (``functional_call``), or for ``check_slots`` to see."""
-    shown = unit.showing  # what the failed pass put there, if its end did not take it away
+    shown = unit.run.showing  # what the failed pass put there, if its end did not take it away
     given = [
         (values, name, value)
-        for values, name, index in unit.places
+        for values, name, index in unit.links.places
         if isinstance(value := values.get(name), torch.Tensor)
         and unit.opened is None
         and not (shown is not None and value is shown[index])
@@ -268,16 +268,12 @@ def recover(lane: Lane) -> None:
     units = list(lane.units)
     lane.schedule.fail(units)
     for unit in units:
-        unit.calls = 0
-        unit.modes.clear()
-        unit.finished.clear()
-        unit.task = None
-        unit.live = None
+        unit.run = Run(showing=unit.run.showing)
         while unit.opened is not None and unit.opened.for_call:
             unit.opened = unit.opened.outer
         forget_inner(unit)
-        unit.readers.clear()
+        unit.graphs.readers.clear()
         _return_leaves(unit)
         for bucket in unit.buckets:
-            if bucket.packed and unit.switches.sync:
+            if bucket.arriving.packed and unit.switches.sync:
                 discard_packed(bucket)

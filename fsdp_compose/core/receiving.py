@@ -75,13 +75,13 @@ def take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node:
     schedule = unit.lane.schedule
     routes = routes_of(unit, trained)
     parts = [Arrival(r.bucket, r.pick(grads), r.trained, node) for r in routes]
-    if unit.task is not None and unit.task is not task and unit.task.alive:
+    if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
         # A checkpointed part of the unit runs its own backward inside the unit's: what it sends
         # is added up, and reduced once with the rest.
         schedule.work.finish_reductions()
         for part in parts:
             schedule.work.pack(part)
-        unit.task.packed += [part.bucket for part in parts]
+        unit.run.task.packed += [part.bucket for part in parts]
         return
     ends_backward = node is not None and node.ends_pass
     if ends_backward:
@@ -116,7 +116,7 @@ class EngineWork:
 
     def pack(self, part: Arrival) -> None:
         pack(part.bucket, part.grads)
-        part.bucket.trained |= part.trained
+        part.bucket.arriving.trained |= part.trained
 
     def is_complete(self, part: Arrival) -> bool:
         return unit_of(part.bucket).switches.sync and not _is_awaited(part.bucket, part.node)
@@ -143,11 +143,12 @@ def _is_awaited(bucket: Bucket, node: Any) -> bool:
     is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks)
     if node is not None and not node.ends_pass:
         is_seen = True  # few, and what a forward brings may follow
-    if not (is_seen or bucket.borrowers):
+    if not (is_seen or bucket.users.borrowers):
         return False
     if node is None or len(unit.lane.tasks) > 1:
         return True  # a compiled graph, or a backward inside another: no telling what may follow
-    return any(_is_expected(node) for u in (unit, *bucket.borrowers) for node in tuple(u.nodes))
+    users = unit, *bucket.users.borrowers
+    return any(_is_expected(node) for user in users for node in tuple(user.graphs.nodes))
 
 
 def _is_expected(node: Any) -> bool:
@@ -174,7 +175,7 @@ def reduce_at_once(
     drain(unit.lane)
     results: dict[Entry, torch.Tensor] = {}
     for route in routes_of(unit, trained):
-        mirror = route.bucket.mirror
+        mirror = route.bucket.history.mirror
         if mirror is not None:
             mirror.reconcile()
             task.mirrors.append(mirror)
@@ -210,8 +211,8 @@ class Reduce(torch.autograd.Function):
         ctx.dtype = grads[0].dtype if grads else bucket.full.dtype
         by_entry = dict(zip(given, grads, strict=True))
         flat = reduce_apart(bucket, [by_entry.get(entry) for entry in bucket.entries], trained)
-        pieces = flat.split(bucket.splits)
-        return tuple([pieces[bucket.pieces[entry.index]].clone() for entry in given])
+        pieces = flat.split(bucket.views.splits)
+        return tuple([pieces[bucket.views.pieces[entry.index]].clone() for entry in given])
 
     @staticmethod
     @untraced
@@ -230,9 +231,9 @@ class Spread(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.bucket, ctx.given = weakref.ref(bucket), given
         shard = torch.zeros_like(bucket.stored, dtype=dtype, device=bucket.mesh.device)
-        pieces = shard.split(bucket.splits)
+        pieces = shard.split(bucket.views.splits)
         for entry, piece in zip(given, slices, strict=True):
-            pieces[bucket.pieces[entry.index]].copy_(piece)
+            pieces[bucket.views.pieces[entry.index]].copy_(piece)
         full = gather_flat(bucket, shard, dtype)
         return tuple(
             [full.as_strided(e.spec.shape, e.spec.stride, e.spec.offset).clone() for e in given]

@@ -59,7 +59,7 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
     buffer = bucket.grads
     if buffer is None:
         buffer = bucket.grads = make_grad_buffer(bucket)
-    elif not bucket.packed:
+    elif not bucket.arriving.packed:
         buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
     views: list[torch.Tensor] = buffer.views
     given: Any = grads
@@ -70,12 +70,12 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
         views = [view for view, grad in pairs if grad is not None]
         given = [grad for _, grad in pairs if grad is not None]
         zeros = [view for view, grad in pairs if grad is None] + buffer.gaps
-    bucket.used |= used
-    if bucket.packed:
+    bucket.arriving.used |= used
+    if bucket.arriving.packed:
         if given:
             torch._foreach_add_(views, given)
         return
-    bucket.packed = True
+    bucket.arriving.packed = True
     if given:
         torch._foreach_copy_(views, given)
     if zeros:
@@ -90,13 +90,14 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
     """
     assert bucket.grads is not None
     unit = unit_of(bucket)
-    if bucket in unit.reduce_events:
-        events, code, kept = unit.reduce_events[bucket]
+    if bucket in unit.links.reduce_events:
+        events, code, kept = unit.links.reduce_events[bucket]
         number = code if unit.switches.all_reduce else kept
-        if bucket.trained != bucket.every:
-            number = code_of(number, bucket.trained)  # ranks that freeze other parameters differ
+        if bucket.arriving.trained != bucket.every:
+            # Ranks that freeze other parameters differ.
+            number = code_of(number, bucket.arriving.trained)
         events.note((number, "reduce", unit.name, "backward"))
-    bucket.packed, bucket.trained = False, 0
+    bucket.arriving.packed, bucket.arriving.trained = False, 0
     mesh, streams = bucket.mesh, unit.lane.streams
     factor = unit.switches.divide_factor
     scale = 1.0 / (mesh.size if factor is None else factor)
@@ -117,7 +118,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
                 parts,
                 mesh.gather_axis,
                 f"reduce gradients of unit {unit.name!r}",
-                bucket.caller,
+                bucket.users.caller,
                 reduction.used,
             )
         if unit.switches.comm_hook is not None or streams.reduce is not None:
@@ -134,55 +135,55 @@ def reduce_apart(
 ) -> torch.Tensor:
     """Average ``grads`` over all ranks now, leaving alone what waits for a later reduction."""
     switches = unit_of(bucket).switches
-    packed, buffer, partial = bucket.packed, bucket.grads, bucket.partial
-    used, all_reduces = (bucket.used, bucket.trained), switches.all_reduce
+    packed, buffer, partial = bucket.arriving.packed, bucket.grads, bucket.arriving.partial
+    used, all_reduces = (bucket.arriving.used, bucket.arriving.trained), switches.all_reduce
     if packed:
-        bucket.grads, bucket.packed = None, False
-    bucket.partial, switches.all_reduce, bucket.trained = None, True, trained
+        bucket.grads, bucket.arriving.packed = None, False
+    bucket.arriving.partial, switches.all_reduce, bucket.arriving.trained = None, True, trained
     try:
         pack(bucket, grads)
         return finish_reduce(start_reduce(bucket, unites=False))
     finally:
-        bucket.partial, switches.all_reduce = partial, all_reduces
-        bucket.used, bucket.trained = used
+        bucket.arriving.partial, switches.all_reduce = partial, all_reduces
+        bucket.arriving.used, bucket.arriving.trained = used
         if packed:
-            bucket.grads, bucket.packed = buffer, True
+            bucket.grads, bucket.arriving.packed = buffer, True
 
 
 def _take_used(bucket: Bucket) -> comm.Flags:
-    flags, bucket.used = comm.Flags(bucket.used, len(bucket.entries)), 0
+    flags, bucket.arriving.used = comm.Flags(bucket.arriving.used, len(bucket.entries)), 0
     return flags
 
 
 def start_all_reduce(bucket: Bucket) -> Reduction:
     """Finish over the replicas what was reduced over the shard group only."""
-    assert bucket.partial is not None
+    assert bucket.arriving.partial is not None
     unit = unit_of(bucket)
     streams = unit.lane.streams
     reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
     unite_early(bucket, reduction.used)
-    with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.partial.nbytes):
-        grad = _over_replicas(bucket, bucket.partial, reduction.used)
+    with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.arriving.partial.nbytes):
+        grad = _over_replicas(bucket, bucket.arriving.partial, reduction.used)
         reduction.result = _typed(bucket, grad)
         reduction.done = streams.record(streams.reduce)
-    bucket.partial = None
+    bucket.arriving.partial = None
     return reduction
 
 
 def _combine(reduction: Reduction) -> torch.Tensor:
     """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
     bucket, switches = reduction.bucket, reduction.unit.switches
-    real = _real_dtype(bucket.grad_dtype)
+    real = _real_dtype(bucket.dtypes.grad)
     if switches.comm_hook is not None:
         return _typed(bucket, _run_comm_hook(reduction).to(real))
     assert reduction.scatter is not None
     grad = reduction.scatter.result(real, reduction.scale)
-    if bucket.partial is not None:
-        grad += bucket.partial
-        bucket.partial = None
+    if bucket.arriving.partial is not None:
+        grad += bucket.arriving.partial
+        bucket.arriving.partial = None
     if bucket.mesh.replicate_axis.size > 1:
         if not switches.all_reduce:
-            bucket.partial = grad
+            bucket.arriving.partial = grad
         else:
             grad = _over_replicas(bucket, grad, reduction.used)
     return _typed(bucket, grad)
@@ -192,11 +193,11 @@ def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torc
     """The sum over the replicas of what each summed over its own ranks; of it, what is held."""
     mesh = bucket.mesh
     if mesh.axes is None:
-        return comm.all_reduce(grad, mesh.replicate, caller=bucket.caller, flags=used)
+        return comm.all_reduce(grad, mesh.replicate, caller=bucket.users.caller, flags=used)
     parts = grad.chunk(mesh.replicate_axis.size)
     purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
     axis = mesh.replicate_axis
-    scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, bucket.caller, used)
+    scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, bucket.users.caller, used)
     return scatter.result(grad.dtype, 1.0)
 
 
@@ -244,7 +245,7 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
         return reduction.result  # the buffer is gone where parameters moved after a failure
     if bucket.mesh.gather_axis.size == 1:
         bucket.grads = None  # the result may be the buffer itself
-    elif not bucket.packed:
+    elif not bucket.arriving.packed:
         # Not before the current stream has waited for the reduction that reads it.
         bucket.grads.flat.untyped_storage().resize_(0)
     return reduction.result
@@ -255,10 +256,10 @@ def drain(lane: Lane) -> None:
     while lane.reductions:
         reduction = lane.reductions.pop(0)
         grad = finish_reduce(reduction)
-        if reduction.bucket.partial is None:
+        if reduction.bucket.arriving.partial is None:
             _deliver(lane, reduction, grad)
         else:
-            reduction.bucket.used |= reduction.used.bits
+            reduction.bucket.arriving.used |= reduction.used.bits
 
 
 def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
@@ -271,15 +272,15 @@ def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
     if offload.grads and not (last and not offload.shards):
         grad = _to_host(grad, offload)
     if not last:
-        bucket.used |= reduction.used.bits
-        waiting = bucket.waiting_grad
+        bucket.arriving.used |= reduction.used.bits
+        waiting = bucket.arriving.waiting
         _settle(lane)
-        bucket.waiting_grad = grad if waiting is None else waiting.add_(grad)
+        bucket.arriving.waiting = grad if waiting is None else waiting.add_(grad)
         return
-    if bucket.waiting_grad is not None:
+    if bucket.arriving.waiting is not None:
         _settle(lane)
-        grad = bucket.waiting_grad.add_(grad.to(bucket.waiting_grad.device))
-        bucket.waiting_grad = None
+        grad = bucket.arriving.waiting.add_(grad.to(bucket.arriving.waiting.device))
+        bucket.arriving.waiting = None
     if offload.shards:
         grad = _to_host(grad, offload)
     else:
@@ -313,15 +314,15 @@ def land(lane: Lane) -> None:
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
     """Slices of a sharded flat tensor by entry, each tagged as what it is."""
-    slices = flat.split_with_sizes(bucket.splits)
-    grads = [slices[piece] for piece in bucket.pieces]
+    slices = flat.split_with_sizes(bucket.views.splits)
+    grads = [slices[piece] for piece in bucket.views.pieces]
     tag_all(grads, [entry.spec for entry in bucket.entries])
     return grads
 
 
 def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
-    bucket, mirror = reduction.bucket, reduction.bucket.mirror
+    bucket, mirror = reduction.bucket, reduction.bucket.history.mirror
     used = reduction.used.bits
     if mirror is not None:
         mirror.reconcile()
@@ -365,7 +366,7 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def discard_packed(bucket: Bucket) -> None:
     """Forget gradients that were packed and not reduced."""
-    bucket.packed = False
-    bucket.used = bucket.trained = 0
+    bucket.arriving.packed = False
+    bucket.arriving.used = bucket.arriving.trained = 0
     assert bucket.grads is not None
     bucket.grads.flat.untyped_storage().resize_(0)

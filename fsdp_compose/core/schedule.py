@@ -7,12 +7,13 @@ events in small worlds. What they decide is carried out by a ``Work``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from fsdp_compose.core.order import Change, Order
 
-Expected = Literal["seen", "hidden", "none"]
+Backward = Literal["seen", "hidden", "none"]
 """Whether a backward may reach a unit: announced by a hook, unannounced, or not at all."""
 
 
@@ -52,6 +53,20 @@ class Keeping(Protocol):
     sync: bool
 
 
+@dataclass(eq=False)
+class Expected:
+    """What runs after a unit: lists of units to gather ahead, and an order without gradients.
+
+    Attributes:
+        forward_list, backward_list: given by the user, as weak references; None: by the order.
+        eval_order: of forwards without gradients that this unit is the outermost of.
+    """
+
+    forward_list: Sequence[Callable[[], Any]] | None = None
+    backward_list: Sequence[Callable[[], Any]] | None = None
+    eval_order: Order = field(default_factory=Order)
+
+
 class Scheduled(Protocol):
     """What the rules read of a unit, and the reasons to hold it, which they keep there."""
 
@@ -64,9 +79,7 @@ class Scheduled(Protocol):
     @property
     def switches(self) -> Keeping: ...
     @property
-    def forward_list(self) -> Sequence[Callable[[], Any]] | None: ...
-    @property
-    def backward_list(self) -> Sequence[Callable[[], Any]] | None: ...
+    def expected(self) -> Expected: ...
 
 
 U = TypeVar("U", bound=Scheduled)
@@ -192,10 +205,10 @@ class Schedule(Generic[U, P]):
             change = order.visit(unit)
             if change is not None:
                 self.drop_prefetched()
-        self._prefetch(unit.prefetch.forward, unit.forward_list, order, unit.prefetch)
+        self._prefetch(unit.prefetch, unit.prefetch.forward, unit.expected.forward_list, order)
         return change
 
-    def leave_forward(self, unit: U, backward: Expected, training: bool, recomputing: bool) -> None:
+    def leave_forward(self, unit: U, backward: Backward, training: bool, recomputing: bool) -> None:
         """The unit's forward ended: release it, unless it is kept for its backward."""
         if recomputing:
             self.hold(unit, Hold.BACKWARD)  # which is under way; its gradients release the unit
@@ -250,7 +263,7 @@ class Schedule(Generic[U, P]):
             if order.place is None:
                 order.assume(self.forward_order.visited())
         if unit.prefetch.backward_moment == "pre":
-            self._prefetch(unit.prefetch.backward, unit.backward_list, order, unit.prefetch)
+            self._prefetch_backward(unit)
 
     def receive(self, unit: U, parts: Sequence[P], ends_backward: bool) -> None:
         """Gradients arrived: pack them, release their unit, reduce what is complete.
@@ -280,8 +293,7 @@ class Schedule(Generic[U, P]):
             self.keep(unit, Hold.KEPT)
         self.drop(unit, Hold.BACKWARD)
         if unit.prefetch.backward_moment == "post" and not ended:
-            order = self.backward_order
-            self._prefetch(unit.prefetch.backward, unit.backward_list, order, unit.prefetch)
+            self._prefetch_backward(unit)
 
     def reduce_rest(self, parts: Iterable[P]) -> None:
         """Backward is at its end: reduce what waited for more, and finish every reduction."""
@@ -298,8 +310,12 @@ class Schedule(Generic[U, P]):
 
     # Gathering ahead
 
+    def _prefetch_backward(self, unit: U) -> None:
+        policy, listed = unit.prefetch, unit.expected.backward_list
+        self._prefetch(policy, policy.backward, listed, self.backward_order)
+
     def _prefetch(
-        self, depth: int, listed: Sequence[Callable[[], Any]] | None, order: Order, policy: Ahead
+        self, policy: Ahead, depth: int, listed: Sequence[Callable[[], Any]] | None, order: Order
     ) -> None:
         """Gather ahead ``depth`` units of the order, or those that the user listed."""
         if listed is not None:

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,14 +29,13 @@ from fsdp_compose.core.bucket import (
     Mirror,
     Slot,
     attributes_of,
-    is_dressed,
+    has_attributes,
     make_bucket,
 )
 from fsdp_compose.core.guards.collective_log import Log, code_of, is_alive, log_key
-from fsdp_compose.core.order import Order
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
-from fsdp_compose.core.schedule import Hold, Schedule, Work
-from fsdp_compose.sharded import Hooks, Residence, unit_finders
+from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
+from fsdp_compose.sharded import Hooks, Parallel, Residence, unit_finders
 
 STATE_KEY = "_fsdp_compose_state"
 
@@ -51,11 +50,81 @@ class Asked:
 
     def __enter__(self) -> None:
         for unit in self.units:
-            unit.asked = self
+            unit.run.asked = self
 
     def __exit__(self, *_: object) -> None:
         for unit in self.units:
-            unit.asked = None
+            unit.run.asked = None
+
+
+@dataclass(eq=False, repr=False)
+class Run:
+    """What a unit does in the pass under way; a new one when a pass failed."""
+
+    calls: int = 0  # forwards of its modules that are running
+    modes: list[Any] = field(default_factory=list)  # of these calls, see hooks.py
+    showing: Sequence[torch.Tensor] | None = None  # what its modules read, by entry
+    finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
+    live: Live | None = None
+    task: Task | None = None  # the backward that opened the unit
+    shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
+    asked: Asked | None = None
+
+
+@dataclass(eq=False, repr=False)
+class Links:
+    """What follows from a unit's buckets and modules; made again when one of them was rebuilt."""
+
+    aliases: list[torch.Tensor]  # by entry
+    with_attributes: list[int]  # entries whose parameters have a class or attributes of their own
+    dtensors: list[tuple[int, Parallel]]  # entries that tensor parallelism split
+    places: list[tuple[dict[str, Any], str, int]]  # (values, name, entry) of every slot
+    heads: frozenset[int]  # ids of its modules
+    recurrent: list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] | None = None
+    """See ``find_recurrent``: at first use, since a module that is being copied is empty."""
+    sharers: list[weakref.ref[Unit]] = field(default_factory=list)
+    """Units that read a parameter from the same place: a module reachable from both."""
+    pointers: list[int] | None = None  # of the aliases if they never move, see forward_writes.py
+    routes: dict[tuple[int, ...], list[Route]] = field(default_factory=dict)
+    gather_events: list[tuple[Bucket, Log, int]] = field(default_factory=list)
+    reduce_events: dict[Bucket, tuple[Log, int, int]] = field(default_factory=dict)
+    logs: tuple[Log, ...] = ()  # of its groups
+
+
+@dataclass(eq=False, repr=False)
+class Checks:
+    """What the guards noted of a unit."""
+
+    warned: set[str] = field(default_factory=set)
+    unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
+    left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
+    groupless: bool = False  # mesh=None meant this rank alone: there was no process group
+    copies: int = 0  # deep copies made of it
+    epoch: int = 0  # counts conversions to another dtype or device
+    trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
+    watch: Watch | None = None  # None: look through the modules at the next forward
+    is_forked: bool = False  # this process is a child of the one that sharded it
+    looked_around: bool = False  # for the module that its forward was called in
+    surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
+    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # of backwards
+    keepers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Attributes of its modules in which a forward left tensors of its graph."""
+    bound_at: int = -1  # when the last node before a unit that trains nothing was made
+    keeps_views: bool = False  # its modules hold views of gathered weights
+    inspected: set[tuple[bool, bool]] = field(default_factory=set)  # kinds of forwards
+
+
+@dataclass(eq=False, repr=False)
+class Graphs:
+    """Autograd graphs that a unit is part of.
+
+    Attributes:
+        nodes: at which gradients of its parameters arrive.
+        readers: live as long as graphs over its backward do, which read its weights (create_graph).
+    """
+
+    nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(eq=False, repr=False)
@@ -71,44 +140,19 @@ class Unit:
     prefetch: Prefetch
     switches: Switches
     slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
-    holds: set[Hold] = field(default_factory=set)
-    calls: int = 0  # forwards of its modules that are running
-    modes: list[Any] = field(default_factory=list)  # of the calls under way, see hooks.py
-    showing: Sequence[torch.Tensor] | None = None  # what its modules read in a pass under way
-    finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
-    live: Live | None = None
-    nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """Autograd nodes that gradients of its parameters arrive at."""
-    readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """What lives as long as graphs over its backward do, which read its weights (create_graph)."""
-    opened: Opened | None = None
-    shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
-    task: Task | None = None  # the backward that opened the unit
-    trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
-    warned: set[str] = field(default_factory=set)
-    eval_order: Order = field(default_factory=Order)
-    number: tuple[Any, ...] = ()  # the same on every rank; () where there is nothing to compare
-    copies: int = 0  # deep copies made of it
-    forward_list: list[weakref.ref[Unit]] | None = None  # to gather ahead; None: by the order
-    backward_list: list[weakref.ref[Unit]] | None = None
-    post_reduce_hooks: OrderedDict[int, Any] = field(default_factory=OrderedDict)
-    unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
-    epoch: int = 0  # counts conversions to another dtype or device
     options: Any = None  # it was sharded with these, plans.Options
-    groupless: bool = False  # mesh=None meant this rank alone: there was no process group
-    left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
+    number: tuple[Any, ...] = ()  # the same on every rank; () where there is nothing to compare
+    holds: set[Hold] = field(default_factory=set)
+    run: Run = field(default_factory=Run)
+    opened: Opened | None = None
     traced: Traced | None = None  # set_traceable was called
-    asked: Asked | None = None
-    watch: Watch | None = None  # None: look through the modules at the next forward
-    is_forked: bool = False  # this process is a child of the one that sharded it
-    looked_around: bool = False  # for the module that its forward was called in
-    surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
-    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # of backwards
-    keepers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """Attributes of its modules in which a forward left tensors of its graph."""
-    bound_at: int = -1  # when the last node before a unit that trains nothing was made
-    keeps_views: bool = False  # its modules hold views of gathered weights, see kept_views.py
-    inspected: set[tuple[bool, bool]] = field(default_factory=set)  # forwards: forward_writes.py
+    graphs: Graphs = field(default_factory=Graphs)
+    checks: Checks = field(default_factory=Checks)
+    expected: Expected = field(default_factory=Expected)  # what runs after it
+    post_reduce_hooks: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+    entries: list[Entry] = field(init=False)  # of its own buckets, then the borrowed ones
+    gathered: list[Bucket] = field(init=False)  # its own buckets, then those it borrows from
+    links: Links = field(init=False)
 
     def __post_init__(self) -> None:
         self.link()
@@ -117,68 +161,60 @@ class Unit:
         holds = ", ".join(sorted(hold.name for hold in self.holds)) or "nothing"
         return f"Unit({self.name!r}, {self.buckets}, held by {holds})"
 
-    @cached_property
-    def recurrent(self) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
-        """As ``_recurrent_slots``; at first use, since a module that is being copied is empty."""
-        return _recurrent_slots(self)
-
     def link(self) -> None:
         """Work out what follows from the buckets; again after one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
-        self.aliases = [owner_of(entry).aliases[entry.index] for entry in self.entries]
-        self.dressed = [i for i, entry in enumerate(self.entries) if is_dressed(entry)]
-        self.dtensors = [
-            (i, e.spec.parallel) for i, e in enumerate(self.entries) if e.spec.is_dtensor
-        ]
-        self.places = [(slot.values, slot.name, index) for slot, index in self.slots]
-        self.heads = frozenset(id(ref()) for ref in self.modules)
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
-        self.__dict__.pop("recurrent", None)
-        self.pointers: list[int] | None = None  # of the aliases, if they never move
-        self.routes: dict[tuple[int, ...], list[Route]] = {}
-        self._watch()
-        self._meet_sharers()
+        self.links = Links(
+            aliases=[owner_of(entry).aliases[entry.index] for entry in self.entries],
+            with_attributes=[i for i, e in enumerate(self.entries) if has_attributes(e)],
+            dtensors=[
+                (i, e.spec.parallel)
+                for i, e in enumerate(self.entries)
+                if e.spec.is_dtensor and e.spec.parallel is not None
+            ],
+            places=[(slot.values, slot.name, index) for slot, index in self.slots],
+            heads=frozenset(id(ref()) for ref in self.modules),
+        )
+        self._number_events()
+        self._find_sharers()
         for bucket in self.buckets:
-            bucket.unit = weakref.ref(self)
+            bucket.users.unit = weakref.ref(self)
         for bucket in lent.values():
-            bucket.borrowers.add(self)
+            bucket.users.borrowers.add(self)
         self.lane.units.add(self)
         self.lane.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
-    def _meet_sharers(self) -> None:
-        """Find units that read a parameter from the same place: a module reachable from both."""
-        self.sharers: list[weakref.ref[Unit]] = []
-        mine = {(id(values), name) for values, name, _ in self.places}
+    def _find_sharers(self) -> None:
+        mine = {(id(values), name) for values, name, _ in self.links.places}
         for other in self.lane.units:
             if other is not self and (self.borrowed or other.borrowed):
-                theirs = {(id(values), name) for values, name, _ in other.places}
+                theirs = {(id(values), name) for values, name, _ in other.links.places}
                 if not mine.isdisjoint(theirs):
-                    self.sharers.append(weakref.ref(other))
-                    other.sharers.append(weakref.ref(self))
+                    self.links.sharers.append(weakref.ref(other))
+                    other.links.sharers.append(weakref.ref(self))
 
-    def _watch(self) -> None:
+    def _number_events(self) -> None:
         """Number what the unit will communicate, alike on every rank."""
-        self.gather_events: list[tuple[Bucket, Log, int]] = []
-        self.reduce_events: dict[Bucket, tuple[Log, int, int]] = {}
-        self.logs: tuple[Log, ...] = ()  # of its groups
+        links = self.links
         for index, bucket in enumerate(self.gathered):
             log = log_of(self.lane, bucket.mesh)
-            bucket.caller = log
+            bucket.users.caller = log
             if log is None:
                 continue
             if not self.number:
                 self.number = (*(g.size for g in log.groups), log.number_unit())
-            if log not in self.logs:
-                self.logs = (*self.logs, log)
+            if log not in links.logs:
+                links.logs = (*links.logs, log)
             key = (self.number, index)
             if bucket.mesh.shard.size > 1:
-                self.gather_events.append((bucket, log, code_of("gather", key)))
+                links.gather_events.append((bucket, log, code_of("gather", key)))
             codes = code_of("reduce", key), code_of("reduce and keep", key)
-            self.reduce_events[bucket] = (log, *codes)
+            links.reduce_events[bucket] = (log, *codes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        self.copies += 1
+        self.checks.copies += 1
         modules = [copy.deepcopy(ref(), memo) for ref in self.modules]
         buckets = [_copy_bucket(bucket, memo) for bucket in self.buckets]
         copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
@@ -193,16 +229,17 @@ class Unit:
             mp=self.mp,
             prefetch=self.prefetch,
             switches=replace(self.switches),
-            number=self.number and (*self.number, "copy", self.copies),
+            number=self.number and (*self.number, "copy", self.checks.copies),
             slots=[(_copy_slot(slot, memo), index) for slot, index in self.slots],
-            unready_buffers=[(name, _copy_slot(slot, memo)) for name, slot in self.unready_buffers],
             options=self.options,
-            groupless=self.groupless,
         )
-        for ref in self.left_alone.values():
+        unit.checks.groupless = self.checks.groupless
+        for name, slot in self.checks.unready_buffers:
+            unit.checks.unready_buffers.append((name, _copy_slot(slot, memo)))
+        for ref in self.checks.left_alone.values():
             twin = memo.get(id(ref()))
             if twin is not None:
-                unit.left_alone[id(twin)] = weakref.ref(twin)
+                unit.checks.left_alone[id(twin)] = weakref.ref(twin)
         waiting: list[Unit] = memo.setdefault(id(Unit), [])
         waiting.append(unit)
         for other in waiting:  # copied before the unit that it borrows from
@@ -214,10 +251,10 @@ class Unit:
 
 def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """What modules read, by entry, for full tensors: DTensors where tensor parallelism split."""
-    if not unit.dtensors:
+    if not unit.links.dtensors:
         return tensors
     read = list(tensors)
-    for index, parallel in unit.dtensors:
+    for index, parallel in unit.links.dtensors:
         assert parallel is not None
         read[index] = parallel.wrap(tensors[index])
     return read
@@ -225,11 +262,11 @@ def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
 
 def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
     """Routes for the gradients of the entries ``trained``, worked out once."""
-    routes = unit.routes.get(trained)
+    routes = unit.links.routes.get(trained)
     if routes is None:
         position = {unit.entries[i]: k for k, i in enumerate(trained)}
         sources = [(b, [position.get(e, -1) for e in b.entries]) for b in unit.gathered]
-        routes = unit.routes[trained] = [
+        routes = unit.links.routes[trained] = [
             Route(bucket, found, sum(1 << i for i, k in enumerate(found) if k >= 0))
             for bucket, found in sources
             if max(found, default=-1) >= 0
@@ -239,7 +276,7 @@ def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
 
 def unit_of(bucket: Bucket) -> Unit:
     """The unit that a bucket belongs to."""
-    unit: Unit | None = bucket.unit() if bucket.unit is not None else None
+    unit: Unit | None = bucket.users.unit() if bucket.users.unit is not None else None
     assert unit is not None, "a bucket outside any unit"
     return unit
 
@@ -300,7 +337,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         bucket.offload,
         bucket.spread,
     )
-    copied.unready = [copied.entries[entry.index] for entry in bucket.unready]
+    copied.history.unready = [copied.entries[entry.index] for entry in bucket.history.unready]
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [_copy_slot(slot, memo) for slot in old.slots]
         if old.layers:  # a scope shows it in full, which a copy of the model does not inherit
@@ -309,17 +346,18 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     return copied
 
 
-def _recurrent_slots(
-    unit: Unit,
-) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
+def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
     """Recurrent modules read a second list of parameters: (module, [(position, entry)])."""
+    if unit.links.recurrent is not None:
+        return unit.links.recurrent
     found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
     for slot, index in unit.slots:
         module = slot.module()
         if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
             position = module._flat_weights_names.index(slot.name)
             found.setdefault(id(module), (slot.module, []))[1].append((position, index))
-    return list(found.values())
+    unit.links.recurrent = list(found.values())
+    return unit.links.recurrent
 
 
 @dataclass(eq=False, repr=False)
@@ -433,7 +471,7 @@ def _frozen(lane_ref: weakref.ref[Lane], log: Log) -> list[tuple[str, str]]:
         (unit.name, entry.spec.fqn)
         for unit in units
         for bucket in unit.buckets
-        if bucket.caller is log
+        if bucket.users.caller is log
         for entry in bucket.entries
         if not entry.param.requires_grad
     ]

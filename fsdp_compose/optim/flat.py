@@ -231,10 +231,10 @@ class _Mirror:
             if all(grad is None for grad in grads):
                 return
             leaf.grad = (
-                torch.zeros_like(bucket.shard, dtype=bucket.grad_dtype) if flat is None else flat
+                torch.zeros_like(bucket.shard, dtype=bucket.dtypes.grad) if flat is None else flat
             )
-        pieces = leaf.grad.split(bucket.splits)
-        for entry, k, grad in zip(bucket.entries, bucket.pieces, grads, strict=True):
+        pieces = leaf.grad.split(bucket.views.splits)
+        for entry, k, grad in zip(bucket.entries, bucket.views.pieces, grads, strict=True):
             piece = pieces[k]
             if grad is None:
                 piece.zero_()
@@ -268,8 +268,8 @@ class _Mirror:
 
 
 def _expect_gradient(plain: nn.Parameter, bucket: Bucket) -> None:
-    if plain.grad_dtype != bucket.grad_dtype:
-        plain.grad_dtype = bucket.grad_dtype
+    if plain.grad_dtype != bucket.dtypes.grad:
+        plain.grad_dtype = bucket.dtypes.grad
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -280,10 +280,10 @@ def _mirror_of(bucket: Bucket) -> _Mirror:
     if not _step_hooks:
         _step_hooks.append(register_optimizer_step_pre_hook(_before_step))
         _step_hooks.append(register_optimizer_step_post_hook(_after_step))
-    if bucket.mirror is None:
-        bucket.mirror = _Mirror(bucket)
-    assert isinstance(bucket.mirror, _Mirror)
-    return bucket.mirror
+    if bucket.history.mirror is None:
+        bucket.history.mirror = _Mirror(bucket)
+    assert isinstance(bucket.history.mirror, _Mirror)
+    return bucket.history.mirror
 
 
 def _stepped(optimizer: Any) -> Iterator[Source]:

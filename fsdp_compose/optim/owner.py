@@ -240,8 +240,8 @@ class OwnerOptimizer(Optimizer):
         entry = find_entry(param)
         bucket = owner_of(entry)
         plain = nn.Parameter(to_local(param).detach().new_empty(0))
-        if plain.grad_dtype != bucket.grad_dtype:
-            plain.grad_dtype = bucket.grad_dtype
+        if plain.grad_dtype != bucket.dtypes.grad:
+            plain.grad_dtype = bucket.dtypes.grad
         parallel = entry.spec.parallel
         if parallel is not None and not parallel.splits:
             parallel = None
@@ -334,7 +334,7 @@ class OwnerOptimizer(Optimizer):
         for piece in pieces:
             local, grad = to_local(piece.param).detach(), _grad_of(piece)
             if grad is None:
-                grad = torch.zeros_like(local, dtype=owner_of(piece.entry).grad_dtype)
+                grad = torch.zeros_like(local, dtype=owner_of(piece.entry).dtypes.grad)
             parcels.send(piece.owner, local)
             parcels.send(piece.owner, grad)
             if not piece.is_mine:

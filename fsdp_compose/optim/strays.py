@@ -93,7 +93,7 @@ def _plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ignored: set[int] = set()
     for lane in _lanes.values():
         for unit in lane.units:
-            for ref in unit.left_alone.values():
+            for ref in unit.checks.left_alone.values():
                 item = ref()
                 found = item.parameters() if isinstance(item, nn.Module) else [item]
                 ignored.update(map(id, found))

@@ -151,11 +151,11 @@ def _state_of(unit: Unit) -> UnitState:
         shards=sum(_nbytes(b.shard) for b in unit.buckets),
         gradients=_held_gradients(unit),
         packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
-        partial=sum(_nbytes(b.partial) for b in unit.buckets),
-        waiting=sum(_nbytes(b.waiting_grad) for b in unit.buckets),
+        partial=sum(_nbytes(b.arriving.partial) for b in unit.buckets),
+        waiting=sum(_nbytes(b.arriving.waiting) for b in unit.buckets),
         spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner and b.spread),
         weight_copies=sum(
-            _nbytes(b.inner.store if b.inner and not b.spread else b.device_shard)
+            _nbytes(b.inner.store if b.inner and not b.spread else _device_copy(b))
             for b in unit.buckets
         ),
         is_stale=any(_is_stale(unit, b) for b in unit.gathered),
@@ -189,7 +189,7 @@ def _is_stale(unit: Unit, bucket: Bucket) -> bool:
     """Whether a forward now would gather again what is gathered."""
     if bucket.phase is not Phase.GATHERED or bucket.in_place or Hold.FORWARD in unit.holds:
         return False
-    return bucket.stamp is not None and bucket.stamp != stamp_of(bucket)
+    return bucket.fill.stamp is not None and bucket.fill.stamp != stamp_of(bucket)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -207,6 +207,10 @@ def _other(survey: Survey) -> int:
     outside = list(survey.outside.values())
     grads = [p.grad for p in outside if p.grad is not None]
     return survey.buffer_bytes + sum(t.nbytes for t in map(part_of, [*outside, *grads]))
+
+
+def _device_copy(bucket: Bucket) -> torch.Tensor | None:
+    return None if bucket.device_copy is None else bucket.device_copy.tensor
 
 
 def _now(lane: Lane) -> Iterator[str]:
@@ -249,7 +253,7 @@ def _next(units: Sequence[Unit]) -> Iterator[str]:
     stale = [unit for unit in units if any(_is_stale(unit, b) for b in unit.gathered)]
     if stale:
         yield f"gathered again in the next forward, their shards have changed: {named(stale)}"
-    packed = [unit for unit in units if any(bucket.packed for bucket in unit.buckets)]
+    packed = [unit for unit in units if any(bucket.arriving.packed for bucket in unit.buckets)]
     if packed:
         action = (
             "the next backward with gradient sync adds to them and reduces them once"
@@ -257,13 +261,13 @@ def _next(units: Sequence[Unit]) -> Iterator[str]:
             else "reduced when this backward, or the next, ends"
         )
         yield f"full gradients wait to be reduced: {named(packed)}; {action}"
-    partial = [u for u in units if any(b.partial is not None for b in u.buckets)]
+    partial = [u for u in units if any(b.arriving.partial is not None for b in u.buckets)]
     if partial:
         yield (
             f"gradients wait for the all-reduce over replicas: {named(partial)}; the next backward "
             "with set_requires_all_reduce(module, True) completes them"
         )
-    waiting = [u for u in units if any(b.waiting_grad is not None for b in u.buckets)]
+    waiting = [u for u in units if any(b.arriving.waiting is not None for b in u.buckets)]
     if waiting:
         yield (
             f"gradients of earlier microbatches are not in .grad: {named(waiting)}; the next "

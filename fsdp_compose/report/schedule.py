@@ -13,7 +13,7 @@ from functools import partial
 from typing import ClassVar
 
 from fsdp_compose.base.policy import Prefetch
-from fsdp_compose.core.schedule import Expected, Hold, Schedule
+from fsdp_compose.core.schedule import Backward, Expected, Hold, Schedule
 from fsdp_compose.report.survey import Event, Record, Survey
 
 
@@ -96,8 +96,7 @@ class _Node:
     routes: list[int]  # buckets whose gradients it makes
     prefetch: Prefetch
     switches: _Keeping
-    forward_list: Sequence[Callable[[], _Node]] | None = None
-    backward_list: Sequence[Callable[[], _Node]] | None = None
+    expected: Expected = field(default_factory=Expected)
     holds: set[Hold] = field(default_factory=set)
     opened: bool = False  # in backward
     gradients: dict[int, int] = field(default_factory=dict)
@@ -281,7 +280,7 @@ class _Player:
                 listed: list[Record] | None = getattr(node.record, name)
                 if listed is not None:
                     nodes = [self.nodes[id(record)] for record in listed]
-                    setattr(node, name, [partial(_same, node) for node in nodes])
+                    setattr(node.expected, name, [partial(_same, node) for node in nodes])
         makers = {id(e.record) for e in survey.events if e.use is not None and e.use.grad_bytes}
         self.ledger = _Ledger(survey, [self.nodes[key] for key in makers])
         self.schedule = Schedule(self.ledger)
@@ -315,7 +314,7 @@ class _Player:
                 schedule.look_ahead(node)
             else:
                 schedule.active.pop()
-                backward: Expected = "seen" if is_watched else "none"
+                backward: Backward = "seen" if is_watched else "none"
                 schedule.leave_forward(node, backward, training=True, recomputing=False)
                 if not schedule.active:
                     schedule.end_forward(complete=True, training=True)

@@ -139,7 +139,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     survey.records += records.values()
     for unit in units:
         for attribute in ("forward_list", "backward_list"):
-            listed = getattr(unit, attribute)
+            listed = getattr(unit.expected, attribute)
             if listed is not None:
                 known = [records.get(id(ref())) for ref in listed]
                 setattr(records[id(unit)], attribute, [r for r in known if r is not None])

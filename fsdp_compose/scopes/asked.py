@@ -112,7 +112,8 @@ def _traceable(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
             continue
         if (entry := entry_of(source)) is not None:
             bucket = owner_of(entry)
-            readers = [u for u in (unit_of(bucket), *bucket.borrowers) if u.traced is not None]
+            users = unit_of(bucket), *bucket.users.borrowers
+            readers = [user for user in users if user.traced is not None]
             if readers:
                 entries[index] = entry
                 units += [unit for unit in readers if unit not in units]

@@ -45,7 +45,7 @@ from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.receiving import Tensors, gather_flat, reduce_at_once, take
 from fsdp_compose.core.records import Traced
-from fsdp_compose.core.state import STATE_KEY, Unit, owner_of
+from fsdp_compose.core.state import STATE_KEY, Unit, find_recurrent, owner_of
 
 _keys = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
@@ -91,9 +91,9 @@ def _require_traceable(unit: Unit) -> None:
         problem = 'MixedPrecision(cast_forward_inputs="root"); use True or False'
     elif mp.full_precision_in_eval:
         problem = "MixedPrecision(full_precision_in_eval=True)"
-    elif unit.recurrent:
+    elif find_recurrent(unit):
         problem = "a recurrent module, which torch.compile does not trace"
-    elif unit.dtensors:
+    elif unit.links.dtensors:
         problem = "tensor parallel parameters; compile its blocks instead: block.compile()"
     if problem is not None:
         raise ValueError(
@@ -121,7 +121,7 @@ def _record(unit: Unit) -> Traced:
         trained=tuple([index in trained for index in range(len(unit.entries))]),
         sizes=tuple([sizes for sizes, _ in cuts]),
         views=tuple([(b, cuts[b][1][e.index], *_permutation(e)) for b, e in places]),
-        epoch=unit.epoch,
+        epoch=unit.checks.epoch,
     )
 
 
@@ -170,7 +170,7 @@ def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
         shown = show(traced.anchor)
     else:  # in a region of its own, whose outputs the compiler makes again instead of saving
         shown = checkpoint(show, traced.anchor, use_reentrant=False, preserve_rng_state=False)
-    for values, name, index in unit.places:
+    for values, name, index in unit.links.places:
         values[name] = shown[index]
     if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
         return None
@@ -183,7 +183,7 @@ def after_traced(module: nn.Module, args: Any, output: Any) -> Any:
     unit = getattr(module, STATE_KEY).unit
     if not torch.compiler.is_compiling() or unit.traced is None or unit.opened is not None:
         return after_forward(module, args, output)
-    for values, name, index in unit.places:
+    for values, name, index in unit.links.places:
         values[name] = unit.entries[index].held
     if unit.mp.output_dtype is None:
         return output
@@ -249,12 +249,12 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
     check_additions(unit)
     with torch.enable_grad():
         trained = trained_entries(unit)
-    if traced.epoch != unit.epoch or trained != _indices(traced):
+    if traced.epoch != unit.checks.epoch or trained != _indices(traced):
         raise RuntimeError(
             f"parameters of unit {unit.name!r} were frozen, unfrozen or converted since a graph "
             "was compiled for it; call fsdp_compose.set_traceable(model) again on every rank."
         )
-    for _, events, code in unit.gather_events:
+    for _, events, code in unit.links.gather_events:
         events.note((code, "gather", unit.name, "a compiled graph"))
     with torch.no_grad():
         return [
@@ -276,7 +276,7 @@ def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.
         )
     received = torch.zeros_like(traced.anchor, requires_grad=False)
     node = torch.autograd.graph.get_gradient_edge(traced.anchor).node
-    asked = unit.asked
+    asked = unit.run.asked
     if asked is None and wanted_leaves([node]) != [True]:
         return received  # gradients of other tensors were asked for
     trained = _indices(traced)

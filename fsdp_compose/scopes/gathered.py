@@ -138,7 +138,7 @@ def _reading_units(module: nn.Module, recurse: bool) -> list[Unit]:
         id(values): unit
         for lane in _lanes.values()
         for unit in lane.units
-        for values, _, _ in unit.places
+        for values, _, _ in unit.links.places
     }
     found: dict[int, Unit] = {}
     pending = [module]
@@ -209,7 +209,7 @@ def _open(units: list[Unit], options: _Options) -> dict[Unit, _Scope]:
     scopes: dict[Unit, _Scope] = {}
     for unit in units:
         before = [None] * len(unit.entries)
-        for values, name, index in unit.places:
+        for values, name, index in unit.links.places:
             before[index] = values.get(name)
         tensors: list[torch.Tensor] = [entry.held for entry in unit.entries]
         unit.opened = scopes[unit] = scope = _Scope(
@@ -271,10 +271,10 @@ def _full_grads(bucket: Bucket, here: bool, options: _Options) -> dict[Entry, to
     with torch.no_grad():
         for dtype in dict.fromkeys(g.dtype for g in local.values() if g is not None):
             shard = torch.zeros_like(bucket.shard, dtype=dtype, device=bucket.mesh.device)
-            pieces = shard.split(bucket.splits)
+            pieces = shard.split(bucket.views.splits)
             given = [e for e, g in local.items() if g is not None and g.dtype == dtype]
             for entry in given:
-                pieces[bucket.pieces[entry.index]].copy_(local[entry])
+                pieces[bucket.views.pieces[entry.index]].copy_(local[entry])
             flat = gather_flat(bucket, shard, dtype)
             if here:
                 flat = flat.cpu() if options.offload_to_cpu else flat
@@ -348,11 +348,11 @@ def _replacements(scopes: dict[Unit, _Scope]) -> dict[Entry, Any]:
     """What the body put in the place of full tensors."""
     found: dict[Entry, Any] = {}
     for unit, scope in scopes.items():
-        for values, name, index in unit.places:
+        for values, name, index in unit.links.places:
             value, entry = values.get(name), unit.entries[index]
-            known = [entry.held, entry.param, unit.aliases[index], scope.before[index]]
-            if unit.live is not None:
-                known.append(unit.live.tensors[index])
+            known = [entry.held, entry.param, unit.links.aliases[index], scope.before[index]]
+            if unit.run.live is not None:
+                known.append(unit.run.live.tensors[index])
             if all(value is not item for item in known):
                 found[entry] = value
     return found
@@ -365,7 +365,7 @@ def _take_over_surgery(scopes: dict[Unit, _Scope], changes: dict[Entry, Any]) ->
     places that are new to their unit, and names ``refresh``.
     """
     for unit in scopes:
-        gone = {(id(v), name): index for v, name, index in unit.places if name not in v}
+        gone = {(id(v), name): index for v, name, index in unit.links.places if name not in v}
         for index in gone.values():
             entry = unit.entries[index]
             if changes.get(entry) is None:
@@ -373,7 +373,7 @@ def _take_over_surgery(scopes: dict[Unit, _Scope], changes: dict[Entry, Any]) ->
         if gone:
             unit.slots = [(s, i) for s, i in unit.slots if (id(s.values), s.name) not in gone]
             unit.link()
-            unit.watch = None
+            unit.checks.watch = None
 
 
 def _put_back(scopes: dict[Unit, _Scope]) -> dict[int, torch.Tensor]:
@@ -548,7 +548,7 @@ def iter_full(
         (id(values), name): (unit, unit.entries[index])
         for lane in _lanes.values()
         for unit in lane.units
-        for values, name, index in unit.places
+        for values, name, index in unit.links.places
     }
     slots = [
         (f"{prefix}.{name}" if prefix else name, parameter_slots(owner), name)

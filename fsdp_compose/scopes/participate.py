@@ -97,7 +97,7 @@ def _body(
     assert state is not None
     unit = state.unit
     # What the modules read now: the outputs of Gather, or what a scope over the unit put there.
-    held = [values[name] for values, name, _ in unit.places]
+    held = [values[name] for values, name, _ in unit.links.places]
     linked = list({id(tensor): tensor for tensor in held if tensor.requires_grad}.values())
     inner = set(iter_units(module)) - {unit}
     if inner:

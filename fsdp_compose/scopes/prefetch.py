@@ -22,7 +22,7 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
         ValueError: one of the modules is not a unit.
     """
     listed = _listed(modules, "set_forward_prefetch")
-    _unit_of(module, "set_forward_prefetch").forward_list = listed
+    _unit_of(module, "set_forward_prefetch").expected.forward_list = listed
 
 
 def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -34,7 +34,7 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
         ValueError: one of the modules is not a unit.
     """
     listed = _listed(modules, "set_backward_prefetch")
-    _unit_of(module, "set_backward_prefetch").backward_list = listed
+    _unit_of(module, "set_backward_prefetch").expected.backward_list = listed
 
 
 def _unit_of(module: nn.Module, caller: str) -> Unit:

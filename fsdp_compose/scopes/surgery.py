@@ -44,7 +44,7 @@ class Before:
 
 def remember_modules(module: nn.Module, units: Iterable[Unit]) -> list[Before]:
     """What ``check_surgery`` gives back: nothing where tensor parallelism split no parameter."""
-    if not any(unit.dtensors for unit in units):
+    if not any(unit.links.dtensors for unit in units):
         return []
     return [Before.of(submodule) for submodule in module.modules()]
 

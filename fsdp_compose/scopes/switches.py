@@ -193,7 +193,7 @@ def _flags(switches: Switches) -> tuple[bool, bool]:
 
 def _discard(unit: Unit) -> None:
     for bucket in unit.buckets:
-        if bucket.packed:
+        if bucket.arriving.packed:
             discard_packed(bucket)
-        bucket.partial = bucket.waiting_grad = None
-        bucket.used = bucket.trained = 0
+        bucket.arriving.partial = bucket.arriving.waiting = None
+        bucket.arriving.used = bucket.arriving.trained = 0

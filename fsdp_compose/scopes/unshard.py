@@ -91,7 +91,7 @@ def _show(unit: Unit) -> None:
     if unit.opened is not None:
         return
     reaches: list[Reach] = []
-    fulls = dict(zip(unit.entries, as_read(unit, unit.aliases), strict=True))
+    fulls = dict(zip(unit.entries, as_read(unit, unit.links.aliases), strict=True))
     with torch.inference_mode(False), torch.enable_grad():
         shown = connect(owners(unit), fulls, reaches)
     _watch_graphs(unit, reaches)
@@ -184,7 +184,7 @@ def reshard(module: nn.Module) -> None:
         reasons = [Hold.PREFETCH]
         if not _has_graphs(unit):
             reasons.append(Hold.USER)
-        if "hidden" not in unit.warned:
+        if "hidden" not in unit.checks.warned:
             reasons.append(Hold.KEPT)
         for reason in reasons:
             unit.lane.schedule.drop(unit, reason)
@@ -230,11 +230,11 @@ def reduce_grads(module: nn.Module) -> None:
         switches.all_reduce = switches.last_backward = True
         try:
             for bucket in unit.buckets:
-                if bucket.waiting_grad is not None and not is_pending(bucket):
+                if bucket.arriving.waiting is not None and not is_pending(bucket):
                     pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
-                if bucket.packed:
+                if bucket.arriving.packed:
                     unit.lane.reductions.append(start_reduce(bucket))
-                elif bucket.partial is not None:
+                elif bucket.arriving.partial is not None:
                     unit.lane.reductions.append(start_all_reduce(bucket))
                 drain(unit.lane)
         finally:
@@ -256,9 +256,9 @@ def check_reduced(unit: Unit, caller: str) -> None:
 
 def is_open(bucket: Bucket) -> bool:
     """Whether the bucket holds gradients that are not in ``.grad``."""
-    return is_pending(bucket) or bucket.waiting_grad is not None
+    return is_pending(bucket) or bucket.arriving.waiting is not None
 
 
 def is_pending(bucket: Bucket) -> bool:
     """Whether it holds gradients that were not reduced, or not over the replicas."""
-    return bucket.packed or bucket.partial is not None
+    return bucket.arriving.packed or bucket.arriving.partial is not None

@@ -86,7 +86,7 @@ def test_classes_in_full_precision(units: wrap.Policy | None) -> None:
             assert found[name].mp.param_dtype is torch.float32
             assert found[name].mp.output_dtype is torch.bfloat16
             for bucket in found[name].buckets:
-                assert bucket.full.dtype is bucket.reduce_dtype is torch.float32
+                assert bucket.full.dtype is bucket.dtypes.reduce is torch.float32
         seen = dtypes_seen(model)
         for step in range(2):
             out = model(data(step, rank, dtype=torch.float32))

@@ -263,7 +263,7 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
         residency,
         "_release",
         lambda lane, bucket: _release(
-            Lane(streams.Streams(lane.streams.device, None, None)), bucket
+            Lane(streams.Streams(lane.streams.device, None, None), EngineWork), bucket
         ),
     ),
 }

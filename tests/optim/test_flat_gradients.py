@@ -46,8 +46,8 @@ def check_gradients(model: nn.Module) -> None:
             )
             assert type(leaf.grad) is Tensor
             assert leaf.grad.is_contiguous() and leaf.grad.shape == leaf.shape
-            pieces = leaf.grad.split(bucket.splits)
-            for entry, k in zip(bucket.entries, bucket.pieces):
+            pieces = leaf.grad.split(bucket.views.splits)
+            for entry, k in zip(bucket.entries, bucket.views.pieces):
                 grad = entry.param.grad
                 if grad is None:
                     assert not pieces[k].any()
@@ -55,7 +55,7 @@ def check_gradients(model: nn.Module) -> None:
                 assert is_sharded(grad)
                 if pieces[k].numel():
                     assert to_local(grad).data_ptr() == pieces[k].data_ptr()
-            gaps = set(range(len(pieces))) - set(bucket.pieces)
+            gaps = set(range(len(pieces))) - set(bucket.views.pieces)
             assert not any(pieces[k].any() for k in gaps)
     for name, leaf in named_local_parameters(model).items():
         grad = dict(model.named_parameters())[name].grad

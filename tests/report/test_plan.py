@@ -291,10 +291,10 @@ def test_the_design_formula() -> None:
 def test_optimizer_state(optimizer: Any, tensors: int) -> None:
     model = Model("first blocks.0")
     found = plan(model, world_size=4, units=BLOCKS, optimizer=optimizer)
-    trained = sum(b.shard_bytes for b in found.buckets if b.trained_numel)
+    trained = sum(b.views.shard_bytes for b in found.buckets if b.trained_numel)
     assert found.memory.optimizer == tensors * trained
     assert found.memory.gradients == trained
-    assert found.memory.shards == sum(b.shard_bytes for b in found.buckets)
+    assert found.memory.shards == sum(b.views.shard_bytes for b in found.buckets)
 
 
 @pytest.mark.parametrize(

@@ -337,11 +337,11 @@ def _gather_run(
     """Gather one kind of state of a bucket's parameters into ``state``, if it is kept here."""
     dtype = next(iter(values.values())).dtype
     shard = bucket.shard.new_zeros(bucket.layout.shard_numel, dtype=dtype)
-    slices = shard.split(bucket.splits)
+    slices = shard.split(bucket.views.splits)
     entries = {name: parts[name].entry for name in values}
     for name, entry in entries.items():
         assert entry is not None
-        slices[bucket.pieces[entry.index]].copy_(to_local(values[name]))
+        slices[bucket.views.pieces[entry.index]].copy_(to_local(values[name]))
     flat = gather_bucket(bucket, shard)
     for name, entry in entries.items():
         assert entry is not None

@@ -28,7 +28,7 @@ def check_additions(unit: Unit) -> None:
     Raises:
         RuntimeError: naming such parameters.
     """
-    watch = unit.watch
+    watch = unit.checks.watch
     if (
         watch is not None
         and list(map(len, watch.tables)) == watch.lengths
@@ -70,7 +70,7 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
     Raises:
         RuntimeError: naming a parameter of the copy that the unit does not gather.
     """
-    known = {(id(values), name) for values, name, _ in unit.places}
+    known = {(id(values), name) for values, name, _ in unit.links.places}
     for name, value in _unknown(unit, managed_from(unit, module), known):
         raise RuntimeError(
             f"unit {unit.name!r}: forward of a copy of its {type(module).__name__} that was made "
@@ -116,14 +116,14 @@ def _is_apart(unit: Unit, child: nn.Module) -> bool:
 
 def is_ignored(unit: Unit, item: object) -> bool:
     """Whether ``item`` was among what ``fully_shard`` was told to ignore."""
-    ref = unit.left_alone.get(id(item))
+    ref = unit.checks.left_alone.get(id(item))
     return ref is not None and ref() is item
 
 
 def missing_from(unit: Unit) -> list[tuple[str, nn.Parameter]]:
     """Parameters of the unit's modules that forward would leave out, though they are trainable,
     or that it would read sharded."""
-    known = {(id(values), name) for values, name, _ in unit.places}
+    known = {(id(values), name) for values, name, _ in unit.links.places}
     return _unknown(unit, managed(unit), known)
 
 
@@ -147,10 +147,10 @@ def remember(unit: Unit) -> None:
     modules = [module for _, module in managed(unit)]
     tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
     parents = [children for m in modules if (children := child_slots(m))]
-    watched = {(id(values), name) for values, name, _ in unit.places}
+    watched = {(id(values), name) for values, name, _ in unit.links.places}
     roots = {id(ref()) for ref in unit.modules}
     inside = [module for module in modules if id(module) not in roots]
-    unit.watch = Watch(
+    unit.checks.watch = Watch(
         hooks=[table for module in inside for table in forward_hook_tables(module)],
         tables=tables,
         lengths=list(map(len, tables)),

@@ -57,7 +57,7 @@ def check_caller(unit: Unit) -> None:
             )
         recover(lane)  # an interrupt ended that thread's forward without running its hooks
         lane.thread = get_ident()
-    if unit.is_forked:
+    if unit.checks.is_forked:
         raise RuntimeError(f"unit {unit.name!r}: forward was called {_FORKED}")
     if is_jit_tracing():
         raise RuntimeError(
@@ -94,7 +94,7 @@ class _OutOfReach:
 def _note_fork() -> None:
     for lane in _lanes.values():
         for unit in list(lane.units):
-            unit.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
+            unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
             meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]
             splits = [entry.spec.whole_groups for entry in unit.entries]
             for group in {id(g): g for groups in (*meshes, *splits) for g in groups}.values():

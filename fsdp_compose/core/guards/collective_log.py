@@ -194,7 +194,7 @@ class Log:
 
     def guess_used(self, bucket: Bucket, used: comm.Flags) -> None:
         """Unite ``used`` with what is known of the other ranks; the step after the next checks."""
-        here, known = used.bits, bucket.agreed
+        here, known = used.bits, bucket.history.agreed
         if known is None or known[0] != here:
             self.doubts += 1
         if known is not None:
@@ -216,7 +216,7 @@ class Log:
             for _, taken in found:
                 missed |= taken ^ anywhere
             if bucket is not None:
-                bucket.agreed = guess.here, anywhere
+                bucket.history.agreed = guess.here, anywhere
                 if missed and not wrong:
                     index = missed.bit_length() - 1
                     spec, is_used = bucket.entries[index].spec, bool(anywhere >> index & 1)

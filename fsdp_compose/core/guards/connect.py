@@ -26,7 +26,7 @@ def is_running(unit: Unit) -> bool:
     """Whether the unit's modules hold what a pass under way put there."""
     if unit.opened is not None and unit.opened.calls:
         return True
-    return unit.calls > 0 or (unit.task is not None and unit.task.alive)
+    return unit.run.calls > 0 or (unit.run.task is not None and unit.run.task.alive)
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Connect(torch.autograd.Function):
         ctx.ends_pass, ctx.received_in = False, -1
         unit = reach.unit()
         assert unit is not None
-        unit.nodes.add(ctx)
+        unit.graphs.nodes.add(ctx)
         return tuple([full.detach() for full in fulls])
 
     @staticmethod

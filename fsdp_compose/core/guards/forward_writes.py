@@ -54,25 +54,25 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
             else:
                 lost = lost or written[0]
     standing_in = unit.opened is not None and unit.opened.for_call
-    shown = unit.aliases if unit.showing is None or standing_in else unit.showing
+    shown = unit.links.aliases if unit.run.showing is None or standing_in else unit.run.showing
     try:
-        if unit.pointers is None:
-            fixed = not unit.dtensors and all(bucket.in_place for bucket in unit.gathered)
-            unit.pointers = list(map(_home, unit.entries)) if fixed else []
-        if unit.pointers and list(map(torch.Tensor.data_ptr, shown)) != unit.pointers:
-            kept += _keep_assigned(unit, shown, unit.pointers)
+        if unit.links.pointers is None:
+            fixed = not unit.links.dtensors and all(bucket.in_place for bucket in unit.gathered)
+            unit.links.pointers = list(map(_home, unit.entries)) if fixed else []
+        if unit.links.pointers and list(map(torch.Tensor.data_ptr, shown)) != unit.links.pointers:
+            kept += _keep_assigned(unit, shown, unit.links.pointers)
         if kept:
             _compare_replicas(unit, kept)
     except RuntimeError as error:
         return str(error)
     kind = (torch.is_grad_enabled(), training)
-    if lost is None and (kind not in unit.inspected or is_debugging()):
+    if lost is None and (kind not in unit.checks.inspected or is_debugging()):
         lost = _find_unseen(unit, shown)
         if lost is None:
-            unit.inspected.add(kind)
+            unit.checks.inspected.add(kind)
             unit.lane.inspected.add(unit)
             guard_attributes(unit)
-    elif unit.keeps_views:
+    elif unit.checks.keeps_views:
         guard_attributes(unit)
     if lost is None:
         return None
@@ -83,9 +83,9 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
 def forget_written(unit: Unit) -> None:
     """What was written is not for the next forward: it gathers again."""
     unit.lane.schedule.drop(unit, Hold.KEPT)
-    unit.live = None
+    unit.run.live = None
     for bucket in unit.gathered:
-        bucket.stamp = object()
+        bucket.fill.stamp = object()
 
 
 def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:
@@ -143,18 +143,18 @@ def raise_lost(problem: Problem | None) -> None:
 def _find_unseen(unit: Unit, shown: Sequence[torch.Tensor]) -> Entry | None:
     """A weight whose values, memory or object were exchanged without any version showing it."""
     lost: Entry | None = None
-    if unit.showing is shown:
-        for values, name, index in unit.places:
+    if unit.run.showing is shown:
+        for values, name, index in unit.links.places:
             if values.get(name) is not shown[index] and not is_shown_by_another(unit, values, name):
                 return unit.entries[index]
     for index, entry in enumerate(unit.entries):
         bucket = owner_of(entry)
         gathered = bucket.full.untyped_storage()
-        for tensor in (unit.aliases[index], part_of(shown[index])):
+        for tensor in (unit.links.aliases[index], part_of(shown[index])):
             if bucket.in_place or tensor.untyped_storage()._cdata == gathered._cdata:
                 continue
             lost = lost or entry
-            if tensor is unit.aliases[index]:
+            if tensor is unit.links.aliases[index]:
                 tensor.data = alias(bucket.full, entry.spec.offset, entry.spec)
     return lost or next(filter(None, map(find_difference, unit.gathered)), None)
 
@@ -184,7 +184,7 @@ def _keep_assigned(
             )
         with torch.no_grad():
             home.copy_(tensor.detach())
-        if tensor is unit.aliases[index]:
+        if tensor is unit.links.aliases[index]:
             tensor.data = home
         kept.append(entry)
     return kept

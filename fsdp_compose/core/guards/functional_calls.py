@@ -52,7 +52,7 @@ def find_stand_ins(unit: Unit) -> StandIns:
             raise RuntimeError(replaced_message(unit, index, value))
         found[index] = value
         _check(unit, index, value)
-    for values, name, index in unit.places:
+    for values, name, index in unit.links.places:
         if index in found and values.get(name) is not found[index]:
             entry = unit.entries[index]
             raise RuntimeError(
@@ -122,7 +122,7 @@ def open_stand_ins(unit: Unit, found: StandIns, stored: bool = False) -> list[to
         tensor.to(bucket.shard.dtype if stored else bucket.full.dtype)
         for tensor, bucket in zip(shown, buckets, strict=True)
     ]
-    for index in unit.dressed:
+    for index in unit.links.with_attributes:
         if index not in given:
             dress(read[index], unit.entries[index])
     return read

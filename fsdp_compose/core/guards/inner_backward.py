@@ -31,37 +31,37 @@ from fsdp_compose.core.guards.added_parameters import managed
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.passes import open_backward, running_task
-from fsdp_compose.core.schedule import Expected
+from fsdp_compose.core.schedule import Backward
 from fsdp_compose.core.state import Unit, _lanes
 
 
 def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
     """The tensor hook that gathers the unit when backward reaches it."""
-    if unit.trigger is None:
-        ref, epoch = weakref.ref(unit), unit.epoch
+    if unit.checks.trigger is None:
+        ref, epoch = weakref.ref(unit), unit.checks.epoch
 
         @untraced
         def trigger(grad: torch.Tensor) -> None:
             reached = ref()
             if reached is None:
                 raise RuntimeError(DELETED)
-            if reached.epoch != epoch:
+            if reached.checks.epoch != epoch:
                 raise RuntimeError(moved_before_backward(reached.gathered[0]))
-            if reached.surroundings is not None:
+            if reached.checks.surroundings is not None:
                 check_noted(reached)
             task = running_task(reached)
             task.reached.add(reached)
-            if reached.entrance == "unknown":
-                reached.entrance = "outputs"
+            if reached.checks.entrance == "unknown":
+                reached.checks.entrance = "outputs"
             open_backward(reached, task)
 
-        unit.trigger = trigger
-    return unit.trigger
+        unit.checks.trigger = trigger
+    return unit.checks.trigger
 
 
 def opened_at(unit: Unit) -> int:
     """When the unit's node was made, as in ``made_at``; -1 where it has none."""
-    for tensor in unit.live.tensors if unit.live is not None else ():
+    for tensor in unit.run.live.tensors if unit.run.live is not None else ():
         if tensor.grad_fn is not None:
             return made_at(tensor.grad_fn)
     return -1
@@ -114,7 +114,7 @@ def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
                 tensor.register_hook(trigger_of(unit))
 
 
-def watch_outputs(unit: Unit, output: Any) -> Expected:
+def watch_outputs(unit: Unit, output: Any) -> Backward:
     """Hook the outputs; ``"hidden"`` when the unit is needed in a way that cannot be seen."""
     tensors, opaque = find_tensors(output)
     if not unit.gathered:
@@ -127,14 +127,15 @@ def watch_outputs(unit: Unit, output: Any) -> Expected:
                 continue  # passed through; its gradient is complete long after the unit's backward
             tensor.register_hook(trigger_of(unit))
             watched = True
-    if watched and (unit.entrance != "outputs" or unit.keepers) and graph_task_id() == -1:
+    is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
+    if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)
     if any(_reads_weights(unit, tensor) for tensor in tensors):
         return "hidden"
     if watched or not opaque or not torch.is_grad_enabled():
         return "seen" if watched else "none"
-    if "hidden" not in unit.warned:
-        unit.warned.add("hidden")
+    if "hidden" not in unit.checks.warned:
+        unit.checks.warned.add("hidden")
         warnings.warn(
             f"unit {unit.name!r} returned a {type(output).__name__} in which no differentiable "
             "tensor was found, so its backward cannot be seen coming: it stays gathered until "
@@ -151,23 +152,23 @@ def _reads_weights(unit: Unit, output: torch.Tensor) -> bool:
 
 def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
     """Watch what the forward that is ending left in its modules and, at first, its whole graph."""
-    if unit.entrance == "outputs":
-        if unit.keepers:
-            found = find_tensors([values.get(name) for values, name in unit.keepers])[0]
+    if unit.checks.entrance == "outputs":
+        if unit.checks.keepers:
+            found = find_tensors([values.get(name) for values, name in unit.checks.keepers])[0]
             _watch_tensors([*unit.lane.schedule.active, unit], found)
         return
     start = opened_at(unit)
-    start = unit.bound_at if start < 0 else start
+    start = unit.checks.bound_at if start < 0 else start
     if start < 0:
         return
-    unit.keepers = []
+    unit.checks.keepers = []
     kept: list[torch.Tensor] = []
     for _, module in managed(unit):
         for name, value in vars(module).items():
             if name not in _OWN and isinstance(value, torch.Tensor | list | tuple | dict):
                 mine = [t for t in find_tensors(value)[0] if _is_made_since(start, t)]
                 if mine:
-                    unit.keepers.append((vars(module), name))
+                    unit.checks.keepers.append((vars(module), name))
                     kept += mine
     _watch_tensors([*unit.lane.schedule.active, unit], kept)
     _watch_graph(unit, [*outputs, *kept], start)
@@ -191,7 +192,7 @@ def _watch_graph(unit: Unit, tensors: list[torch.Tensor], start: int) -> None:
             return
         task = reached.lane.tasks.get(graph_task_id())
         if task is None or reached not in task.reached:
-            reached.entrance = "inside"
+            reached.checks.entrance = "inside"
             trigger_of(reached)(grads)
 
     pending: list[Any] = [tensor.grad_fn for tensor in tensors]

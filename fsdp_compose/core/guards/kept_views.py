@@ -68,7 +68,7 @@ def guard_attributes(unit: Unit) -> None:
                     bucket = _bucket_of(value, found)
                     if bucket is not None:
                         holder[key] = _guard(value, bucket)
-                        unit.keeps_views = True
+                        unit.checks.keeps_views = True
 
 
 def guard_everywhere(lane: Lane) -> None:
@@ -94,10 +94,11 @@ def _storages(units: Iterable[Unit]) -> dict[int, Bucket]:
 
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
     """What the library itself holds over that memory."""
-    yield from unit.live.tensors if unit.live is not None else ()
-    yield from unit.showing or ()
+    yield from unit.run.live.tensors if unit.run.live is not None else ()
+    yield from unit.run.showing or ()
     for bucket in unit.gathered:
-        yield from (bucket.full, bucket.own, bucket.whole_bytes, *bucket.part_bytes)
+        views = bucket.views
+        yield from (bucket.full, views.own, views.whole_bytes, *views.part_bytes)
         yield from bucket.aliases
         if bucket.inner is not None:
             yield from (bucket.inner.own, *bucket.inner.parts)

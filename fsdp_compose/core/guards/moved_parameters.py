@@ -29,10 +29,7 @@ from fsdp_compose.core.bucket import (
 from fsdp_compose.core.state import Unit, lane_of, units_with
 from fsdp_compose.sharded import tag, to_local
 
-_TAKEN = (
-    "mesh reduce_dtype grad_dtype stored full own whole_bytes part_bytes shard_bytes aliases "
-    "splits pieces in_place inner counts"
-).split()
+_TAKEN = ("mesh dtypes stored full views aliases in_place inner counts").split()
 """What a rebuilt bucket takes from the bucket that was made around its new shard."""
 
 
@@ -51,23 +48,23 @@ def adopt(bucket: Bucket) -> None:
     with torch.inference_mode(False), torch.no_grad():
         _require_host(bucket, device)
         shard = _make_shard(bucket, locals_, dtype, device)
-        earlier = bucket.earlier + bucket.stored._version + 1
+        earlier = bucket.history.earlier + bucket.stored._version + 1
         same = (dtype, device) == (bucket.stored.dtype, bucket.stored.device)
         if same and not bucket.in_place:
             bucket.stored = shard
-            if bucket.shard_bytes is not None:
-                bucket.shard_bytes = shard.view(torch.uint8)
+            if bucket.views.shard_bytes is not None:
+                bucket.views = replace(bucket.views, shard_bytes=shard.view(torch.uint8))
             place_parameters(bucket)
         else:
             _rebuild(bucket, shard)
-        bucket.earlier = earlier
-    bucket.outrun = bucket.phase is not Phase.SHARDED
+        bucket.history.earlier = earlier
+    bucket.fill.outrun = bucket.phase is not Phase.SHARDED
     bucket.residence.moved = False
     if bucket.residence.emptied:  # on every rank, so all of them look whether it was written since
         bucket.residence.emptied = False
-        bucket.unready = list(bucket.entries)
-    if bucket.mirror is not None:
-        bucket.mirror.settle(None)  # an optimizer over it may step before the next backward
+        bucket.history.unready = list(bucket.entries)
+    if bucket.history.mirror is not None:
+        bucket.history.mirror.settle(None)  # an optimizer over it may step before the next backward
 
 
 take_over.append(adopt)
@@ -78,8 +75,8 @@ def _make_shard(
 ) -> torch.Tensor:
     pinned = bucket.offload.shards and bucket.stored.is_pinned()
     shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
-    pieces = shard.split(bucket.splits)
-    for k, local in zip(bucket.pieces, locals_, strict=True):
+    pieces = shard.split(bucket.views.splits)
+    for k, local in zip(bucket.views.pieces, locals_, strict=True):
         pieces[k].copy_(local)
     return shard
 
@@ -112,30 +109,30 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
     )
     for name in _TAKEN:
         setattr(bucket, name, getattr(fresh, name))
-    bucket.device_shard = bucket.device_stamp = bucket.stamp = None
+    bucket.device_copy = bucket.fill.stamp = None
     _convert_gradients(bucket)
     for entry in bucket.entries:
         entry.owner = weakref.ref(bucket)
     for unit in units_with(bucket):
         unit.lane.units.discard(unit)
         unit.lane = lane_of(mesh.device, type(unit.lane.schedule.work))
-        unit.epoch, unit.trigger, unit.live = unit.epoch + 1, None, None
+        unit.checks.epoch, unit.checks.trigger, unit.run.live = unit.checks.epoch + 1, None, None
         unit.link()
 
 
 def _convert_gradients(bucket: Bucket) -> None:
     """Bring gradients that wait for more to the bucket's new dtypes and device."""
     old, bucket.grads = bucket.grads, None
-    if bucket.packed:
+    if bucket.arriving.packed:
         assert old is not None
         bucket.grads = make_grad_buffer(bucket)
         bucket.grads.flat.copy_(old.flat)
-    kind = bucket.grad_dtype
+    kind = bucket.dtypes.grad
     real = kind.to_real() if kind.is_complex else kind
-    if bucket.partial is not None:
-        bucket.partial = bucket.partial.to(device=bucket.mesh.device, dtype=real)
-    if bucket.waiting_grad is not None:
-        bucket.waiting_grad = bucket.waiting_grad.to(kind)
+    if bucket.arriving.partial is not None:
+        bucket.arriving.partial = bucket.arriving.partial.to(device=bucket.mesh.device, dtype=real)
+    if bucket.arriving.waiting is not None:
+        bucket.arriving.waiting = bucket.arriving.waiting.to(kind)
     for entry in bucket.entries:
         grad = entry.param.grad
         if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
@@ -190,12 +187,12 @@ def require_written(unit: Unit) -> None:
     missing = [
         f"parameter {entry.spec.fqn!r}"
         for bucket in unit.gathered
-        for entry in bucket.unready
+        for entry in bucket.history.unready
         if is_unwritten(to_local(entry.param))
     ]
     missing += [
         f"buffer {name!r}"
-        for name, slot in unit.unready_buffers
+        for name, slot in unit.checks.unready_buffers
         if is_unwritten(slot.values[slot.name])
     ]
     for bucket in unit.gathered[:1]:
@@ -212,5 +209,5 @@ def require_written(unit: Unit) -> None:
             "module that owns it a reset_parameters()."
         )
     for bucket in unit.gathered:
-        bucket.unready = []
-    unit.unready_buffers = []
+        bucket.history.unready = []
+    unit.checks.unready_buffers = []

@@ -49,10 +49,10 @@ def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         check_scope_is_current(unit, opened)
     opened.calls += 1
     if opened.calls == 1:
-        pairs = zip(opened.tensors, unit.aliases, strict=True)
+        pairs = zip(opened.tensors, unit.links.aliases, strict=True)
         tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
         note_copies(opened, tensors)
-        for index in unit.dressed:
+        for index in unit.links.with_attributes:
             if tensors[index] is not opened.tensors[index]:
                 dress(tensors[index], unit.entries[index])
         install(unit, tensors)
@@ -77,10 +77,10 @@ def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
 
 def _enter_transformed(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Under a transform of ``torch.func``, or in stored precision: on a buffer of its own."""
-    if unit.task is not None and not unit.task.alive:
+    if unit.run.task is not None and not unit.run.task.alive:
         with outside_transforms():
             recover(unit.lane)  # a backward failed
-    is_at_rest = unit.task is None and not unit.finished
+    is_at_rest = unit.run.task is None and not unit.run.finished
     given = find_stand_ins(unit) if is_at_rest else {}
     return _enter_apart(unit, given, computes_as_stored(unit, module), args, kwargs)
 
@@ -137,13 +137,13 @@ def _leave_apart(unit: Unit) -> None:
 
 def _enter_again(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A call under a transform inside the unit's own forward, on what that reads."""
-    unit.calls += 1
+    unit.run.calls += 1
     unit.lane.schedule.active.append(unit)
     return cast_inputs(unit, args, kwargs, False)
 
 
 def _leave_again(unit: Unit, module: nn.Module, output: Any) -> Any:
-    unit.calls -= 1
+    unit.run.calls -= 1
     unit.lane.schedule.active.pop()
     return cast_output(unit, output)
 

@@ -48,12 +48,12 @@ def shield_weights(unit: Unit) -> None:
         return packed.tensor if type(packed) is _Weight else outer_unpack(packed)
 
     push_saved_tensor_hooks(pack, unpack)
-    unit.shield = pack, outer_pack
+    unit.run.shield = pack, outer_pack
 
 
 def unshield(unit: Unit) -> None:
     """The unit's forward is over."""
-    unit.shield = None
+    unit.run.shield = None
     pop_saved_tensor_hooks()
 
 
@@ -63,8 +63,8 @@ def recover_shields(lane: Lane) -> None:
     A caller's scope that was left meanwhile removed the innermost hooks, ours in place of its own.
     """
     for unit in reversed(lane.schedule.active):
-        if unit.shield is not None:
+        if unit.run.shield is not None:
             hooks = saved_tensor_hooks(False)
-            if hooks is not None and hooks[0] in unit.shield:
+            if hooks is not None and hooks[0] in unit.run.shield:
                 pop_saved_tensor_hooks()
-            unit.shield = None
+            unit.run.shield = None

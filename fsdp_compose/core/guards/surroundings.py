@@ -22,13 +22,13 @@ from fsdp_compose.sharded import is_sharded
 
 def find_surroundings(unit: Unit) -> None:
     """Note the outermost module whose forward is running, for the unit's first backward."""
-    unit.looked_around = True
+    unit.checks.looked_around = True
     if all(bucket.mesh.size == 1 for bucket in unit.gathered):
         return
     outermost = list(calling_modules())[-1:]
     for module in outermost:
         if find_state(module) is None and module not in unit.lane.surveyed:
-            unit.surroundings = weakref.ref(module)
+            unit.checks.surroundings = weakref.ref(module)
 
 
 def check_noted(unit: Unit) -> None:
@@ -37,11 +37,11 @@ def check_noted(unit: Unit) -> None:
     Raises:
         RuntimeError: naming trainable parameters that are in no unit.
     """
-    assert unit.surroundings is not None
-    module = unit.surroundings()
+    assert unit.checks.surroundings is not None
+    module = unit.checks.surroundings()
     if module is not None and any(inner is unit for inner in iter_units(module)):
         check_once(module, "backward")
-    unit.surroundings = None
+    unit.checks.surroundings = None
 
 
 def check_once(module: nn.Module, caller: str) -> None:
@@ -76,7 +76,7 @@ def check_surroundings(module: nn.Module, caller: str) -> None:
 
 def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
     """Names of trainable parameters that no unit has or was told to ignore."""
-    known = {(id(values), name) for unit in units for values, name, _ in unit.places}
+    known = {(id(values), name) for unit in units for values, name, _ in unit.links.places}
     pending = [("", module)]
     seen: set[int] = set()
     while pending:

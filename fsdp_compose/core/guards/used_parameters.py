@@ -19,7 +19,7 @@ from fsdp_compose.core.state import unit_of
 
 def unite_early(bucket: Bucket, used: Flags) -> None:
     """Ahead of a reduction: what does not travel with its data, which unites the rest."""
-    log, switches = bucket.caller, unit_of(bucket).switches
+    log, switches = bucket.users.caller, unit_of(bucket).switches
     if not isinstance(log, Log):
         return
     mesh, hooked = bucket.mesh, switches.comm_hook is not None
@@ -31,7 +31,7 @@ def unite_early(bucket: Bucket, used: Flags) -> None:
 
 def unite(bucket: Bucket, used: Flags) -> None:
     """Learn which entries any rank used, for gradients that are reduced on the spot."""
-    log, mesh = bucket.caller, bucket.mesh
+    log, mesh = bucket.users.caller, bucket.mesh
     if isinstance(log, Log):
         axes = (mesh.gather_axis, mesh.replicate_axis)
         _unite(log, bucket, used, [group for group in axes if group.pg is not None])
@@ -45,7 +45,7 @@ def _unite(log: Log, bucket: Bucket, used: Flags, groups: list[Group]) -> None:
     elif log.is_stepwise or unit_of(bucket).switches.find_unused:
         for group in log.groups:
             comm.unite(used, group, device, log)
-        bucket.agreed = here, used.bits
+        bucket.history.agreed = here, used.bits
     else:
         log.guess_used(bucket, used)
 

@@ -91,7 +91,7 @@ def test_training_goes_on_as_that_of_the_plain_module(name: str, shard: str, wor
         assert [id(p) for p in pair.model.parameters()] == ids
         kinds = {p.dtype for p in pair.model.parameters()}
         assert kinds == {p.dtype for p in pair.plain[0].parameters()}
-        assert {a.dtype for u in units(pair.model) for a in u.aliases} == kinds
+        assert {a.dtype for u in units(pair.model) for a in u.links.aliases} == kinds
         assert not any(b.residence.moved for u in units(pair.model) for b in u.buckets)
 
     run_ranks(ranks, world)
@@ -173,7 +173,7 @@ def test_compute_dtype_follows_policy_or_storage() -> None:
         other.double()
         other(data(0, rank)).sum().backward()
         (bucket,) = units(other)[0].buckets
-        assert (bucket.full.dtype, bucket.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
+        assert (bucket.full.dtype, bucket.dtypes.reduce) == (torch.bfloat16, torch.bfloat16)
         assert other.up.weight.grad.dtype is torch.float64
 
     run_ranks(ranks, 2)
@@ -380,7 +380,7 @@ def test_a_parameter_replaced_after_a_failed_step() -> None:
 
 
 def assert_at_rest_but_for(model: nn.Module) -> None:
-    assert not any(unit.calls for unit in units(model))
+    assert not any(unit.run.calls for unit in units(model))
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
