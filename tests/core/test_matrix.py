@@ -166,10 +166,10 @@ def run_cells(rank: int, ranks: int, name: str, cells: list[Cell]) -> list[str]:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_cell_equals_one_process(name: str, ranks: int) -> None:
-    """Every cell where strategies differ least and most; elsewhere every two choices meet."""
+    """Every cell of the plainest strategy; elsewhere every two choices meet."""
     if name == "spread" and ranks == 2:
         return  # there is no divisor between 1 and 2
-    every = ranks == 2 and name in ("full_shard", "hybrid_shard_optimizer")
+    every = ranks == 2 and name == "full_shard"
     cells = CELLS if every else cover_pairs(CELLS)
     assert run_ranks(run_cells, ranks, ranks, name, cells, timeout=200) == [[]] * ranks
 
@@ -182,7 +182,7 @@ def test_covering_cells_hold_every_pair() -> None:
             assert any(c[one] == cell[one] and c[two] == cell[two] for c in chosen)
 
 
-def count_step(rank: int, ranks: int, name: str, accumulation: str) -> tuple[int, int, int, int]:
+def count_step(rank: int, ranks: int, name: str, accumulation: str) -> tuple[int, int, int]:
     options = dict(STRATEGIES[name])
     if name.startswith("hybrid"):
         options["mesh"] = mesh_of_replicas(2, ranks // 2)
@@ -203,7 +203,7 @@ def count_step(rank: int, ranks: int, name: str, accumulation: str) -> tuple[int
             loss_of(model, batch(0, 1, ranks)[:3]).backward()
         optim.step()
         optim.zero_grad()
-    return traffic.gathers, traffic.reduces, traffic.all_reduces, traffic.reduce_bytes
+    return traffic.gathers, traffic.reduces, traffic.all_reduces
 
 
 # Three units: two blocks and the root, which stays gathered from forward to backward.
@@ -227,7 +227,8 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "accumulation"), COUNTS)
-def test_collectives_of_an_accumulated_step(name: str, accumulation: str) -> None:
-    counted = run_ranks(count_step, 4, 4, name, accumulation)
-    assert {c[:3] for c in counted} == {COUNTS[name, accumulation]}
+def test_collectives_of_an_accumulated_step() -> None:
+    def count(rank: int) -> dict[tuple[str, str], tuple[int, int, int]]:
+        return {cell: count_step(rank, 4, *cell) for cell in COUNTS}
+
+    assert run_ranks(count, 4) == [COUNTS] * 4
