@@ -106,9 +106,14 @@ if _is_used:
     from fsdp_compose.core.records import GradBucket
     from fsdp_compose.core.state import get_state, is_fully_sharded
     from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
-    from fsdp_compose.optim.flat import flat_parameters, local_parameters, named_local_parameters
-    from fsdp_compose.optim.owner import OwnerOptimizer, owner_step
+    from fsdp_compose.optim.owner_step import OwnerOptimizer, owner_step
+    from fsdp_compose.optim.plain_parameters import (
+        flat_parameters,
+        local_parameters,
+        named_local_parameters,
+    )
     from fsdp_compose.optim.scaler import GradScaler
+    from fsdp_compose.optim.step_guard import guard_steps as _guard_steps
     from fsdp_compose.report import (
         Plan,
         count_traffic,
@@ -117,7 +122,7 @@ if _is_used:
         plot_plan,
     )
     from fsdp_compose.scopes.apply import apply
-    from fsdp_compose.scopes.asked import set_traceable
+    from fsdp_compose.scopes.chosen_gradients import set_traceable
     from fsdp_compose.scopes.comm_hooks import (
         CommHook,
         Int8ErrorFeedback,
@@ -129,10 +134,11 @@ if _is_used:
         register_post_reduce_hook,
     )
     from fsdp_compose.scopes.compile import detach_traced as _detach_traced
-    from fsdp_compose.scopes.gathered import gathered, iter_full, summon_full_params
+    from fsdp_compose.scopes.gathered import gathered, summon_full_params
     from fsdp_compose.scopes.participate import participate
     from fsdp_compose.scopes.pipeline import pipeline_stage
     from fsdp_compose.scopes.prefetch import set_backward_prefetch, set_forward_prefetch
+    from fsdp_compose.scopes.stream import iter_full
     from fsdp_compose.scopes.switches import (
         accumulate,
         no_sync,
@@ -164,6 +170,7 @@ if _is_used:
         (lambda module: None, _detach_traced),
         (_attach_state_dict, _detach_state_dict),
     ]
+    _guard_steps()
 
 __all__ = [  # noqa: RUF022 - by the question that each answers
     # how do I shard a model, and undo it?

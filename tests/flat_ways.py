@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compose.optim.flat import (
+from fsdp_compose.optim.plain_parameters import (
     flat_parameters,
     local_parameters,
 )

@@ -47,7 +47,6 @@ STILL_OVER = {
     "core/bucket": 522,
     "core/state": 528,
     "base/torch_private": 567,
-    "scopes/gathered": 601,
     "sharded/tensor": 583,
 }
 

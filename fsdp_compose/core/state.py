@@ -42,7 +42,7 @@ STATE_KEY = "_fsdp_compose_state"
 
 @dataclass(eq=False, repr=False)
 class Asked:
-    """A scope in which gradients of ``entries`` alone arrive from compiled graphs; see asked.py."""
+    """A scope in which gradients of ``entries`` alone arrive; see scopes/chosen_gradients.py."""
 
     units: list[Unit]
     entries: frozenset[Entry]
@@ -283,7 +283,7 @@ def unit_of(bucket: Bucket) -> Unit:
 
 def units_with(bucket: Bucket) -> list[Unit]:
     """Every unit that gathers ``bucket``."""
-    return [u for lane in _lanes.values() for u in list(lane.units) if bucket in u.gathered]
+    return [u for lane in all_lanes.values() for u in list(lane.units) if bucket in u.gathered]
 
 
 def held_by_fewer(entries: Iterable[Entry]) -> list[Entry]:
@@ -441,14 +441,14 @@ class _FSDPState:
         return _FSDPState(unit, dict(self.buffer_dtypes), self.state_dict_type)
 
 
-_lanes: dict[torch.device, Lane] = {}
+all_lanes: dict[torch.device, Lane] = {}
 
 
 def lane_of(device: torch.device, make_work: Callable[[Lane], Work[Unit, Any]]) -> Lane:
     """The lane of ``device``, made on first use; ``make_work`` gives what carries out its plans."""
-    if device not in _lanes:
-        _lanes[device] = Lane(make_streams(device), make_work)
-    return _lanes[device]
+    if device not in all_lanes:
+        all_lanes[device] = Lane(make_streams(device), make_work)
+    return all_lanes[device]
 
 
 def log_of(lane: Lane, mesh: Mesh) -> Log | None:

@@ -2,9 +2,10 @@
 
 Files, each importing only from those above it:
 
-    flat    plain tensors over the shards
-    strays  steps over sharded parameters and plain unaveraged ones (D18)
-    clip    norms and clipping, and the guard on optimizer steps (D12)
-    owner   one rank has each matrix and computes its update once
-    scaler  loss scaling whose ranks agree on overflow
+    plain_parameters       flat_parameters, local_parameters: plain tensors over the shards
+    unaveraged_parameters  steps over sharded parameters and plain ones nobody averages (D18)
+    step_guard             a step that would train nothing, or on wrong values, raises (D12)
+    clip                   norms and clipping
+    owner_step             one rank has each matrix and computes its update once
+    scaler                 loss scaling whose ranks agree on overflow
 """

@@ -2,15 +2,17 @@
 
 Files, each importing only from those above it:
 
-    surgery      surgery inside a scope is kept whole or not at all
-    unshard      unshard, reshard, reduce_grads, prefetch_units
-    gathered     full parameters for a block of code, and streams of them
-    apply        nn.Module.apply on full parameters
-    compile      units inside a compiled graph
-    asked        gradients of chosen parameters, asked for by name
-    comm_hooks   how a unit's packed gradients are reduced, by the user's choice
-    participate  a rank that skips a unit joins what the others communicate
-    switches     when gradients are reduced and units released
-    pipeline     stages of torch.distributed.pipelining
-    prefetch     which unit is gathered ahead of which
+    module_edits      modules that were edited inside a scope are kept whole or put back
+    unshard           unshard, reshard, reduce_grads, prefetch_units
+    open_scope        opens units for a scope: what modules and parameters hold in it
+    gathered          full parameters for a block of code
+    stream            streams of full parameters
+    apply             nn.Module.apply on full parameters
+    compile           units inside a compiled graph
+    chosen_gradients  autograd.grad and backward(inputs=) for parameters of scopes and graphs
+    comm_hooks        how a unit's packed gradients are reduced, by the user's choice
+    participate       a rank that skips a unit joins what the others communicate
+    switches          when gradients are reduced and units released
+    pipeline          stages of torch.distributed.pipelining
+    prefetch          which unit is gathered ahead of which, as the user lists them
 """

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_compose.core.bucket import Bucket, Entry
+from fsdp_compose.core.bucket import Bucket, Entry, find_entry
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
@@ -243,14 +243,17 @@ def reduce_grads(module: nn.Module) -> None:
         land(lane)
 
 
-def check_reduced(unit: Unit, caller: str) -> None:
-    """Raise when gradients of the unit wait to be reduced (D12)."""
-    for bucket in unit.buckets:
+def check_reduced(
+    buckets: Iterable[Bucket], caller: str, param: nn.Parameter | None = None
+) -> None:
+    """Raise when gradients of the buckets wait to be reduced, naming ``param`` if given (D12)."""
+    for bucket in buckets:
         if is_open(bucket):
+            spec = bucket.entries[0].spec if param is None else find_entry(param).spec
             raise RuntimeError(
-                f"{caller}: the gradient of {bucket.entries[0].spec.fqn!r} (unit {unit.name!r}) "
-                "was accumulated without synchronisation and is not in .grad yet; run the last "
-                "backward outside no_sync(), or call fsdp_compose.reduce_grads(module) first."
+                f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated "
+                "without synchronisation and is not in .grad yet; run the last backward outside "
+                "no_sync(), or call fsdp_compose.reduce_grads(module) first."
             )
 
 

@@ -174,7 +174,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     monkeypatch.setattr(streams, "_module", lambda of: device)
     cpu = torch.device("cpu")
     lane = state.Lane(streams.Streams(cpu, Stream(), Stream()), EngineWork)
-    monkeypatch.setitem(state._lanes, cpu, lane)
+    monkeypatch.setitem(state.all_lanes, cpu, lane)
     races = Races(device)
 
     gather, scatter, resize = comm.gather_parts, comm.reduce_scatter_parts, None

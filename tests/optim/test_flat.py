@@ -21,7 +21,7 @@ from fsdp_compose import (
     set_reshard_after_backward,
     undo,
 )
-from fsdp_compose.optim.flat import (
+from fsdp_compose.optim.plain_parameters import (
     flat_parameters,
     named_local_parameters,
     source_of,

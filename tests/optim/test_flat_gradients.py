@@ -15,7 +15,7 @@ from fsdp_compose import (
     no_sync,
     register_post_reduce_hook,
 )
-from fsdp_compose.optim.flat import (
+from fsdp_compose.optim.plain_parameters import (
     flat_parameters,
     named_local_parameters,
 )

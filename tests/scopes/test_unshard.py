@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.scopes.gathered import gathered, iter_full
+from fsdp_compose.scopes.gathered import gathered
+from fsdp_compose.scopes.stream import iter_full
 from fsdp_compose.scopes.unshard import prefetch_units, reduce_grads, reshard, unshard
 from fsdp_compose.sharded import is_sharded
 
@@ -199,8 +200,6 @@ def test_prefetch_units_gathers_ahead() -> None:
     """``prefetch_units`` gathers ahead and a step drops it."""
 
     def check(rank: int) -> None:
-        import fsdp_compose.optim.clip  # noqa: F401  the guard on steps
-
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
         comm.traffic.reset()

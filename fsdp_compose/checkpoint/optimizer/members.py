@@ -19,7 +19,7 @@ from fsdp_compose.checkpoint.values import whole_shape
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.bucket import Bucket, Entry, find_entry
 from fsdp_compose.core.state import iter_units
-from fsdp_compose.optim.owner import OwnerOptimizer
+from fsdp_compose.optim.owner_step import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded
 
 Names: TypeAlias = "Mapping[nn.Parameter, tuple[str, ...]]"

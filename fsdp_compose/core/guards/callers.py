@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_in_call, is_jit_tracing
 from fsdp_compose.core.passes import recover
-from fsdp_compose.core.state import Lane, Unit, _lanes, get_state
+from fsdp_compose.core.state import Lane, Unit, all_lanes, get_state
 
 _FORKED = (
     "in a process that was forked off, such as a worker of a DataLoader, where the other ranks "
@@ -92,7 +92,7 @@ class _OutOfReach:
 
 
 def _note_fork() -> None:
-    for lane in _lanes.values():
+    for lane in all_lanes.values():
         for unit in list(lane.units):
             unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
             meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compose.base.torch_private import clipped_parameters, parameter_slots
 from fsdp_compose.core.bucket import entry_of
 from fsdp_compose.core.guards.added_parameters import listed
-from fsdp_compose.core.state import _lanes, owner_of
-from fsdp_compose.optim.flat import source_of
+from fsdp_compose.core.state import all_lanes, owner_of
+from fsdp_compose.optim.plain_parameters import source_of
 from fsdp_compose.sharded import HANDLERS, is_sharded_parameter
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
@@ -31,13 +31,13 @@ _AVERAGED = "_fsdp_compose_averaged"
 """Attribute of plain parameters that DistributedDataParallel was found to average."""
 
 
-def check_strays(optimizer: torch.optim.Optimizer) -> None:
+def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
     """Raise when the optimizer also trains plain parameters that no unit was told to ignore.
 
     Raises:
         RuntimeError: naming them.
     """
-    counts = tuple([len(lane.units) for lane in _lanes.values()])
+    counts = tuple([len(lane.units) for lane in all_lanes.values()])
     counts += tuple([len(group["params"]) for group in optimizer.param_groups])
     if _known.get(optimizer) == counts:
         return
@@ -58,8 +58,8 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
 def _check(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
     """Raise as said above; True if all plain parameters have a gradient and were looked at."""
     unit = next((name for param in params if (name := _unit_over_ranks(param))), None)
-    strays = _plain(params) if unit is not None else []
-    ready = [param for param in strays if param.grad is not None]
+    plain = _plain(params) if unit is not None else []
+    ready = [param for param in plain if param.grad is not None]
     unknown = [param for param in ready if _AVERAGED not in param.__dict__]
     names = [name for name in _names(unknown) if name] if unknown else []
     if names:
@@ -73,7 +73,7 @@ def _check(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
         )
     for param in unknown:
         param.__dict__[_AVERAGED] = True
-    return len(ready) == len(strays)
+    return len(ready) == len(plain)
 
 
 def _unit_over_ranks(param: nn.Parameter) -> str | None:
@@ -91,7 +91,7 @@ def _unit_over_ranks(param: nn.Parameter) -> str | None:
 def _plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those that are trained, and neither sharded nor ignored; a DTensor has a mesh of its own."""
     ignored: set[int] = set()
-    for lane in _lanes.values():
+    for lane in all_lanes.values():
         for unit in lane.units:
             for ref in unit.checks.left_alone.values():
                 item = ref()

@@ -1,0 +1,208 @@
+"""Open units for a scope: gather the full tensors that modules and parameters hold inside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.core.bucket import Bucket, Entry, full_tensor
+from fsdp_compose.core.gathering import install
+from fsdp_compose.core.guards.connect import connect
+from fsdp_compose.core.guards.forward_writes import leaf_versions_of
+from fsdp_compose.core.guards.scope_parameters import as_parameter, is_whole, new_layer, show
+from fsdp_compose.core.receiving import gather_flat
+from fsdp_compose.core.records import Opened
+from fsdp_compose.core.reducing import requires_grad
+from fsdp_compose.core.state import Unit
+from fsdp_compose.scopes.unshard import reconnect
+from fsdp_compose.sharded import part_of, to_local
+
+
+@dataclass(frozen=True)
+class ScopeOptions:
+    """The arguments of ``gathered``, and whether its tensors are connected to autograd."""
+
+    writeback: bool
+    with_grads: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    connected: bool
+
+
+@dataclass(eq=False)
+class Scope(Opened):
+    """A unit inside ``gathered``."""
+
+    options: ScopeOptions = field(kw_only=True)
+    is_here: bool = True  # this rank has the full tensors
+    key: object = field(kw_only=True)  # of the call of ``gathered`` that opened it
+    before: list[Any] = field(default_factory=list)  # what the modules held, by entry
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    grads: list[tuple[torch.Tensor, int] | None] = field(default_factory=list)
+
+
+@untraced
+def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
+    """Gather the units and let their modules and parameters hold full tensors."""
+    fulls: dict[Entry, torch.Tensor] = {}
+    grads: dict[Entry, torch.Tensor | None] = {}
+    for unit in units:
+        here = has_full_tensors(unit, options)
+        outer = unit.opened
+        reused = dict(zip(unit.entries, outer.tensors, strict=True)) if outer is not None else {}
+        for bucket in unit.buckets:
+            if isinstance(outer, Scope):
+                fulls.update((entry, reused[entry]) for entry in bucket.entries)
+            else:
+                fulls.update(_full_parameters(bucket, here, options))
+            if options.with_grads:
+                grads.update(_full_grads(bucket, here, options))
+    key = object()
+    show_in_scope(connect_or_copy(units, fulls, grads, options), key, options)
+    scopes: dict[Unit, Scope] = {}
+    for unit in units:
+        before = [None] * len(unit.entries)
+        for values, name, index in unit.links.places:
+            before[index] = values.get(name)
+        tensors: list[torch.Tensor] = [entry.held for entry in unit.entries]
+        unit.opened = scopes[unit] = scope = Scope(
+            tensors=tensors,
+            in_forward=True,
+            options=options,
+            is_here=has_full_tensors(unit, options),
+            key=key,
+            outer=unit.opened,
+            before=before,
+        )
+        remember_versions(unit, scope)
+        if isinstance(scope.outer, Scope):
+            scope.leaf_versions = scope.outer.leaf_versions  # it shows what that gathered
+        if options.with_grads and scope.is_here:
+            scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]
+        install(unit, tensors)
+    return scopes
+
+
+def remember_versions(unit: Unit, scope: Scope) -> None:
+    """Remember the versions of everything, to find edits by."""
+    if scope.is_here:
+        scope.versions = [version_of(tensor) for tensor in scope.tensors]
+    scope.leaf_versions = leaf_versions_of(unit)
+
+
+def version_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes when autograd sees a write, and when ``.data`` is assigned."""
+    return tensor._version, part_of(tensor).data_ptr()
+
+
+def has_full_tensors(unit: Unit, options: ScopeOptions) -> bool:
+    if not options.rank0_only:
+        return True
+    return all(b.mesh.shard.rank == 0 and b.mesh.replicate.rank == 0 for b in unit.gathered)
+
+
+@torch.no_grad()
+def gather_stored(bucket: Bucket) -> torch.Tensor:
+    """A buffer of its own with the whole bucket, in the dtype in which it is stored."""
+    shard = bucket.shard.to(bucket.mesh.device)
+    return gather_flat(bucket, shard, shard.dtype)
+
+
+def _full_parameters(
+    bucket: Bucket, here: bool, options: ScopeOptions
+) -> dict[Entry, torch.Tensor]:
+    flat = gather_stored(bucket)
+    if not here:
+        return {entry: entry.held for entry in bucket.entries}
+    if options.offload_to_cpu:
+        flat = flat.cpu()
+    return {entry: full_tensor(flat, entry) for entry in bucket.entries}
+
+
+def _full_grads(
+    bucket: Bucket, here: bool, options: ScopeOptions
+) -> dict[Entry, torch.Tensor | None]:
+    """Full gradients by entry; one gather per dtype of gradient in the bucket."""
+    local = {e: None if e.param.grad is None else to_local(e.param.grad) for e in bucket.entries}
+    found: dict[Entry, torch.Tensor | None] = dict.fromkeys(bucket.entries)
+    with torch.no_grad():
+        for dtype in dict.fromkeys(g.dtype for g in local.values() if g is not None):
+            shard = torch.zeros_like(bucket.shard, dtype=dtype, device=bucket.mesh.device)
+            pieces = shard.split(bucket.views.splits)
+            given = [e for e, g in local.items() if g is not None and g.dtype == dtype]
+            for entry in given:
+                pieces[bucket.views.pieces[entry.index]].copy_(local[entry])
+            flat = gather_flat(bucket, shard, dtype)
+            if here:
+                flat = flat.cpu() if options.offload_to_cpu else flat
+                found.update((e, full_tensor(flat, e)) for e in given)
+    return found
+
+
+def connect_or_copy(
+    units: list[Unit],
+    fulls: dict[Entry, torch.Tensor],
+    grads: dict[Entry, torch.Tensor | None],
+    options: ScopeOptions,
+) -> dict[Entry, torch.Tensor]:
+    """The tensors that parameters hold in the scope: connected to autograd, or leaves."""
+    if options.connected:
+        plain = {e: t for e, t in fulls.items() if t.grad_fn is None}
+        fulls = {**fulls, **connect(units, {e: t.detach() for e, t in plain.items()}, [])}
+        return {e: t if t.grad_fn else as_parameter(t) for e, t in fulls.items()}
+    shown: dict[Entry, torch.Tensor] = {}
+    for entry, full in fulls.items():
+        if full is entry.held and not (options.with_grads and is_whole(full)):
+            continue  # sharded on this rank, or open in an outer scope
+        with raw():
+            trained = requires_grad(entry.param)
+        shown[entry] = leaf = _make_leaf(entry, full, trained, options)
+        if options.with_grads:
+            leaf.grad = grads[entry]
+    return shown
+
+
+def _make_leaf(
+    entry: Entry, full: torch.Tensor, trained: bool, options: ScopeOptions
+) -> nn.Parameter:
+    leaf = nn.Parameter(full.detach(), trained)
+    if trained and not (options.with_grads and options.writeback):
+        leaf.register_hook(_LostGradient(entry.spec.fqn))
+    return leaf
+
+
+def show_in_scope(shown: dict[Entry, torch.Tensor], key: object, options: ScopeOptions) -> None:
+    """Let parameters hold these full tensors until the scope ends."""
+    for entry, full in shown.items():
+        if full is not entry.held:
+            show(entry, full, new_layer(key, partial(_rebuild, options), options.with_grads))
+
+
+def _rebuild(options: ScopeOptions, entry: Entry, trained: bool) -> torch.Tensor:
+    """What the scope shows of a parameter that was frozen, or set free, inside it."""
+    full = entry.held.detach()
+    if options.connected:
+        return reconnect(entry, full, trained, [])
+    leaf = _make_leaf(entry, full, trained, options)
+    if options.with_grads:
+        leaf.grad = entry.held.grad
+    return leaf
+
+
+@dataclass(frozen=True)
+class _LostGradient:
+    """The hook on a leaf of a scope, whose gradient nobody would see."""
+
+    fqn: str
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"a gradient reached {self.fqn!r} through a full tensor that gathered() made for "
+            "reading only, and would get lost; enter gathered(module) with grad mode on and "
+            "without with_grads, rank0_only and offload_to_cpu, or detach the tensor."
+        )

@@ -1,0 +1,93 @@
+"""Streams of full parameters, a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.bucket import Bucket, Entry
+from fsdp_compose.core.state import all_lanes, owner_of
+from fsdp_compose.scopes.open_scope import Scope, gather_stored
+from fsdp_compose.sharded import to_local
+
+DEFAULT_BUCKET_BYTES = 256 << 20
+
+
+def iter_full(
+    module: nn.Module,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, full tensor)`` for every parameter, in the order of ``named_parameters()``.
+
+    A tied parameter comes under each of its names, as in ``state_dict()``; buffers do not come,
+    since they are not sharded. The tensors are the caller's own, detached. At any time this holds
+    ``bucket_bytes`` or one parameter, whichever is more, besides the tensor yielded. Every rank
+    must run the iteration, and as far as every other.
+
+    Args:
+        module: any module.
+        bucket_bytes: buckets up to this size are gathered whole; of larger ones the parameters come
+            one by one from the ranks that own them.
+        dtype: of floating-point tensors yielded; None leaves them as they are stored.
+        device: of the tensors yielded; None leaves them where they are gathered.
+    """
+    entries = {
+        (id(values), name): (unit, unit.entries[index])
+        for lane in all_lanes.values()
+        for unit in lane.units
+        for values, name, index in unit.links.places
+    }
+    slots = [
+        (f"{prefix}.{name}" if prefix else name, parameter_slots(owner), name)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for name, value in parameter_slots(owner).items()
+        if value is not None
+    ]
+    flat: torch.Tensor | None = None
+    last: Bucket | None = None
+    for full_name, values, name in slots:
+        unit, entry = entries.get((id(values), name), (None, None))
+        if unit is None or entry is None or isinstance(unit.opened, Scope):
+            tensor = values[name].detach()
+            if entry is not None and entry.spec.parallel is not None and not entry.spec.is_dtensor:
+                tensor = entry.spec.parallel.assemble(tensor)
+        else:
+            bucket = owner_of(entry)
+            spec = entry.spec
+            if bucket.layout.numel * bucket.shard.element_size() > bucket_bytes:
+                tensor = _one_parameter(bucket, entry)
+            else:
+                if bucket is not last or flat is None:
+                    flat = last = None
+                    flat, last = gather_stored(bucket), bucket
+                tensor = flat.as_strided(spec.shape, spec.stride, spec.offset)
+            if spec.parallel is not None:
+                tensor = spec.parallel.assemble(tensor)
+        tensor = _whole(tensor)
+        kind = dtype if tensor.is_floating_point() else None
+        yield full_name, tensor.to(device=device, dtype=kind, copy=True)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor that a scope shows, or that is not sharded, as the plain tensor it stands for."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _one_parameter(bucket: Bucket, entry: Entry) -> torch.Tensor:
+    """The full parameter from the ranks that own it, each sending its slice once."""
+    spec, group = entry.spec, bucket.mesh.shard
+    full = torch.empty(spec.numel, dtype=bucket.shard.dtype, device=bucket.mesh.device)
+    full[spec.start : spec.stop].copy_(to_local(entry.param))
+    start = 0
+    for rank, length in enumerate(spec.lengths):
+        if length:
+            comm.broadcast(full[start : start + length].view(torch.uint8), group, rank)
+        start += length
+    return full.as_strided(spec.shape, spec.stride)
