@@ -52,6 +52,7 @@ FOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", SHORT)
 def test_random_programs_equal_the_plain_model(world: int) -> None:
     """`python tests/fuzz.py --minutes 60` looks further, and shrinks what it finds."""
@@ -65,6 +66,7 @@ def test_programs_that_once_failed(name: str) -> None:
     run_ranks(run_one, FOUND[name].world, FOUND[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_program_with_every_operation(world: int) -> None:
     """A fixed model goes through every operation, so that none is left to chance."""

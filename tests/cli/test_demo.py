@@ -297,6 +297,7 @@ SMALL = ["--steps=8", "--resume-steps=3", "--parity-steps=3", "--layers=2", "--h
 SMALL += ["--width=32", "--block-size=32", "--batch-size=4", "--sample=20", "--gain=-9"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_demo_on_two_ranks(tmp_path, dtype):
     done = cli("demo", "--nproc", "2", "--", *SMALL, f"--dtype={dtype}", "--device=cpu",

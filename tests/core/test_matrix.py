@@ -163,6 +163,7 @@ def run_cells(rank: int, ranks: int, name: str, cells: list[Cell]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_cell_equals_one_process(name: str, ranks: int) -> None:

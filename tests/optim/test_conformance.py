@@ -80,6 +80,7 @@ def close(name: str, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8, msg=lambda m: f"{name}: {m}")
 
 
+@pytest.mark.slow
 def test_optimizers_train_and_resume_as_one_process() -> None:
     """Two ranks train, save, and resume cut otherwise; three ranks resume what two saved."""
 
