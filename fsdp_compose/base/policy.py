@@ -41,6 +41,9 @@ class ShardingStrategy(Enum):
     state and work are cut over both. Each step adds one gather over ``replicate``, of the weights
     that the optimizer wrote, and reduce-scatters there instead of an all-reduce. It is for a
     DeviceMesh.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2), strategy=ShardingStrategy.SHARD_GRAD_OP)
     """
 
     FULL_SHARD = "full_shard"
@@ -157,6 +160,12 @@ class MixedPrecision:
         full_precision_classes: modules of these classes become units of their own that compute and
             reduce in their parameters' own dtype: what they are given is cast to it, and what they
             return to ``param_dtype``. Their buffers are not cast.
+
+    Example:
+        >>> policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        >>> model = fully_shard(nn.Linear(2, 2), mp_policy=policy)
+        >>> model(torch.ones(1, 2)).dtype, model.weight.dtype
+        (torch.bfloat16, torch.float32)
     """
 
     param_dtype: torch.dtype | None = None
@@ -391,6 +400,11 @@ class Offload:
             device and cross to the shards' memory in the last backward of a step only
             (``set_is_last_backward``).
         pin_memory: page-locked host memory, so that copies overlap compute.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2), offload_policy=Offload(params=True))
+        >>> model.weight.to_local().device
+        device(type='cpu')
     """
 
     params: bool = False

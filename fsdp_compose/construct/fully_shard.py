@@ -135,6 +135,15 @@ def fully_shard(
             again.
         RuntimeError: several ranks were launched (``WORLD_SIZE`` in the environment), ``mesh`` is
             None, and there is no process group.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        >>> model = fully_shard(model, units=wrap.by_class({nn.Linear}))
+        >>> optim = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optim.step()
+        >>> [is_fully_sharded(module) for module in model]
+        [True, False, True]
     """
     if not hooks.attachments:
         raise ImportError("from fsdp_compose import fully_shard: its __init__ completes the hooks.")

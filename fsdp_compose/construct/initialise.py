@@ -309,6 +309,15 @@ def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> See
         seed: any integer.
         init: called with each submodule that has parameters or buffers of its own;
             ``reset_parameters`` where None.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(2, 2)
+        >>> model = fully_shard(model, param_init_fn=seeded_init(model, seed=0))
+        >>> plain = nn.Linear(2, 2)
+        >>> _ = plain.apply(seeded_init(plain, seed=0))
+        >>> torch.equal(model.weight.full_tensor(), plain.weight)
+        True
     """
     return Seeded(module, seed, init)
 

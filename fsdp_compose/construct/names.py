@@ -84,7 +84,13 @@ def named_leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """All names of each parameter, in the order of ``module.named_parameters()``."""
+    """All names of each parameter, in the order of ``module.named_parameters()``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> parameter_names(model)[model.bias]
+        ('bias',)
+    """
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, leaf in named_leaves(module):
         known = names.setdefault(id(leaf), (leaf, []))[1]
@@ -94,7 +100,13 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameter of each name; a shared one under every one of its names."""
+    """The parameter of each name; a shared one under every one of its names.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> parameters_by_name(model)["bias"] is model.bias
+        True
+    """
     return dict(named_leaves(module))
 
 
@@ -105,6 +117,11 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
 
     Args:
         root_only: leave out units inside other units of the list.
+
+    Example:
+        >>> model = fully_shard(nn.Sequential(nn.Linear(2, 2)), units=wrap.by_class({nn.Linear}))
+        >>> [type(module).__name__ for module in units_of(model)]
+        ['Sequential', 'Linear']
     """
     found: list[nn.Module] = []
     seen: set[int] = set()

@@ -72,6 +72,12 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         ValueError: nothing in ``module`` is sharded, or new parameters differ between ranks. The
             same on every rank, with nothing changed.
         RuntimeError: a unit is in the middle of a forward or backward, or open in a scope.
+
+    Example:
+        >>> model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+        >>> model = refresh(model.append(nn.Linear(2, 2)))
+        >>> isinstance(model[1].weight, ShardedParameter)
+        True
     """
     units = require_units(module, "refresh")
     problem: Exception | None = None

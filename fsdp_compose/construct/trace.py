@@ -28,6 +28,11 @@ class TracingConfig:
             into their forward; by default those of ``torch.nn``.
         concrete_args: values, by name of the forward's parameter, that control flow depends on, in
             addition to what is in the sample arguments and is not a tensor.
+
+    Example:
+        >>> config = TracingConfig(tracer=torch.fx.Tracer())
+        >>> trace_execution_order(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), config).modules
+        ('', '0')
     """
 
     tracer: fx.Tracer | None = None
@@ -43,6 +48,11 @@ class ExecutionOrder:
         parameters: every parameter that is used, in the order of first use.
         uses: every use of a parameter, as (submodule whose forward uses it, parameter). A
             submodule that is taken whole uses all of its parameters where it is called.
+
+    Example:
+        >>> order = trace_execution_order(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+        >>> order.parameters
+        ('0.weight', '0.bias')
     """
 
     modules: tuple[str, ...]
@@ -73,6 +83,11 @@ def trace_execution_order(
 
     Raises:
         ValueError: ``module`` is sharded, or its forward cannot be traced.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> trace_execution_order(model, torch.ones(1, 2)).modules
+        ('', '0', '1')
     """
     if next(iter_units(module), None) is not None:
         raise ValueError(

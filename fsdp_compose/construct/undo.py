@@ -32,6 +32,11 @@ def undo(module: M) -> M:
     Raises:
         ValueError: nothing in ``module`` is sharded, or a tied parameter of it belongs to a unit
             outside ``module``, or is used by one.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> type(undo(model).weight) is nn.Parameter
+        True
     """
     units = require_units(module, "undo")
     _check_ties(units, module)

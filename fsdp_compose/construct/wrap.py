@@ -33,6 +33,12 @@ class Policy:
         description: what the policy is, for messages.
         leaves: classes that are taken whole: nothing inside one becomes a unit, whatever the policy
             is combined with.
+
+    Example:
+        >>> policy = wrap.by_class({nn.Linear}) | wrap.by_size(1000)
+        >>> model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), units=policy)
+        >>> is_fully_sharded(model[0])
+        True
     """
 
     start: Callable[[nn.Module], Decide]
@@ -59,6 +65,11 @@ def by_class(classes: Classes, **options: Any) -> Policy:
     """Every instance of one of ``classes`` is a unit, with ``options`` of its own if given.
 
     A module without any instance of them is an error, also where another policy chooses units.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> len(units_of(fully_shard(model, units=wrap.by_class({nn.Linear}))))
+        2
     """
     kinds = _classes(classes, "by_class")
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -81,6 +92,12 @@ def by_name(*patterns: str, **options: Any) -> Policy:
     ``*`` stands for any part of one name between dots, ``**`` for any number of such names, ``?``
     for one character, ``[0-3]`` for one out of a range: ``by_name("layers.*", "**.head")``. A
     pattern that matches no submodule is an error.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model = fully_shard(model, units=wrap.by_name("1"))
+        >>> [is_fully_sharded(module) for module in model]
+        [False, True]
     """
     tests = {pattern: name_pattern(pattern, "by_name") for pattern in patterns}
     if not tests:
@@ -132,6 +149,12 @@ def by_size(
         exclude: classes that never become units; what is inside them still may.
         leaf: classes that are taken whole: nothing inside them becomes a unit, also where the
             policy is combined with others.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(9, 9))
+        >>> model = fully_shard(model, units=wrap.by_size(50))
+        >>> [is_fully_sharded(module) for module in model]
+        [False, True]
     """
     _check_numel(min_numel, "by_size")
     excluded = _classes(exclude, "by_size")
@@ -143,7 +166,14 @@ def by_size(
 
 
 def by_fn(fn: Callable[[str, nn.Module], Decision]) -> Policy:
-    """``fn(fqn, module)`` says whether a submodule is a unit, or with which options."""
+    """``fn(fqn, module)`` says whether a submodule is a unit, or with which options.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> policy = wrap.by_fn(lambda fqn, module: isinstance(module, nn.Linear) and fqn != "0")
+        >>> [is_fully_sharded(module) for module in fully_shard(model, units=policy)]
+        [False, False, True]
+    """
     check_function("by_fn", "fn", fn, "(fqn, module)")
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
@@ -174,6 +204,12 @@ def by_execution_order(
 
     Args:
         sample_args: arguments of the module's forward; see ``trace_execution_order``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        >>> policy = wrap.by_execution_order(torch.ones(1, 4), min_numel=20)
+        >>> [is_fully_sharded(module) for module in fully_shard(model, units=policy)]
+        [True, False, True]
     """
     _check_numel(min_numel, "by_execution_order")
     found: Any = config

@@ -62,6 +62,15 @@ class GradBucket:
         replicate: the group over which the scattered sum is reduced.
         scale: what the sum over both groups is to be multiplied with, ``1 / ranks`` by default.
         dtype: of the parameters' shards, in which the result is kept.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> def reduce(state, grads):
+        ...     print(grads.unit, grads.flat.numel(), len(grads.parts))
+        ...     return default_hook(state, grads)
+        >>> register_comm_hook(model, None, reduce)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        Linear 8 1
     """
 
     unit: str

@@ -75,6 +75,12 @@ def grad_norm(
         RuntimeError: gradients were accumulated without synchronisation and not reduced yet; or
             some are spread over fewer ranks than others and nothing says what the other ranks hold.
         ValueError: ``norm_type`` is 0 with ``expert_mesh``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> round(float(grad_norm(model)), 3)
+        2.449
     """
     grads = _collect(module_or_params, "grad_norm")
     return _norm(grads, float(norm_type), _experts_of(grads, expert_mesh))
@@ -105,6 +111,13 @@ def clip_grad_norm_(
         RuntimeError: on every rank, naming the first parameter whose gradient is not finite; or
             gradients were accumulated without synchronisation and not reduced yet; or as for
             ``grad_norm``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> norm = clip_grad_norm_(model, max_norm=1.0)  # of before
+        >>> round(float(norm), 3), round(float(grad_norm(model)), 3)
+        (2.449, 1.0)
     """
     grads = _collect(module_or_params, "clip_grad_norm_")
     experts = _experts_of(grads, expert_mesh)

@@ -84,6 +84,12 @@ def owner_step(
     Raises:
         ValueError: a parameter is not sharded.
         TypeError: ``make`` returned something else than an optimizer over what it was given.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> optim = owner_step([model.weight], lambda groups: torch.optim.SGD(groups, lr=0.1))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optim.step()
     """
     return OwnerOptimizer(params, make, work)
 
@@ -148,6 +154,12 @@ class OwnerOptimizer(Optimizer):
             those that other ranks own hold nothing and never have a gradient.
         owners: for each parameter, in order, the rank of its shard group that owns it.
         state: of this rank's parameters; the dictionaries of ``optimizer``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> optim = owner_step(model.parameters(), lambda groups: torch.optim.SGD(groups, lr=0.1))
+        >>> isinstance(optim, OwnerOptimizer)
+        True
     """
 
     def __init__(

@@ -58,6 +58,12 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     Raises:
         ValueError: nothing in ``module`` is sharded, a parameter of it belongs to a unit outside,
             or a bucket holds trained and frozen ones as ``requires_grad`` was changed afterwards.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> optim = torch.optim.AdamW(flat_parameters(model))
+        >>> [tuple(param.shape) for param in flat_parameters(model)]  # with padding
+        [(8,)]
     """
     found: list[nn.Parameter] = []
     buckets = _buckets(module, "flat_parameters")
@@ -94,6 +100,12 @@ def local_parameters(module: nn.Module) -> list[nn.Parameter]:
     go to ``owner_step``. Those that sum over all parameters (Prodigy, D-Adaptation) need the
     sharded parameters themselves, whose norms and sums are global: ``(a * b).sum()`` in place of
     ``torch.dot(a.flatten(), b.flatten())``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> optim = torch.optim.AdamW(local_parameters(model))
+        >>> [tuple(param.shape) for param in local_parameters(model)]  # this rank's slices
+        [(4,), (2,)]
     """
     return list(named_local_parameters(module).values())
 
@@ -118,6 +130,11 @@ def named_local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> list(named_local_parameters(model))
+        ['weight', 'bias']
     """
     _buckets(module, "named_local_parameters")
     found: dict[str, nn.Parameter] = {}

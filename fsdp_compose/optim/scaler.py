@@ -21,6 +21,14 @@ class GradScaler(torch.amp.GradScaler):
     skip the step and lower the scale. torch's own scaler agrees within the shard group of each
     list of gradients it looks at; this one also agrees between parameters of different groups,
     between replicas, and with plain parameters, with one small all-reduce per group.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        >>> scaler.step(optim)
+        >>> scaler.update()
     """
 
     def _unscale_grads_(

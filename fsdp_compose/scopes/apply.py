@@ -29,6 +29,12 @@ def apply(module: M, fn: Callable[[nn.Module], Any]) -> M:
 
     Raises:
         ShardedWeightError: ``fn`` reads the parameters of a unit inside its argument.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> model = apply(model, lambda module: nn.init.ones_(module.bias))
+        >>> model.bias.full_tensor()
+        tensor([1., 1.])
     """
     state = find_state(module)
     with gathered(module, writeback=True, recurse=False) if state is None else nullcontext():

@@ -34,6 +34,15 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
     Raises:
         ValueError: nothing in ``module`` is sharded.
         TypeError: ``hook`` cannot be called.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> def clamp(state, grads):
+        ...     return default_hook(state, grads).clamp(-0.5, 0.5)
+        >>> register_comm_hook(model, None, clamp)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> model.bias.grad.full_tensor()
+        tensor([0.5000, 0.5000])
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"register_comm_hook: hook is {hook!r}; wanted a function (state, grads).")
@@ -50,6 +59,14 @@ def register_post_reduce_hook(
 
     Returns:
         a handle whose ``remove()`` takes the hook back.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> def report(module, parameters):
+        ...     print(len(parameters), "gradients are in place")
+        >>> handle = register_post_reduce_hook(model, report)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        2 gradients are in place
     """
     units = require_units(module, "register_post_reduce_hook")
     handle = RemovableHandle(
@@ -109,19 +126,34 @@ def _has_state(state: Any) -> bool:
 
 
 def default_hook(state: object, grads: GradBucket) -> torch.Tensor:
-    """What happens without a hook: sum over both groups, then scale."""
+    """What happens without a hook: sum over both groups, then scale.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> register_comm_hook(model, None, default_hook)
+    """
     real = grads.dtype.to_real() if grads.dtype.is_complex else grads.dtype
     part = comm.reduce_scatter_parts(grads.flat, grads.parts, grads.shard).result(real, grads.scale)
     return comm.all_reduce(part, grads.replicate)
 
 
 def fp16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
-    """Gradients travel as float16, divided beforehand so that their sum does not overflow."""
+    """Gradients travel as float16, divided beforehand so that their sum does not overflow.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> register_comm_hook(model, None, fp16_compress_hook)
+    """
     return _compressed(grads, torch.float16)
 
 
 def bf16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
-    """Gradients travel as bfloat16."""
+    """Gradients travel as bfloat16.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> register_comm_hook(model, None, bf16_compress_hook)
+    """
     return _compressed(grads, torch.bfloat16)
 
 
@@ -140,6 +172,10 @@ class Int8ErrorFeedback:
 
     Args:
         block: elements that share a scale.
+
+    Example:
+        >>> Int8ErrorFeedback(block=64).state_dict()
+        {'block': 64, 'errors': {}}
     """
 
     block: int = 256
@@ -159,6 +195,10 @@ def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> tor
     What rounding takes away is added to the next step's gradient (error feedback: Seide et al.,
     "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD",
     2019). Sums are formed in float32.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> register_comm_hook(model, Int8ErrorFeedback(), int8_error_feedback_hook)
     """
     wanted = grads.flat.float()
     if grads.key in state.errors:

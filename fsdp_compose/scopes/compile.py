@@ -71,6 +71,13 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
 
     Raises:
         ValueError: there is no such unit, or a unit's options cannot be followed in a graph.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> set_traceable(model)
+        >>> compiled = torch.compile(nn.Sequential(model), fullgraph=True, backend="eager")
+        >>> compiled(torch.ones(1, 2)).shape
+        torch.Size([1, 2])
     """
     units = require_units(module, "set_traceable", recurse)
     for unit in units if value else ():

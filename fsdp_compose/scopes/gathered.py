@@ -75,6 +75,13 @@ def gathered(
         RuntimeError: a parameter was edited without ``writeback``, replaced by something of another
             shape, or stepped by an optimizer inside a scope with ``writeback``, or before a forward
             in the scope; or ``writeback`` inside the unit's own forward or backward.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> with gathered(model, writeback=True), torch.no_grad():
+        ...     model.weight[0, 0] = 7.0
+        >>> float(model.weight.full_tensor()[0, 0])
+        7.0
     """
     if writeback and with_grads and rank0_only:
         raise ValueError(

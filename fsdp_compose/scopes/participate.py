@@ -55,6 +55,11 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
     Raises:
         ValueError: ``module`` is not a unit and contains none.
         TypeError: ``x`` is not a floating-point tensor.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> loss = participate(model)  # on a rank that has no batch
+        >>> loss.backward()
     """
     units = require_units(module, "participate")
     given: Any = x

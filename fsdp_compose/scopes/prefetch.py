@@ -20,6 +20,11 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
 
     Raises:
         ValueError: one of the modules is not a unit.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model = fully_shard(model, units=wrap.by_class({nn.Linear}))
+        >>> set_forward_prefetch(model[0], [model[1], model[2]])
     """
     listed = _listed(modules, "set_forward_prefetch")
     _unit_of(module, "set_forward_prefetch").expected.forward_list = listed
@@ -32,6 +37,11 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
 
     Raises:
         ValueError: one of the modules is not a unit.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model = fully_shard(model, units=wrap.by_class({nn.Linear}))
+        >>> set_backward_prefetch(model[2], [model[1], model[0]])
     """
     listed = _listed(modules, "set_backward_prefetch")
     _unit_of(module, "set_backward_prefetch").expected.backward_list = listed

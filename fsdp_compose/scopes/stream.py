@@ -37,6 +37,11 @@ def iter_full(
             one by one from the ranks that own them.
         dtype: of floating-point tensors yielded; None leaves them as they are stored.
         device: of the tensors yielded; None leaves them where they are gathered.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> [(name, tuple(tensor.shape)) for name, tensor in iter_full(model)]
+        [('weight', (2, 2)), ('bias', (2,))]
     """
     entries = {
         (id(values), name): (unit, unit.entries[index])

@@ -33,6 +33,14 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
 
     Raises:
         ValueError: there is no such unit.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> for last in (False, True):
+        ...     set_requires_gradient_sync(model, last)
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> model.bias.grad.full_tensor()
+        tensor([2., 2.])
     """
     for unit in require_units(module, "set_requires_gradient_sync", recurse):
         unit.switches.sync = bool(value)
@@ -43,6 +51,10 @@ def set_requires_all_reduce(module: nn.Module, value: bool, recurse: bool = True
 
     If not, gradients add up as shards, outside ``.grad``, until a backward that does. Without
     effect where there are no replicas. Arguments and errors as ``set_requires_gradient_sync``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> set_requires_all_reduce(model, False)  # before all microbatches but the last
     """
     for unit in require_units(module, "set_requires_all_reduce", recurse):
         unit.switches.all_reduce = bool(value)
@@ -52,6 +64,10 @@ def set_is_last_backward(module: nn.Module, value: bool, recurse: bool = True) -
     """Whether the next backward is a step's last; only then offloaded gradients cross to the host.
 
     Arguments and errors as ``set_requires_gradient_sync``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> set_is_last_backward(model, False)  # before all microbatches but the last
     """
     for unit in require_units(module, "set_is_last_backward", recurse):
         unit.switches.last_backward = bool(value)
@@ -61,6 +77,10 @@ def set_reshard_after_forward(module: nn.Module, value: bool, recurse: bool = Tr
     """Whether full parameters are released between forward and backward.
 
     Arguments and errors as ``set_requires_gradient_sync``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> set_reshard_after_forward(model, False)  # backward needs no second gather
     """
     for unit in require_units(module, "set_reshard_after_forward", recurse):
         unit.switches.keep_after_forward = not value
@@ -71,6 +91,10 @@ def set_reshard_after_backward(module: nn.Module, value: bool, recurse: bool = T
 
     If not, they stay gathered, over the next forward too, which gathers them again only when they
     were written. Arguments and errors as ``set_requires_gradient_sync``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> set_reshard_after_backward(model, False)  # nor does the next forward
     """
     for unit in require_units(module, "set_reshard_after_backward", recurse):
         unit.switches.reshard_after_backward = bool(value)
@@ -86,6 +110,10 @@ def set_find_unused_parameters(module: nn.Module, value: bool, recurse: bool = T
     then has a small all-reduce before it, for which the host waits.
 
     Arguments and errors as ``set_requires_gradient_sync``.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> set_find_unused_parameters(model, True)
     """
     for unit in require_units(module, "set_find_unused_parameters", recurse):
         unit.switches.find_unused = bool(value)
@@ -109,6 +137,13 @@ def set_gradient_divide_factor(
 
     Raises:
         ValueError: ``value`` is not a positive finite number.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> set_gradient_divide_factor(model, 4)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> model.bias.grad.full_tensor()
+        tensor([0.2500, 0.2500])
     """
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(
@@ -130,6 +165,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: ``module`` contains no unit.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> with no_sync(model):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> model(torch.ones(1, 2)).sum().backward()  # reduces both
+        >>> model.bias.grad.full_tensor()
+        tensor([2., 2.])
     """
     units = require_units(module, "no_sync")
     found = [unit.switches.sync for unit in units]
@@ -166,6 +209,14 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
 
     Raises:
         ValueError: ``module`` contains no unit, or ``keep`` is none of the above.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> with accumulate(model):
+        ...     for x in torch.ones(4, 1, 2):
+        ...         model(x).sum().backward()
+        >>> model.bias.grad.full_tensor()
+        tensor([4., 4.])
     """
     if keep not in KEEPS:
         raise ValueError(f"accumulate: keep is {keep!r}; wanted one of {KEEPS}.")

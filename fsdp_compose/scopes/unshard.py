@@ -46,7 +46,15 @@ _graphs: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[Reach]] = weakref.WeakK
 
 
 class UnshardHandle:
-    """An ``unshard`` under way."""
+    """An ``unshard`` under way.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> handle = unshard(model, async_op=True)
+        >>> handle.wait()
+        >>> tuple((model.weight * 2).shape)
+        (2, 2)
+    """
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
@@ -74,6 +82,15 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     Raises:
         ValueError: ``module`` is not a unit and contains none.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> unshard(model)
+        >>> model.weight.sum().backward()
+        >>> reshard(model)
+        >>> model.weight.grad.full_tensor()
+        tensor([[1., 1.],
+                [1., 1.]])
     """
     units = own_units(module, "unshard")
     for unit in units:
@@ -160,6 +177,13 @@ def reshard(module: nn.Module) -> None:
     Raises:
         ValueError: ``module`` is not a unit and contains none.
         RuntimeError: a parameter was written since ``unshard``, which would be lost.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> unshard(model)
+        >>> reshard(model)
+        >>> type(model.weight).__name__
+        'ShardedParameter'
     """
     edited: Entry | None = None
     units = own_units(module, "reshard")
@@ -203,6 +227,11 @@ def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) 
 
     Raises:
         ValueError: one of them is not a unit and contains none.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model = fully_shard(model, units=wrap.by_class({nn.Linear}))
+        >>> prefetch_units(model, [model[1]])
     """
     own_units(module, "prefetch_units")
     wanted = [modules] if isinstance(modules, nn.Module) else list(modules)
@@ -219,6 +248,14 @@ def reduce_grads(module: nn.Module) -> None:
 
     Raises:
         ValueError: ``module`` contains no unit.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> with no_sync(model):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> reduce_grads(model)
+        >>> model.bias.grad.full_tensor()
+        tensor([1., 1.])
     """
     units = require_units(module, "reduce_grads")
     lanes: dict[int, Lane] = {}

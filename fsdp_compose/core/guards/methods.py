@@ -186,6 +186,15 @@ def register_forward_method(module: nn.Module, *names: str) -> None:
     Raises:
         TypeError: a name is not a string.
         ValueError: ``module`` is not a unit, or has no such method, or one that cannot gather.
+
+    Example:
+        >>> class Coder(nn.Linear):
+        ...     def encode(self, x):
+        ...         return nn.functional.linear(x, self.weight)
+        >>> model = fully_shard(Coder(2, 2))
+        >>> register_forward_method(model, "encode")
+        >>> model.encode(torch.ones(1, 2)).shape
+        torch.Size([1, 2])
     """
     advice = "The module around it gathers its weights, and needs the method that calls this one."
     (unit,) = require_units(module, "register_forward_method", recurse=False, advice=advice)
