@@ -69,6 +69,7 @@ if _is_used:
         PrefetchRule,
         ShardingStrategy,
     )
+    from fsdp_compose.base.process import once as _once
     from fsdp_compose.checkpoint import (
         Saving,
         get_state_dict_type,
@@ -169,8 +170,8 @@ if _is_used:
         (lambda module: None, _detach_methods),
         (lambda module: None, _detach_traced),
         (_attach_state_dict, _detach_state_dict),
+        (lambda module: _once(_guard_steps), lambda module: None),
     ]
-    _guard_steps()
 
 __all__ = [  # noqa: RUF022 - by the question that each answers
     # how do I shard a model, and undo it?

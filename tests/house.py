@@ -238,6 +238,52 @@ def check_form(package: Path) -> list[str]:
     return wrong
 
 
+PROCESS = "base/process"  # what a process has one of stands there
+OUTSIDE_PROCESS = {
+    "base/lazy:_under_way": "packages being imported, by name; the import lock guards it",
+    "core/bucket:take_over": "a function of a later file, added when that is imported",
+    "core/hooks:attachments": "functions that the package's __init__ lists",
+    "scopes/compile:_keys": "numbers units in graphs, which torch's table of operators refers to",
+    "sharded/advice:unit_finders": "a function of a later file, added when that is imported",
+    "sharded/tensor:HANDLERS": "functions by torch function, filled by imports alone",
+}
+
+
+def check_process_state(package: Path) -> list[str]:
+    """State of a module that calls change would be shared by all models, groups and ranks.
+
+    What is keyed by its owner with weak references is not; what has no owner is in one file.
+    """
+    growing = {"set", "dict", "list", "defaultdict", "deque", "count", "Counter", "OrderedDict"}
+    wrong = []
+    for path, file, tree in sources(package):
+        if file == PROCESS:
+            continue
+        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+        for node in tree.body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            value = node.value
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            is_empty = isinstance(value, ast.List | ast.Dict) and not (
+                value.elts if isinstance(value, ast.List) else value.keys
+            )
+            called = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            made = classes.get(called)
+            is_frozen = made is None or "frozen=True" in "".join(
+                map(ast.unparse, made.decorator_list)
+            )
+            grows = called in growing and not (isinstance(value, ast.Call) and value.args)
+            if (is_empty or grows or not is_frozen) and f"{file}:{name}" not in OUTSIDE_PROCESS:
+                wrong.append(f"{at(path, package, node)}: {name} belongs to the process: {PROCESS}")
+        wrong += [
+            f"{at(path, package, node)}: global {', '.join(node.names)}; keep it in {PROCESS}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Global)
+        ]
+    return wrong
+
+
 def check_public_names(package: Path) -> list[str]:
     path = package / "__init__.py"
     if not path.exists():

@@ -17,6 +17,7 @@ from fsdp_compose import (
     fully_shard,
     wrap,
 )
+from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 
@@ -94,10 +95,10 @@ def check_traffic(rank: int, options: dict[str, Any], gathers: dict[str, int], w
     by_block(model, **options)
     optim = steady(model, rank)
     for step in range(2):
-        comm.traffic.reset()
+        here.traffic.reset()
         square(model, data(step, rank)).backward()
         optim.step()
-        t = comm.traffic
+        t = here.traffic
         found = (
             t.gathers,
             t.gather_bytes,

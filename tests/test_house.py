@@ -15,6 +15,7 @@ from house import (
     check_form,
     check_layers,
     check_private_torch,
+    check_process_state,
     check_public_names,
     check_sizes,
     check_stale,
@@ -26,6 +27,7 @@ CHECKS = [
     check_private_torch,
     check_collectives,
     check_form,
+    check_process_state,
     check_public_names,
     check_sizes,
     check_fields,
@@ -171,6 +173,27 @@ def test_form_is_checked(tmp_path: Path) -> None:
     assert "docstring" in wrong
     (wrong,) = check_form(build(tmp_path / "b", {"layout/shards.py": "hasattr(1, 'x')"}))
     assert "hasattr" in wrong
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "x = {}",
+        "x: list[int] = []",
+        "x = set()",
+        "x = collections.deque()",
+        "class A:\n    pass\nx = A()",
+        "x = 1\ndef f():\n    global x\n    x = 2",
+    ],
+)
+def test_state_of_a_module_is_found(body: str, tmp_path: Path) -> None:
+    assert check_process_state(build(tmp_path / "a", {"core/passes.py": body}))
+    assert not check_process_state(build(tmp_path / "b", {"base/process.py": body}))
+
+
+def test_what_is_keyed_by_its_owner_may_stand(tmp_path: Path) -> None:
+    keyed = "import weakref\nx = weakref.WeakKeyDictionary()\ny = {1: 2}\nz = frozenset()"
+    assert not check_process_state(build(tmp_path, {"core/passes.py": keyed}))
 
 
 def function(lines: int) -> str:

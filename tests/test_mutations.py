@@ -26,6 +26,7 @@ from fsdp_compose import (
     optim_state_dict,
     verify_replicas,
 )
+from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint import metadata
 from fsdp_compose.checkpoint.optimizer import agree as optim_agree
 from fsdp_compose.comm import collectives as comm
@@ -96,13 +97,13 @@ def check_no_sync(rank: int) -> None:
     """Micro-batches without communication of gradients, then one with; the sum is right."""
     twin = Twin(rank, 2, Tower)
     for step in range(2):
-        comm.traffic.reset()
+        here.traffic.reset()
         with no_sync(twin.model):
             twin.backward(square, 10 * step)
             twin.backward(square, 10 * step + 1)
-            assert comm.traffic.reduces == 0
+            assert here.traffic.reduces == 0
         twin.backward(square, 10 * step + 2)
-        assert comm.traffic.reduces == 4
+        assert here.traffic.reduces == 4
         twin.step()
     twin.check()
 
@@ -112,9 +113,9 @@ def check_reduce_dtype(rank: int) -> None:
 
     def moved(reduce: torch.dtype) -> int:
         model = by_block(Tower(), mp_policy=MixedPrecision(torch.bfloat16, reduce))
-        comm.traffic.reset()
+        here.traffic.reset()
         model(data(0, rank, dtype=torch.float32)).float().mean().backward()
-        return comm.traffic.reduce_bytes
+        return here.traffic.reduce_bytes
 
     assert moved(torch.float32) == 2 * moved(torch.bfloat16)
 
@@ -127,9 +128,9 @@ def check_frozen(rank: int) -> None:
         return model
 
     twin = Twin(rank, 2, build)
-    comm.traffic.reset()
+    here.traffic.reset()
     twin.backward(square, 0)
-    assert comm.traffic.reduces == 3
+    assert here.traffic.reduces == 3
     assert all(p.grad is None for p in twin.model.parameters() if not p.requires_grad)
     twin.train()
 

@@ -2,6 +2,7 @@
 
 Files, each importing only from those above it:
 
+    process        what a process has one of, and why
     lazy           imports the package's public names on first use
     torch_private  every private torch name, with the versions it was tried on
     codec          what travels in a gather in place of the weights' own bytes

@@ -14,8 +14,9 @@ from typing import Any
 import optree
 import torch
 
+from fsdp_compose.base.process import here
+
 _NAMESPACE = "fsdp_compose"
-_registered: set[type] = set()
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type)
 
 
@@ -64,7 +65,7 @@ def _register_leaves(tree: Any) -> None:
         fresh = False
         for leaf in optree.tree_leaves(tree, namespace=_NAMESPACE):
             kind = type(leaf)
-            if kind in _registered:
+            if kind in here.pytrees:
                 continue
             if isinstance(leaf, dict):
                 _register_mapping(kind)
@@ -72,7 +73,7 @@ def _register_leaves(tree: Any) -> None:
                 _register_dataclass(kind)
             else:
                 continue
-            _registered.add(kind)
+            here.pytrees.add(kind)
             fresh = True
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint.contents import Contents, contents_of
 from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
@@ -84,9 +85,6 @@ class Saving:
             raise self._error
 
 
-_pending: list[Saving] = []
-
-
 def save_checkpoint(
     path: PathLike,
     module: nn.Module,
@@ -134,8 +132,8 @@ def save_checkpoint(
 
 def finish_pending() -> None:
     """Wait for saves under way; whoever holds their handles gets their errors."""
-    while _pending:
-        saving = _pending.pop()
+    while here.saves:
+        saving = here.saves.pop()
         if saving._thread is not None:
             saving._thread.join()
 
@@ -179,7 +177,7 @@ def _save(
             saving._error = error
 
     saving._thread = threading.Thread(target=run, name=f"save {path}")
-    _pending.append(saving)
+    here.saves.append(saving)
     saving._thread.start()
     return saving
 

@@ -3,7 +3,6 @@
 Files, each importing only from those above it:
 
     flags        bits that ranks combine with an or
-    traffic      counts what this process communicates
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group
     meeting      ranks that wait for each other in different groups raise

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.codec import GatherCodec, encode_shard
 from fsdp_compose.base.group import Call, Group, Op
+from fsdp_compose.base.process import here
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.flags import Flags as Flags
 from fsdp_compose.comm.heads import Caller as Caller
@@ -25,8 +26,6 @@ from fsdp_compose.comm.heads import Heads, compare_heads, send_heads, tag_behind
 from fsdp_compose.comm.messages import gather_objects as gather_objects
 from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
-from fsdp_compose.comm.traffic import Traffic as Traffic
-from fsdp_compose.comm.traffic import traffic as traffic
 from fsdp_compose.comm.transports import transport_of as transport_of
 
 
@@ -116,8 +115,8 @@ def gather_parts(
     """
     if group.pg is None or whole.numel() == 0:
         return Exchange()
-    traffic.gathers += 1
-    traffic.gather_bytes += whole.numel() - own.numel()
+    here.traffic.gathers += 1
+    here.traffic.gather_bytes += whole.numel() - own.numel()
     call, heads = _open(group, purpose, own.nbytes, caller)
     started = transport_of(group).gather(whole, parts, own, call)
     return Exchange(started.works, purpose, started.peers, heads)
@@ -172,8 +171,8 @@ def reduce_scatter_parts(
     if group.pg is None or whole.numel() == 0:
         return ReduceScatter(Exchange(), [whole])
     own = parts[group.rank]
-    traffic.reduces += 1
-    traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
+    here.traffic.reduces += 1
+    here.traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     call, heads = _open(group, purpose, own.nbytes, caller, flags)
     started = transport_of(group).reduce_scatter(whole, parts, call)
     exchange = Exchange(started.works, purpose, started.peers, heads)
@@ -189,8 +188,8 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     if group.pg is None:
         return list(parts)
     own = parts[group.rank]
-    traffic.reduces += 1
-    traffic.reduce_bytes += own.numel() * (group.size - 1)
+    here.traffic.reduces += 1
+    here.traffic.reduce_bytes += own.numel() * (group.size - 1)
     received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
     call, _ = _open(group, "exchange gradients", own.nbytes, None)
     started = transport_of(group).exchange(parts, received, call)
@@ -209,8 +208,8 @@ def move_pieces(
     """
     if group.pg is None:
         return
-    traffic.moves += 1
-    traffic.move_bytes += sum(p.numel() for r, p in enumerate(incoming) if r != group.rank)
+    here.traffic.moves += 1
+    here.traffic.move_bytes += sum(p.numel() for r, p in enumerate(incoming) if r != group.rank)
     started = transport_of(group).exchange(outgoing, incoming, Call(group, 0, purpose))
     wait_for(started.works, started.peers, purpose)
 
@@ -227,8 +226,8 @@ def all_reduce(
     if group.pg is not None:
         if caller is not None and is_point_to_point(group):
             send_heads(caller, caller.head(), group, purpose, flags).check()
-        traffic.all_reduces += 1
-        traffic.all_reduce_bytes += (
+        here.traffic.all_reduces += 1
+        here.traffic.all_reduce_bytes += (
             2 * tensor.numel() * tensor.element_size() * (group.size - 1) // group.size
         )
         with _blocking(purpose, group, tensor):
@@ -259,7 +258,7 @@ def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> N
     if is_point_to_point(group):
         send_heads(caller, caller.head(), group, "compare gradients", flags).check()
         return
-    traffic.control += 1
+    here.traffic.control += 1
     tensor = flags.to_tensor().to(device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)
     flags.take(tensor)
@@ -283,7 +282,7 @@ def all_gather_uneven(
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
     """Overwrite ``tensor`` with that of the group's rank ``source``; bytes, so any dtype."""
     if group.pg is not None and tensor.numel():
-        traffic.control += 1
+        here.traffic.control += 1
         with _blocking("receive a broadcast", group, tensor):
             dist.broadcast(tensor, group.ranks[source], group=group.pg)
     return tensor
@@ -299,7 +298,7 @@ def span(
     """
     both = [*values, *(-value for value in values)]
     if device.type == "cpu" and all(is_point_to_point(g) for g in groups if g.pg is not None):
-        traffic.control += sum(group.pg is not None for group in groups)
+        here.traffic.control += sum(group.pg is not None for group in groups)
         return torch.tensor(compare_heads(both, groups, caller))
     if device.type == "cpu":
         tensor = torch.tensor(both)
@@ -309,6 +308,6 @@ def span(
             tensor[index].fill_(value)
     for group in groups:
         if group.pg is not None:
-            traffic.control += 1
+            here.traffic.control += 1
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)
     return tensor

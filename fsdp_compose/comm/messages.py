@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import default_store
 from fsdp_compose.comm import waiting
-from fsdp_compose.comm.traffic import traffic
 
 
 def is_point_to_point(group: Group) -> bool:
@@ -47,7 +47,7 @@ def wait_for(
         RuntimeError: one does not answer, and which.
     """
     if works:
-        if _attended and (group := _attended.get(threading.get_ident())) is not None:
+        if here.calls and (group := here.calls.get(threading.get_ident())) is not None:
             _wait_attentively(works, peers, purpose, group)
             return
         index = 0
@@ -97,7 +97,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step."""
     if group.pg is None or group.backend == "fake":
         return [value] * group.size
-    traffic.control += 1
+    here.traffic.control += 1
     mine = pickle.dumps(value)
     if is_point_to_point(group):
         others = [r for r in range(group.size) if r != group.rank]
@@ -122,7 +122,7 @@ def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Grou
     """
     if group.pg is None:
         return act([value])[0]
-    traffic.control += 1
+    here.traffic.control += 1
     if group.rank:
         _swap_bytes({0: pickle.dumps(value)}, [], group)
         error, part = pickle.loads(_swap_bytes({}, [0], group)[0])
@@ -271,21 +271,17 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(host.data_ptr(), host.numel()) if host.numel() else b""
 
 
-_attended: dict[int, Group] = {}  # by thread
-_looks: dict[int, Callable[[], None]] = {}  # by thread
-
-
 @contextlib.contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
     """Scope in which this thread calls ``look`` now and then while it waits for messages.
 
     What that raises ends the wait; the group must not be used again.
     """
-    _looks[threading.get_ident()] = look
+    here.looks[threading.get_ident()] = look
     try:
         yield
     finally:
-        del _looks[threading.get_ident()]
+        del here.looks[threading.get_ident()]
 
 
 @contextlib.contextmanager
@@ -295,9 +291,9 @@ def attend_call(group: Group) -> Iterator[None]:
     It hears of them also while it waits for tensors, which in the scope never meet those that an
     earlier call left behind.
     """
-    before = _attended.get(threading.get_ident())
+    before = here.calls.get(threading.get_ident())
     if group.pg is not None:
-        _attended[threading.get_ident()] = group
+        here.calls[threading.get_ident()] = group
     try:
         yield
     except BaseException as error:
@@ -305,9 +301,9 @@ def attend_call(group: Group) -> Iterator[None]:
             leave(group, error)
         raise
     finally:
-        _attended.pop(threading.get_ident(), None)
+        here.calls.pop(threading.get_ident(), None)
         if before is not None:
-            _attended[threading.get_ident()] = before
+            here.calls[threading.get_ident()] = before
 
 
 def tag_of(purpose: str, nbytes: int) -> int:
@@ -316,7 +312,7 @@ def tag_of(purpose: str, nbytes: int) -> int:
     Ranks that do different things never meet: their data would blend, or end the process where it
     has different sizes. Nor do those of a call and of an earlier one that was left.
     """
-    group = _attended.get(threading.get_ident()) if _attended else None
+    group = here.calls.get(threading.get_ident()) if here.calls else None
     key = f"{'' if group is None else group.note} {purpose} {nbytes}"
     return _CALL_TAGS | zlib.crc32(key.encode()) & (_CALL_TAGS - 1)
 
@@ -365,7 +361,7 @@ def _wait_attentively(
     while not done.wait(pause):
         pause = min(2 * pause, 1.0)
         _raise_if_left(group)
-        look = _looks.get(threading.get_ident())
+        look = here.looks.get(threading.get_ident())
         if look is not None:
             look()
     if failure:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp_compose.base.process import here, once
 from fsdp_compose.base.torch_private import default_store
 
 WARN_AFTER = 10.0
@@ -96,16 +97,18 @@ class _Watch:
         self.posted = text
 
 
-_watch = _Watch()
+def the_watch() -> _Watch:
+    """The watch of this process, made by its first wait."""
+    if here.watch is None:
+        here.watch = _Watch()
+        once(_survive_forks)
+    found: _Watch = here.watch
+    return found
 
 
-def _forget() -> None:
+def _survive_forks() -> None:
     """A fork has none of its parent's threads, and waits for nothing."""
-    global _watch
-    _watch = _Watch()
-
-
-os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=lambda: setattr(here, "watch", None))
 
 
 @contextlib.contextmanager
@@ -121,14 +124,15 @@ def waiting(purpose: str, ranks: Sequence[int]) -> Iterator[Wait]:
 def enter(purpose: str, ranks: Sequence[int]) -> Wait:
     """This thread waits from here to ``leave``; cheaper than the scope."""
     wait = Wait(purpose, ranks)
-    _watch.waits[threading.get_ident()] = wait
-    if _watch.thread is None:
-        _watch.start()
+    watch = the_watch()
+    watch.waits[threading.get_ident()] = wait
+    if watch.thread is None:
+        watch.start()
     return wait
 
 
 def leave() -> None:
-    _watch.waits.pop(threading.get_ident(), None)
+    the_watch().waits.pop(threading.get_ident(), None)
 
 
 def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
@@ -136,10 +140,11 @@ def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
 
     The oldest mark that is not known to have passed is kept, and the newest one.
     """
-    wait = _watch.newest = Wait(purpose, ranks, mark)
-    _watch.waits.setdefault(_DEVICE, wait)
-    if _watch.thread is None:
-        _watch.start()
+    watch = the_watch()
+    wait = watch.newest = Wait(purpose, ranks, mark)
+    watch.waits.setdefault(_DEVICE, wait)
+    if watch.thread is None:
+        watch.start()
 
 
 def tell(wait: Wait, now: float) -> None:

@@ -197,10 +197,10 @@ def _is_stale(bucket: Bucket) -> bool:
 
 def find_difference(bucket: Bucket) -> Entry | None:
     """An entry of whose gathered values this rank's part is not that of its shard any more."""
-    if bucket.in_place or bucket.phase is not Phase.GATHERED or bucket.residence.moved:
+    if bucket.in_place or bucket.mp.gather_codec is not None:
+        return None  # the same memory; or not exactly what the shard holds
+    if bucket.phase is not Phase.GATHERED or bucket.residence.moved:
         return None
-    if bucket.mp.gather_codec is not None:
-        return None  # what is gathered is not exactly what the shard holds
     now = versions_of(bucket), bucket.residence.written
     if now != (bucket.fill.versions, bucket.fill.handed_out):
         return None  # the shard was written since

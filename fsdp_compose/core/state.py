@@ -20,6 +20,7 @@ from torch import nn
 
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Prefetch
+from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, make_streams
 from fsdp_compose.base.torch_private import untraced
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
@@ -441,13 +442,12 @@ class _FSDPState:
         return _FSDPState(unit, dict(self.buffer_dtypes), self.state_dict_type)
 
 
-all_lanes: dict[torch.device, Lane] = {}
+all_lanes: dict[torch.device, Lane] = here.lanes
 
 
 def lane_of(device: torch.device, make_work: Callable[[Lane], Work[Unit, Any]]) -> Lane:
     """The lane of ``device``, made on first use; ``make_work`` gives what carries out its plans."""
-    if device not in all_lanes:
-        all_lanes[device] = Lane(make_streams(device), make_work)
+    all_lanes[device] = all_lanes.get(device) or Lane(make_streams(device), make_work)
     return all_lanes[device]
 
 

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.construct.names import named_leaves
 from fsdp_compose.core.bucket import Bucket, Entry, find_entry, mark_entry
@@ -160,7 +161,6 @@ def source_of(param: torch.Tensor) -> Source | None:
 
 
 _sources: Any = WeakTensorKeyDictionary()
-_step_hooks: list[Any] = []
 
 
 class _Mirror:
@@ -293,10 +293,13 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() or not a.numel()
 
 
+def _hook_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
 def _mirror_of(bucket: Bucket) -> _Mirror:
-    if not _step_hooks:
-        _step_hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _step_hooks.append(register_optimizer_step_post_hook(_after_step))
+    once(_hook_steps)
     if bucket.history.mirror is None:
         bucket.history.mirror = _Mirror(bucket)
     assert isinstance(bucket.history.mirror, _Mirror)

@@ -26,7 +26,7 @@ from fsdp_compose.sharded import (
 
 
 def guard_steps() -> None:
-    """Check every optimizer step of the process from now on; called once, by the package."""
+    """Check every optimizer step of the process from the first unit on; called once."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

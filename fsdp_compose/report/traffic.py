@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from fsdp_compose.comm.traffic import Traffic, traffic
+from fsdp_compose.base.process import Traffic, here
 from fsdp_compose.report.text import size, table
 
 
@@ -45,9 +45,9 @@ def count_traffic() -> Iterator[TrafficReport]:
         >>> traffic.gathers, traffic.total_bytes  # in a world of one
         (0, 0)
     """
-    report, before = TrafficReport(), asdict(traffic)
+    report, before = TrafficReport(), asdict(here.traffic)
     try:
         yield report
     finally:
-        for name, value in asdict(traffic).items():
+        for name, value in asdict(here.traffic).items():
             setattr(report, name, value - before[name])

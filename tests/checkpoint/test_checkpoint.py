@@ -16,6 +16,7 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose.__main__ import main
+from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint import (
     load_checkpoint,
     load_full,
@@ -24,7 +25,6 @@ from fsdp_compose.checkpoint import (
     save_full,
     state_dict,
 )
-from fsdp_compose.comm import collectives as comm
 
 from harness import RankFailure, rank_errors, run_ranks
 from saved import OPTIMIZERS, Net, TiedNet, equal, shard, shard_tied, train
@@ -132,10 +132,10 @@ def test_no_parameter_is_gathered(tmp_path: Path) -> None:
         model = shard(Net())
         optim = OPTIMIZERS["adamw"](model)
         train(model, optim, 1)
-        comm.traffic.reset()
+        here.traffic.reset()
         save_checkpoint(tmp_path, model, optim)
         load_checkpoint(tmp_path, model, optim)
-        assert comm.traffic.gathers == comm.traffic.all_reduces == comm.traffic.reduces == 0
+        assert here.traffic.gathers == here.traffic.all_reduces == here.traffic.reduces == 0
 
     run_ranks(run, 2)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fsdp_compose as fc
+from fsdp_compose.base.process import Traffic, here
 from fsdp_compose.checkpoint import (
     load_optim_state_dict,
     load_state_dict,
@@ -20,7 +21,6 @@ from fsdp_compose.checkpoint import (
     rekey_optim_state_dict,
     state_dict,
 )
-from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
 from saved import OPTIMIZERS, Net, equal, shard, train, trainable, two_groups
@@ -70,9 +70,9 @@ def test_every_kind_loads_back(name: str, kind: str) -> None:
         model = shard(Net())
         optim = OPTIMIZERS[name](model)
         train(model, optim, 2)
-        comm.traffic.reset()
+        here.traffic.reset()
         saved = optim_state_dict(model, optim, kind)
-        assert (comm.traffic == comm.Traffic()) == (kind != "full")
+        assert (here.traffic == Traffic()) == (kind != "full")
         saved = copy.deepcopy(saved)
         weights = state_dict(model)
         ahead = train(model, optim, 3, first=2)
@@ -128,9 +128,9 @@ def test_gathers_one_per_bucket_and_kind_of_state() -> None:
         model = shard(Net(), "root")
         optim = OPTIMIZERS["adamw"](model)
         train(model, optim, 1)
-        comm.traffic.reset()
+        here.traffic.reset()
         optim_state_dict(model, optim)
-        assert comm.traffic.gathers == 2  # exp_avg and exp_avg_sq of the one trained bucket
+        assert here.traffic.gathers == 2  # exp_avg and exp_avg_sq of the one trained bucket
 
     run_ranks(run, 2)
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.base.process import Traffic, here
 from fsdp_compose.checkpoint import load_state_dict, state_dict
 from fsdp_compose.checkpoint.values import gather_whole
-from fsdp_compose.comm import collectives as comm
 
 from harness import rank_errors, run_ranks
 from saved import TiedNet, shard_tied
@@ -95,13 +95,13 @@ def test_plain_load_of_full_sharded_and_dtensor_values(units: str, assign: bool)
 def test_plain_state_dict_is_sharded_and_free() -> None:
     def run(rank: int) -> None:
         model = shard_tied(TiedNet())
-        comm.traffic.reset()
+        here.traffic.reset()
         plain = model.state_dict()
         sharded = state_dict(model, "sharded")
         local = state_dict(model, "local")
         with fc.checkpoint.state_dict_type(model, "local"):
             hooked = model.state_dict()
-        assert comm.traffic == comm.Traffic()
+        assert here.traffic == Traffic()
         assert list(plain) == list(sharded) == list(TiedNet().state_dict())
         assert set(hooked) == set(local)
         for key, value in TiedNet().state_dict().items():
@@ -187,12 +187,12 @@ def test_local_round_trip(units: str, way: str) -> None:
             file.seek(0)
             saved = torch.load(file, weights_only=True)
         model = shard_tied(TiedNet(1), units)
-        comm.traffic.reset()
+        here.traffic.reset()
         if way == "hooks":
             model.load_state_dict(saved)
         else:
             load_state_dict(model, saved)
-        assert comm.traffic.gathers == 0
+        assert here.traffic.gathers == 0
         same(state_dict(model), TiedNet(2).state_dict())
 
     run_ranks(run, 2)

@@ -106,7 +106,7 @@ def test_steps_in_time_touch_no_store() -> None:
             for _ in range(20):
                 CALLS["forward"][0](model, Path())
                 optim.step()
-            watch = waiting._watch
+            watch = waiting.the_watch()
             watch.look(time.monotonic())
             assert watch.thread is not None and not watch.waits and not heard.lines
 
@@ -128,25 +128,25 @@ def test_a_device_that_waits_is_told_without_the_host() -> None:
 
     def run(rank: int) -> None:
         heard = be_quick()
-        waiting._watch.start = lambda: None  # type: ignore[method-assign]
+        waiting.the_watch().start = lambda: None  # type: ignore[method-assign]
         first, second, third = Mark(), Mark(), Mark()
         for name, mark in (("a", first), ("b", second), ("c", third)):
             waiting.watch_mark(f"gather unit {name!r}", range(2), mark)
         now = time.monotonic()
-        waiting._watch.look(now + 0.2)
+        waiting.the_watch().look(now + 0.2)
         first.has_passed = second.has_passed = True
-        waiting._watch.look(now + 10)  # long passed: nobody is told, and the newest is looked at
+        waiting.the_watch().look(now + 10)  # nobody is told; on to the newest
         assert not heard.lines
         dist.barrier()
         if rank == 0:
-            waiting._watch.look(now + 11)
-            waiting._watch.look(now + 12)
+            waiting.the_watch().look(now + 11)
+            waiting.the_watch().look(now + 12)
             assert len(heard.lines) == 1 and "gather unit 'c'" in heard.lines[0], heard.lines
             assert "rank 1 did not come to it" in heard.lines[0]
         dist.barrier()
         third.has_passed = True
-        waiting._watch.look(now + 13)
-        assert not waiting._watch.waits and not waiting._watch.posted
+        waiting.the_watch().look(now + 13)
+        assert not waiting.the_watch().waits and not waiting.the_watch().posted
 
     run_ranks(run, 2)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
 from fsdp_compose.base.group import SELF
 from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct import initialise
 from fsdp_compose.core.guards import replicas
@@ -205,12 +206,12 @@ def test_one_exchange_of_objects_per_call() -> None:
     def ranks(rank: int) -> list[int]:
         counts = []
         for shard in (one_unit, by_block, nested):
-            comm.traffic.reset()
+            here.traffic.reset()
             shard(unlike(0, lambda: Tower(3)))
-            counts.append(comm.traffic.control)
-        comm.traffic.reset()
+            counts.append(here.traffic.control)
+        here.traffic.reset()
         fully_shard(unlike(0, lambda: Tower(1)), mesh=mesh_for(4, True))
-        return [*counts, comm.traffic.control]
+        return [*counts, here.traffic.control]
 
     for counts in run_ranks(ranks, 4):
         assert counts == [1, 1, 4, 2]

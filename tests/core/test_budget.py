@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, wrap
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.core.state import Unit
 
 from harness import run_ranks
@@ -73,9 +73,9 @@ def test_inference_gathers_each_unit_once() -> None:
             steady(model, rank)
             with mode():
                 model(data(0, rank))
-                comm.traffic.reset()
+                here.traffic.reset()
                 model(data(0, rank))
-            assert (comm.traffic.gathers, comm.traffic.reduces) == (DEPTH + 1, 0)
+            assert (here.traffic.gathers, here.traffic.reduces) == (DEPTH + 1, 0)
 
     run_ranks(ranks)
 
@@ -88,20 +88,24 @@ def test_frozen_units_reduce_nothing() -> None:
         by_block(model)
         optim = sgd(p for p in model.parameters() if p.requires_grad)
         for step in range(3):
-            comm.traffic.reset()
+            here.traffic.reset()
             square(model, data(step, rank)).backward()
             optim.step()
             optim.zero_grad()
-        assert comm.traffic.reduces == DEPTH  # two blocks and the head
+        assert here.traffic.reduces == DEPTH  # two blocks and the head
 
     run_ranks(ranks)
 
 
 def test_set_up_moves_no_parameters() -> None:
     def ranks(rank: int) -> None:
-        comm.traffic.reset()
+        here.traffic.reset()
         by_block(seeded(Tower))
-        assert (comm.traffic.gathers, comm.traffic.reduces, comm.traffic.all_reduces) == (0, 0, 0)
+        assert (
+            here.traffic.gathers,
+            here.traffic.reduces,
+            here.traffic.all_reduces,
+        ) == (0, 0, 0)
 
     run_ranks(ranks)
 
@@ -148,11 +152,11 @@ def test_copies(strategy: str, shard: Callable[..., nn.Module]) -> None:
             plain_forward = copies.take()
             loss.backward()
             plain_backward = copies.take()
-        gathers = comm.traffic.gathers
+        gathers = here.traffic.gathers
         with Copies() as copies:
             loss = square(model, x)
             forward = copies.take()
-            gathers = comm.traffic.gathers - gathers
+            gathers = here.traffic.gathers - gathers
             loss.backward()
             backward = copies.take()
         own = sorted(("copy_", b.shard.numel()) for u in units(model) for b in u.buckets)

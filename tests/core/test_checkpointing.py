@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 from fsdp_compose import ShardingStrategy
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from harness import run_ranks
 from models import (
@@ -74,9 +74,9 @@ def test_checkpointing_gathers_no_more_than_without(where: str, reentrant: bool)
     def ranks(rank: int) -> tuple[int, int]:
         twin = Twin(rank, 2, lambda: Checkpointed(where, reentrant))
         for seed in range(2):  # the first step records the order that prefetching follows
-            comm.traffic.reset()
+            here.traffic.reset()
             square(twin.model, data(seed, rank)).backward()
-        return comm.traffic.gathers, comm.traffic.reduces
+        return here.traffic.gathers, here.traffic.reduces
 
     for gathers, reduces in run_ranks(ranks):
         assert (gathers, reduces) == (2 * 4 + 1, 5)

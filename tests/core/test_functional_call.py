@@ -22,7 +22,7 @@ from fsdp_compose import (
     unshard,
     wrap,
 )
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from autograd_steps import STRATEGIES, agree, fulls
 from harness import run_ranks
@@ -53,9 +53,9 @@ def test_functional_call_uses_what_it_is_given(shard: str) -> None:
         twin = Twin(rank, 2, two_blocks, SHARDS[shard])
         given = fulls(twin.model, 1.1)
         before = dict(given)
-        comm.traffic.reset()
+        here.traffic.reset()
         agree(twin, lambda m, x: functional_call(m, given, (x,)))
-        assert comm.traffic.gathers == 0
+        assert here.traffic.gathers == 0
         assert all(given[name] is before[name] for name in given)
         twin.train()
 
@@ -124,7 +124,7 @@ def test_inner_step_on_shards(shard: str, strategy: ShardingStrategy) -> None:
             inner, plain = twin.losses(square, seed)
             fast, full = adapt(twin.model, inner), adapt(twin.reference, plain)
             xs = twin.inputs(seed + 10)
-            comm.traffic.reset()
+            here.traffic.reset()
             functional_call(twin.model, fast, (xs[rank],)).square().mean().backward()
             outer = [functional_call(m, full, (x,)).square().mean() for m, x in zip(twin.plain, xs)]
             torch.stack(outer).mean().backward()

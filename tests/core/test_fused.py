@@ -15,7 +15,7 @@ import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
 from fsdp_compose.base import mesh as mesh_module
 from fsdp_compose.base import torch_private
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.construct.wrap import by_fn
 
 from harness import rank_errors, run_ranks
@@ -108,17 +108,17 @@ def test_weights_cross_the_replicas_once_a_step() -> None:
         optim = sgd(model.parameters())
         train(model, optim, rank, 2)
         count = len(units(model))
-        comm.traffic.reset()
+        here.traffic.reset()
         with fc.accumulate(model, keep="no_all_reduce"):
             square(model, data(0, rank)).backward()
-            first = comm.traffic.gathers
+            first = here.traffic.gathers
             square(model, data(1, rank)).backward()
-        assert first - count == comm.traffic.gathers - first
+        assert first - count == here.traffic.gathers - first
         with torch.no_grad():
-            comm.traffic.reset()
+            here.traffic.reset()
             model(data(0, rank))
-            assert comm.traffic.gathers == count
-        assert (comm.traffic.all_reduces, comm.traffic.reduces) == (0, 0)
+            assert here.traffic.gathers == count
+        assert (here.traffic.all_reduces, here.traffic.reduces) == (0, 0)
 
     run_ranks(ranks, 4)
 

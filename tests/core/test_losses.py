@@ -20,7 +20,7 @@ from fsdp_compose import (
     unshard,
     wrap,
 )
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from autograd_steps import STRATEGIES, Forward
 from harness import run_ranks
@@ -181,9 +181,9 @@ def test_a_head_on_chunks_is_gathered_and_reduced_once(
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, Headed, lambda m: by_child(m, strategy=strategy))
         for seed in range(3):
-            comm.traffic.reset()
+            here.traffic.reset()
             forward(twin.model, data(seed, rank)).backward()
-            assert (comm.traffic.gathers, comm.traffic.reduces) == (3, 3)
+            assert (here.traffic.gathers, here.traffic.reduces) == (3, 3)
             twin.zero_grad()
             twin.backward(forward, seed)
             twin.step()
@@ -203,14 +203,14 @@ def test_a_backward_for_each_chunk(strategy: ShardingStrategy | None, world: int
         for seed in range(3):
             states = twin.model.states(data(seed, rank))
             cut = states.detach().requires_grad_()
-            comm.traffic.reset()
+            here.traffic.reset()
             unshard(twin.model.head)
             with accumulate(twin.model.head, keep="unsharded"):
                 for part in cut.chunk(CHUNKS):
                     loss = twin.model.head(part).logsumexp(-1).sum() / cut.shape[0]
                     loss.backward()
             reshard(twin.model.head)
-            assert (comm.traffic.gathers, comm.traffic.reduces) == (1, 1)
+            assert (here.traffic.gathers, here.traffic.reduces) == (1, 1)
             states.backward(cut.grad)
             xs = twin.inputs(seed)
             torch.stack([chunked(m, x) for m, x in zip(twin.plain, xs)]).mean().backward()
@@ -234,9 +234,9 @@ def test_calls_whose_gradients_arrive_apart(order: tuple[int, int]) -> None:
             twin.step()
         together = lambda m, x: square(m, x) + square(m, 2 * x)  # noqa: E731
         twin.train(together)
-        comm.traffic.reset()
+        here.traffic.reset()
         twin.backward(together, 3)
-        assert comm.traffic.reduces == 1
+        assert here.traffic.reduces == 1
         twin.step()
         xs = twin.inputs(5)
         for models in ([twin.model], twin.plain):  # the second call has a node of its own
@@ -250,9 +250,9 @@ def test_calls_whose_gradients_arrive_apart(order: tuple[int, int]) -> None:
         twin.check()
         blocks = Twin(rank, 2, two_blocks)
         blocks.train(together)
-        comm.traffic.reset()
+        here.traffic.reset()
         blocks.backward(together, 3)  # a model's gradients do not wait for its first forward's
-        assert comm.traffic.reduces == 6
+        assert here.traffic.reduces == 6
 
     run_ranks(ranks)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard, state_dict
-from fsdp_compose.comm.collectives import traffic
+from fsdp_compose.base.process import here
 from fsdp_compose.scopes.switches import accumulate, no_sync
 
 from harness import run_ranks
@@ -195,7 +195,7 @@ def count_step(rank: int, ranks: int, name: str, accumulation: str) -> tuple[int
     scope = no_sync if accumulation == "no_sync" else accumulate
     keep = {} if accumulation == "no_sync" else {"keep": accumulation}
     for _ in range(2):
-        traffic.reset()
+        here.traffic.reset()
         with scope(model, **keep):
             loss_of(model, batch(0, 0, ranks)[:3]).backward()
             if accumulation != "no_sync":
@@ -204,7 +204,7 @@ def count_step(rank: int, ranks: int, name: str, accumulation: str) -> tuple[int
             loss_of(model, batch(0, 1, ranks)[:3]).backward()
         optim.step()
         optim.zero_grad()
-    return traffic.gathers, traffic.reduces, traffic.all_reduces
+    return here.traffic.gathers, here.traffic.reduces, here.traffic.all_reduces
 
 
 # Three units: two blocks and the root, which stays gathered from forward to backward.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, undo, wrap
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from harness import run_ranks, single_process
 from models import (
@@ -409,7 +409,7 @@ def test_mixed_precision_against_the_definition(
         wanted = [nn.Parameter(m.clone()) for m in masters]
         theirs = torch.optim.AdamW(wanted, lr=0.01)
         for step in range(3):
-            comm.traffic.reset()
+            here.traffic.reset()
             model(data(step, rank, dtype=FP32)).float().square().mean().backward()
             grads = [[], []]
             for r in range(2):
@@ -443,9 +443,9 @@ def test_bytes_follow_the_dtypes() -> None:
     def ranks(rank: int, mp: MixedPrecision) -> tuple[int, int]:
         model = Tower(1)
         fully_shard(model, mp_policy=mp, reshard_after_forward=False)
-        comm.traffic.reset()
+        here.traffic.reset()
         model(data(0, rank, dtype=FP32)).float().mean().backward()
-        return comm.traffic.gather_bytes, comm.traffic.reduce_bytes
+        return here.traffic.gather_bytes, here.traffic.reduce_bytes
 
     ((gather, reduce), _) = run_ranks(ranks, 2, MixedPrecision())
     padding = 64

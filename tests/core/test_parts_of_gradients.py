@@ -17,7 +17,7 @@ from fsdp_compose import (
     fully_shard,
     register_post_reduce_hook,
 )
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from harness import rank_errors, run_ranks
 from laws import Levels, inside_out
@@ -67,9 +67,9 @@ def test_hooks_on_a_weight_of_three_units(shard: str) -> None:
             twin.train()
             assert len(seen) == 6
             same(seen, wanted)
-            comm.traffic.reset()
+            here.traffic.reset()
             twin.backward(square, 9)
-            reductions = comm.traffic.reduces + comm.traffic.all_reduces
+            reductions = here.traffic.reduces + here.traffic.all_reduces
             assert reductions == (2 if shard == "two_levels" else 4 if shard == "outside_in" else 3)
 
     run_ranks(train, 2)

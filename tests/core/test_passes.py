@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import ShardingStrategy, gathered
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from harness import run_ranks
 from models import (
@@ -97,10 +97,10 @@ def test_module_called_three_times_reduces_once(recursive: bool, keep: bool | No
         shard = lambda m: by_block(m, **options)  # noqa: E731
         twin = Twin(rank, 2, lambda: Thrice(recursive), shard)
         for seed in range(3):
-            comm.traffic.reset()
+            here.traffic.reset()
             loss, plain = twin.losses(square, seed)
             loss.backward()
-            assert comm.traffic.reduces == 2
+            assert here.traffic.reduces == 2
             plain.backward()
             twin.step()
         twin.check()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from harness import run_ranks
 from models import Tower
@@ -37,10 +37,10 @@ def test_eval_computes_in_full_precision_on_request(grad: bool) -> None:
         torch.manual_seed(0)
         plain = Tower()
         assert model(inputs()).dtype is BF16
-        comm.traffic.reset()
+        here.traffic.reset()
         with torch.set_grad_enabled(grad):
             out = model.eval()(inputs())
-        assert comm.traffic.gathers == 4
+        assert here.traffic.gathers == 4
         torch.testing.assert_close(out, plain(inputs()), rtol=1e-6, atol=1e-6)
         if grad:
             out.square().mean().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 from typing import Any
 
@@ -18,6 +17,7 @@ from fsdp_compose import (
     fully_shard,
     set_debug,
 )
+from fsdp_compose.base.process import Process, here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.collective_log import TRIAL_PASSES, explain
@@ -333,21 +333,21 @@ def test_one_comparison_a_step() -> None:
         model = by_block(seeded(Tower))
         counts = []
         for seed in range(4):
-            comm.traffic.reset()
+            here.traffic.reset()
             step(model, rank, seed)
-            counts.append(comm.traffic.control)
+            counts.append(here.traffic.control)
         set_debug(True)
         for seed in range(2):
-            comm.traffic.reset()
+            here.traffic.reset()
             step(model, rank, seed)
-            counts.append(comm.traffic.control)
-        collectives = comm.traffic.gathers + comm.traffic.reduces
-        assert comm.traffic.all_reduces == 0
+            counts.append(here.traffic.control)
+        collectives = here.traffic.gathers + here.traffic.reduces
+        assert here.traffic.all_reduces == 0
         set_debug(False)
         step(model, rank)
-        comm.traffic.reset()
+        here.traffic.reset()
         step(model, rank)
-        return [*counts, collectives, comm.traffic.control]
+        return [*counts, collectives, here.traffic.control]
 
     (first, *later, debug_from, debug, collectives, last), _ = run_ranks(ranks)
     assert later == [1, 1, 1]
@@ -363,9 +363,9 @@ def test_inference_is_compared_singly_only_at_first() -> None:
         counts = []
         with torch.no_grad():
             for _ in range(TRIAL_PASSES + 2):
-                comm.traffic.reset()
+                here.traffic.reset()
                 model(data(0, rank))
-                counts.append(comm.traffic.control)
+                counts.append(here.traffic.control)
         return counts
 
     counts, _ = run_ranks(ranks)
@@ -389,18 +389,18 @@ def test_a_first_step_after_inference_is_compared() -> None:
 
 def test_nothing_is_compared_where_there_is_nobody() -> None:
     with single_process():
-        comm.traffic.reset()
+        here.traffic.reset()
         model = by_block(seeded(Tower))
         for seed in range(2):
             step(model, 0, seed)
-        assert comm.traffic.control == 0
+        assert here.traffic.control == 0
         assert not units(model)[0].lane.logs
     with fake_world(8):
         model = by_block(seeded(Tower), init="as_is")
-        comm.traffic.reset()
+        here.traffic.reset()
         for seed in range(2):
             step(model, 0, seed)
-        assert comm.traffic.control == 0
+        assert here.traffic.control == 0
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False)])
@@ -410,8 +410,7 @@ def test_the_environment_asks_for_debug(
     monkeypatch.setenv("FSDP_COMPOSE_DEBUG", value)
 
     def ranks(rank: int) -> bool:
-        importlib.reload(collective_log)  # as an import in a process of its own
-        return collective_log._debug
+        return Process().is_debugging
 
     assert run_ranks(ranks, 1, init=False) == [wanted]
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compose import (
     ShardingStrategy,
 )
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 
 from autograd_steps import STRATEGIES, Forward, agree, fulls, leaves
 from harness import run_ranks
@@ -79,9 +79,9 @@ def test_a_transform_gathers_each_unit_once() -> None:
 
     def ranks(rank: int) -> tuple[int, int]:
         twin = Twin(rank, 2, two_blocks)
-        comm.traffic.reset()
+        here.traffic.reset()
         grad(lambda z: square(twin.model, z))(data(0, rank)).square().sum().backward()
-        return comm.traffic.gathers, comm.traffic.reduces
+        return here.traffic.gathers, here.traffic.reduces
 
     assert run_ranks(ranks) == [(3, 3), (3, 3)]
 
@@ -94,7 +94,7 @@ def test_transforms_over_full_weights(shard: str) -> None:
         pair = {name: torch.stack([v, 2 * v]) for name, v in given.items()}
         call = lambda m, x: lambda p: functional_call(m, p, (x,))  # noqa: E731
         loss = lambda m: lambda p, x: functional_call(m, p, (x,)).square().sum()  # noqa: E731
-        comm.traffic.reset()
+        here.traffic.reset()
         for fn in (
             lambda m, x: grad(loss(m))(given, x),
             lambda m, x: jacrev(call(m, x))(given),
@@ -103,7 +103,7 @@ def test_transforms_over_full_weights(shard: str) -> None:
             lambda m, x: vmap(grad(loss(m)), in_dims=(None, 0))(given, x),  # per sample
         ):
             agree(twin, fn)
-        assert comm.traffic.gathers == 0
+        assert here.traffic.gathers == 0
         some = {"head.weight": given["head.weight"]}
         agree(twin, lambda m, x: grad(loss(m))(some, x))
         twin.train()

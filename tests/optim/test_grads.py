@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.core.state import get_state
 from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
 from fsdp_compose.scopes.gathered import gathered
@@ -180,9 +180,9 @@ def test_one_all_reduce_per_group() -> None:
         assert float(grad_norm(model)) == 0.0 and float(clip_grad_norm_(model, 1.0)) == 0.0
         square(model, data(0, rank)).backward()
         for order in (2.0, math.inf, 0.0):
-            comm.traffic.reset()
+            here.traffic.reset()
             clip_grad_norm_(model, 1.0, order)
-            assert comm.traffic.all_reduces == 1
+            assert here.traffic.all_reduces == 1
 
     run_ranks(check, 4)
 
@@ -299,11 +299,11 @@ def test_what_accumulation_communicates() -> None:
         count = len(units(model))
         wanted = {"sharded": (3, 3), "no_all_reduce": (3, 1), "unsharded": (1, 1)}
         for keep, (scatters, all_reduces) in wanted.items():
-            comm.traffic.reset()
+            here.traffic.reset()
             with accumulate(model, keep):  # type: ignore[arg-type]
                 for seed in range(3):
                     square(model, data(seed, rank)).backward()
-            found = (comm.traffic.reduces, comm.traffic.all_reduces)
+            found = (here.traffic.reduces, here.traffic.all_reduces)
             assert found == (scatters * count, all_reduces * count), keep
 
     run_ranks(check, 4)
@@ -447,9 +447,9 @@ def test_reshard_switches_change_no_result() -> None:
         count = len(units(twin.model))
 
         def gathers() -> int:
-            comm.traffic.reset()
+            here.traffic.reset()
             twin.backward(square, 0)
-            return comm.traffic.gathers
+            return here.traffic.gathers
 
         assert gathers() == 2 * count - 1
         set_reshard_after_forward(twin.model, False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.layout.matrix_work import matrix_work
 
 from harness import rank_errors, run_ranks
@@ -111,10 +111,10 @@ def test_what_a_step_communicates() -> None:
             model = fc.fully_shard(nn.Linear(6, 4, bias=False), granularity=granularity)
             optim = fc.owner_step(model.parameters(), MAKE["muon"])
             model(torch.randn(3, 6)).sum().backward()
-            comm.traffic.reset()
+            here.traffic.reset()
             optim.step()
-            assert comm.traffic.gathers == comm.traffic.reduces == comm.traffic.control == 0
-            found[key] = comm.traffic.moves, comm.traffic.move_bytes
+            assert here.traffic.gathers == here.traffic.reduces == here.traffic.control == 0
+            found[key] = here.traffic.moves, here.traffic.move_bytes
         return found
 
     first, second = run_ranks(body, 2)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.core.records import GradBucket
 
 from harness import rank_errors, run_ranks
@@ -78,9 +78,9 @@ def test_half_precision_hooks_move_half_the_bytes() -> None:
         for hook in (fc.default_hook, fc.bf16_compress_hook, fc.fp16_compress_hook):
             model = build()
             fc.register_comm_hook(model, None, hook)
-            comm.traffic.reset()
+            here.traffic.reset()
             sharded_grads(model, rank, 2)
-            moved.append(comm.traffic.reduce_bytes)
+            moved.append(here.traffic.reduce_bytes)
         return moved
 
     full, bf16, fp16 = run_ranks(train, 2)[0]
@@ -177,9 +177,9 @@ def test_int8_moves_about_a_quarter_of_the_bytes() -> None:
         for hook in (fc.default_hook, fc.int8_error_feedback_hook):
             model = fc.fully_shard(nn.Linear(64, 64))
             fc.register_comm_hook(model, fc.Int8ErrorFeedback(), hook)
-            comm.traffic.reset()
+            here.traffic.reset()
             model(torch.ones(1, 64)).sum().backward()
-            moved.append(comm.traffic.reduce_bytes)
+            moved.append(here.traffic.reduce_bytes)
         return moved[0], moved[1]
 
     full, small = run_ranks(train, 2)[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, fully_shard
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.sharded import is_sharded
 
@@ -165,9 +165,9 @@ def test_a_chunked_head_is_gathered_once() -> None:
     def check(rank: int) -> None:
         model = seeded(Tower)
         fully_shard(model.head)
-        comm.traffic.reset()
+        here.traffic.reset()
         chunked_head(model, data(0, rank)).backward()
-        assert (comm.traffic.gathers, comm.traffic.reduces) == (1, 1)
+        assert (here.traffic.gathers, here.traffic.reduces) == (1, 1)
 
     run_ranks(check, 2)
 
@@ -203,10 +203,10 @@ def test_the_model_trains_inside_one_scope() -> None:
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.train(forward)
-        comm.traffic.reset()
+        here.traffic.reset()
         forward(twin.model, data(0, rank)).backward()
         buckets = len(units(twin.model))
-        assert (comm.traffic.gathers, comm.traffic.reduces) == (buckets, buckets)
+        assert (here.traffic.gathers, here.traffic.reduces) == (buckets, buckets)
 
     run_ranks(check, 2)
 
@@ -340,9 +340,9 @@ def test_nested_scopes_share_their_tensors() -> None:
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.train(forward)
-        comm.traffic.reset()
+        here.traffic.reset()
         forward(twin.model, data(0, rank)).backward()
-        assert comm.traffic.gathers == len(units(twin.model))
+        assert here.traffic.gathers == len(units(twin.model))
 
     run_ranks(check, 2)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.scopes.gathered import gathered, summon_full_params
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
@@ -96,10 +96,10 @@ def test_a_part_opens_and_nested_units_stay_shut() -> None:
 def test_one_gather_per_bucket_and_none_on_leaving() -> None:
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
-        comm.traffic.reset()
+        here.traffic.reset()
         with gathered(model):
-            assert comm.traffic.gathers == len(units(model))
-        assert comm.traffic.gathers == len(units(model)) and comm.traffic.control == 0
+            assert here.traffic.gathers == len(units(model))
+        assert here.traffic.gathers == len(units(model)) and here.traffic.control == 0
 
     run_ranks(check, 2)
 

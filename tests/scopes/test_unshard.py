@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.process import here
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.scopes.stream import iter_full
@@ -41,10 +41,10 @@ def test_unshard_holds_a_unit_gathered_until_reshard() -> None:
         leaf = block.up.weight
         unshard(block)
         assert torch.equal(block.up.weight, plain.up.weight) and not is_sharded(block.up.weight)
-        comm.traffic.reset()
+        here.traffic.reset()
         with torch.no_grad():
             block(data(0, 0)), block(data(0, 0))
-        assert comm.traffic.gathers == 0
+        assert here.traffic.gathers == 0
         reshard(block)
         assert block.up.weight is leaf
         assert_at_rest(twin.model)
@@ -202,11 +202,11 @@ def test_prefetch_units_gathers_ahead() -> None:
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
-        comm.traffic.reset()
+        here.traffic.reset()
         prefetch_units(twin.model, twin.model.blocks)
-        assert comm.traffic.gathers == 3
+        assert here.traffic.gathers == 3
         prefetch_units(twin.model, [twin.model.blocks[0]])
-        assert comm.traffic.gathers == 3
+        assert here.traffic.gathers == 3
         twin.step()
         assert_at_rest(twin.model)
         prefetch_units(twin.model, twin.model)
@@ -256,12 +256,12 @@ def test_iter_full_moves_each_bucket_once() -> None:
 
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
-        comm.traffic.reset()
+        here.traffic.reset()
         list(iter_full(model.blocks))
-        assert (comm.traffic.gathers, comm.traffic.control) == (3, 0)
-        comm.traffic.reset()
+        assert (here.traffic.gathers, here.traffic.control) == (3, 0)
+        here.traffic.reset()
         list(iter_full(model.blocks, bucket_bytes=8))
-        assert comm.traffic.gathers == 0 and comm.traffic.control >= 15
+        assert here.traffic.gathers == 0 and here.traffic.control >= 15
 
     run_ranks(check, 2)
 
@@ -271,9 +271,9 @@ def test_reduce_grads_with_nothing_waiting() -> None:
 
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
-        comm.traffic.reset()
+        here.traffic.reset()
         reduce_grads(model)
-        assert comm.traffic.reduces == 0
+        assert here.traffic.reduces == 0
         with pytest.raises(ValueError, match="reduce_grads: Linear is not a unit"):
             reduce_grads(nn.Linear(1, 1))
 

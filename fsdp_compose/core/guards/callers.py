@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_in_call, is_jit_tracing
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Lane, Unit, all_lanes, get_state
@@ -117,6 +118,7 @@ class _Refusal:
 
 def refuse_script(module: nn.Module) -> None:
     """Let ``torch.jit.script`` of a unit's module, or one around it, say why it cannot be."""
+    once(_watch_forks)
     vars(module).setdefault(SCRIPT_HOOK, _Refusal(get_state(module).unit.name))
 
 
@@ -126,4 +128,5 @@ def allow_script(module: nn.Module) -> None:
         del vars(module)[SCRIPT_HOOK]
 
 
-os.register_at_fork(after_in_child=_note_fork)
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_note_fork)

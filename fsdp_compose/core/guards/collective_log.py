@@ -15,7 +15,6 @@ waits for the step that it has just issued.
 from __future__ import annotations
 
 import hashlib
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.bucket import Bucket
@@ -42,9 +42,6 @@ MAX_EVENTS = 1 << 16
 _END = 1
 _FACTOR = 0x5851F42D4C957F2D
 _MASK = (1 << 62) - 1
-_OFF = ("", "0", "false", "no", "off")
-
-_debug = os.environ.get("FSDP_COMPOSE_DEBUG", "").lower() not in _OFF
 
 
 def set_debug(enabled: bool = True) -> None:
@@ -57,13 +54,12 @@ def set_debug(enabled: bool = True) -> None:
     on every rank if one asks for it. The environment variable ``FSDP_COMPOSE_DEBUG=1`` does the
     same from the start.
     """
-    global _debug
-    _debug = enabled
+    here.is_debugging = enabled
 
 
 def is_debugging() -> bool:
     """Whether this rank asked for checks in every step that otherwise only the first makes."""
-    return _debug
+    return here.is_debugging
 
 
 WRITE = "write"
@@ -172,7 +168,7 @@ class Log:
             self.is_stepwise = self.is_debugging
 
     def _compare(self, code: int) -> _Pending:
-        values = (code, self.hash, int(_debug), self.doubts)
+        values = (code, self.hash, int(here.is_debugging), self.doubts)
         streams = self.streams
         with streams.on(streams.reduce):
             result = comm.span(values, self.groups, streams.device, self)
@@ -211,8 +207,8 @@ class Log:
         reports = self._gather([(guess.here, guess.anywhere) for guess in comparison.guesses])
         for guess, found in zip(comparison.guesses, reports, strict=True):
             bucket, anywhere, missed = guess.bucket(), 0, 0
-            for here, _ in found:
-                anywhere |= here
+            for used, _ in found:
+                anywhere |= used
             for _, taken in found:
                 missed |= taken ^ anywhere
             if bucket is not None:
