@@ -29,8 +29,8 @@ How do I get whole tensors?
 What is a parameter between passes?
     ShardedParameter, ShardedTensor, ShardedDTensor, ShardedWeightError
 How do I save and load?
-    save_checkpoint, load_checkpoint, Saving, save_full, load_full, state_dict, load_state_dict,
-    set_state_dict_type, get_state_dict_type, state_dict_type, optim_state_dict,
+    save_checkpoint, load_checkpoint, Saving, save_full, load_full, Format, Stored, state_dict,
+    load_state_dict, set_state_dict_type, get_state_dict_type, state_dict_type, optim_state_dict,
     load_optim_state_dict, rekey_optim_state_dict
 What does it cost?
     plan, Plan, plot_plan, explain, count_traffic
@@ -71,7 +71,9 @@ if _is_used:
     )
     from fsdp_compose.base.process import once as _once
     from fsdp_compose.checkpoint import (
+        Format,
         Saving,
+        Stored,
         get_state_dict_type,
         load_checkpoint,
         load_full,
@@ -256,6 +258,8 @@ __all__ = [  # noqa: RUF022 - by the question that each answers
     "Saving",
     "save_full",
     "load_full",
+    "Format",
+    "Stored",
     "state_dict",
     "load_state_dict",
     "set_state_dict_type",

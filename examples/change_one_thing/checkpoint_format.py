@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose import fully_shard, load_full, save_full, state_dict
-from fsdp_compose.checkpoint import Format, Outline, Stored
+from fsdp_compose import Format, Stored, fully_shard, load_full, save_full, state_dict
+from fsdp_compose.checkpoint import Outline
 
 
 @contextmanager

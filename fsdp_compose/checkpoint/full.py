@@ -63,7 +63,7 @@ def save_full(
 
     Args:
         path: a folder on a file system that all ranks see.
-        format: how a file holds tensors; see ``fsdp_compose.checkpoint.Format``.
+        format: how a file holds tensors; see ``fsdp_compose.Format``.
         dtype: of floating-point tensors in the files; None for that of the parameters.
         process_group, timeout: as for ``save_checkpoint``.
 
@@ -244,7 +244,7 @@ def load_full(
 
     Args:
         path: a file, or a folder with one or with several and their index.
-        format: what the files are; see ``fsdp_compose.checkpoint.Format``.
+        format: what the files are; see ``fsdp_compose.Format``.
         strict: raise for names that the files lack or the module does not have. A tied parameter
             may be given under any of its names.
         verify_files: compare checksums where the index has them, each rank a share of the files.

@@ -93,7 +93,7 @@ def _show_full(path: Path, check: bool) -> None:
 
 def _print_rows(rows: Iterable[Sequence[str]]) -> None:
     """Print a table whose names may hold anything, without a terminal acting on it."""
-    text = table(list(rows), left=4, indent="")
+    text = table(list(rows), left=range(4), indent="")
     for line in text.split("\n") if text else ():
         print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 

@@ -5,13 +5,13 @@ Files, each importing only from those above it:
     buckets   a bucket's figures, of a sharded module or of a plan
     survey    a module's units and buckets as integers and names
     text      numbers, tables, dataclasses as plain data
+    traffic   what is communicated: counted in a scope, or planned
     notes     what a plan points out
     explain   explain: what is in memory now, and why
     schedule  a training step played with integers
     figures   a plan's figures, as data and as text
     plan      plan: what sharding a module costs
     plots     a plan as a picture
-    traffic   what was communicated
 """
 
 from fsdp_compose.report.buckets import PlannedBucket
@@ -19,12 +19,11 @@ from fsdp_compose.report.explain import Explanation, UnitState, explain
 from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.plan import plan
 from fsdp_compose.report.plots import plot_plan
-from fsdp_compose.report.schedule import Communication, Peak
+from fsdp_compose.report.schedule import Peak
 from fsdp_compose.report.survey import Loan
 from fsdp_compose.report.traffic import TrafficReport, count_traffic
 
 __all__ = [
-    "Communication",
     "Explanation",
     "Loan",
     "Memory",

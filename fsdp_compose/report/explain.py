@@ -294,7 +294,7 @@ def _render(found: Explanation) -> str:
         f"{found.module} on this rank: {size(found.total)}{optimizer}, buffers and parameters of "
         f"no unit {size(found.other)}"
     )
-    parts = [title, table(rows, left=2)]
+    parts = [title, table(rows, left=(0, 1))]
     why = [f"{u.name!r}: {'; '.join(u.reasons)}" for u in found.units if u.reasons]
     for name, lines in (
         ("gathered because", why),

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.notes import work_of
-from fsdp_compose.report.schedule import Communication, Peak
+from fsdp_compose.report.schedule import Peak
 from fsdp_compose.report.survey import Loan
 from fsdp_compose.report.text import count, dtype_name, plain, plural, size, table
+from fsdp_compose.report.traffic import TrafficReport
 
 _HEADER = (
     "unit", "buckets", "storage", "compute", "reduce", "parameters", "trained", "frozen",
@@ -69,8 +70,8 @@ class PlannedUnit:
     buckets: tuple[PlannedBucket, ...]
     borrowed: tuple[Loan, ...]
     keeps: bool  # stays gathered from forward to backward
-    forward: Communication
-    backward: Communication
+    forward: TrafficReport
+    backward: TrafficReport
 
     DERIVED: ClassVar = ("numel", "trained_numel", "shard_bytes", "full_bytes", "padding_bytes")
 
@@ -143,16 +144,16 @@ class Plan:
         return tuple(bucket for unit in self.units for bucket in unit.buckets)
 
     @property
-    def forward(self) -> Communication:
+    def forward(self) -> TrafficReport:
         """What one rank communicates in a forward."""
-        return sum((unit.forward for unit in self.units), Communication())
+        return sum((unit.forward for unit in self.units), TrafficReport())
 
     @property
-    def backward(self) -> Communication:
-        return sum((unit.backward for unit in self.units), Communication())
+    def backward(self) -> TrafficReport:
+        return sum((unit.backward for unit in self.units), TrafficReport())
 
     @property
-    def step(self) -> Communication:
+    def step(self) -> TrafficReport:
         return self.forward + self.backward
 
     @property
@@ -231,7 +232,6 @@ def _row(unit: PlannedUnit) -> tuple[str, ...]:
 
 def _memory(memory: Memory, optimizer: str | None) -> str:
     rows = [
-        ("memory per rank", "", ""),
         ("parameter shards", size(memory.shards), ""),
         ("gradient shards", size(memory.gradients), ""),
         ("optimizer state", size(memory.optimizer), optimizer or "none named"),
@@ -251,11 +251,7 @@ def _memory(memory: Memory, optimizer: str | None) -> str:
         ("peak in backward", size(memory.backward.total), _parts(memory.backward)),
         ("total", size(memory.total), "activations not counted"),
     ]
-    widths = [max(len(row[i]) for row in rows[1:]) for i in range(2)]
-    lines = [rows[0][0]]
-    for name, value, comment in rows[1:]:
-        lines.append(f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {comment}".rstrip())
-    return "\n".join(lines)
+    return "memory per rank\n" + table(rows, left=(0, 2))
 
 
 def _parts(peak: Peak) -> str:
@@ -274,7 +270,7 @@ def _traffic(plan: Plan) -> str:
     return "per rank and step\n" + table(rows)
 
 
-def _counts(found: Communication) -> tuple[str, str, str, str, str, str, str, str]:
+def _counts(found: TrafficReport) -> tuple[str, str, str, str, str, str, str, str]:
     return (
         str(found.gathers),
         size(found.gather_bytes),

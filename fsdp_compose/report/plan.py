@@ -39,13 +39,14 @@ from fsdp_compose.construct.wrap import Policy
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.notes import notes_on
-from fsdp_compose.report.schedule import Communication, Step, play
+from fsdp_compose.report.schedule import Step, play
 from fsdp_compose.report.survey import (
     Record,
     Survey,
     survey_plans,
     survey_units,
 )
+from fsdp_compose.report.traffic import TrafficReport
 
 STATES: Mapping[str, int] = {
     "sgd": 0,
@@ -238,8 +239,8 @@ def _unit(record: Record, survey: Survey, step: Step) -> PlannedUnit:
         buckets=tuple(own),
         borrowed=record.loans,
         keeps=outermost if record.keep is None else record.keep,
-        forward=sum((step.traffic_forward[i] for i in record.held), Communication()),
-        backward=sum((step.traffic_backward[i] for i in record.held), Communication()),
+        forward=sum((step.traffic_forward[i] for i in record.held), TrafficReport()),
+        backward=sum((step.traffic_backward[i] for i in record.held), TrafficReport()),
     )
 
 

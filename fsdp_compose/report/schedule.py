@@ -8,39 +8,14 @@ order of registration, on one device, and gradients are synchronised.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.core.schedule import Backward, Expected, Hold, Schedule
 from fsdp_compose.report.survey import Event, Record, Survey
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Collectives of one rank and the bytes it receives in them; counted as ``comm.Traffic`` is."""
-
-    gathers: int = 0
-    gather_bytes: int = 0
-    reduces: int = 0
-    reduce_bytes: int = 0
-    all_reduces: int = 0
-    all_reduce_bytes: int = 0
-
-    DERIVED: ClassVar = ("collectives", "total_bytes")
-
-    def __add__(self, other: Communication) -> Communication:
-        names = [f.name for f in fields(self)]
-        return Communication(**{n: getattr(self, n) + getattr(other, n) for n in names})
-
-    @property
-    def collectives(self) -> int:
-        return self.gathers + self.reduces + self.all_reduces
-
-    @property
-    def total_bytes(self) -> int:
-        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
+from fsdp_compose.report.traffic import TrafficReport
 
 
 @dataclass(frozen=True)
@@ -108,8 +83,8 @@ class Step:
 
     forward: Peak
     backward: Peak
-    traffic_forward: list[Communication]  # by bucket
-    traffic_backward: list[Communication]
+    traffic_forward: list[TrafficReport]  # by bucket
+    traffic_backward: list[TrafficReport]
 
 
 class _Ledger:
@@ -130,7 +105,7 @@ class _Ledger:
         self.refreshed: set[int] = set()  # fused buckets gathered over replicas since the last step
         self.step = 0
         self.now = self.peak = Peak()
-        self.traffic = [Communication()] * count
+        self.traffic = [TrafficReport()] * count
 
     def end_step(self) -> None:
         """The optimizer has stepped, and gradients were cleared."""
@@ -208,11 +183,11 @@ class _Ledger:
             self.refreshed.add(i)
             copied = bucket.weight_copy_bytes
             moved = copied - copied // bucket.fused
-            self.traffic[i] += Communication(gathers=1, gather_bytes=moved)
+            self.traffic[i] += TrafficReport(gathers=1, gather_bytes=moved)
         if ranks == 1:
             return
         moved = bucket.full_bytes - bucket.full_bytes // ranks
-        self.traffic[i] += Communication(gathers=1, gather_bytes=moved)
+        self.traffic[i] += TrafficReport(gathers=1, gather_bytes=moved)
 
     # Gradients; a part is a bucket and the unit that made its gradients
 
@@ -236,16 +211,16 @@ class _Ledger:
         self.is_packed[i] = False
         self.reducing.append(i)
         self.change(received=bucket.received_bytes)
-        done = Communication()
+        done = TrafficReport()
         if bucket.gather_ranks > 1 and bucket.flat_bytes:
             moved = bucket.flat_bytes - bucket.flat_bytes // bucket.gather_ranks
-            done += Communication(reduces=1, reduce_bytes=moved)
+            done += TrafficReport(reduces=1, reduce_bytes=moved)
         if bucket.fused > 1 and bucket.flat_bytes:
             moved = bucket.grad_shard_bytes * (bucket.fused - 1)
-            done += Communication(reduces=1, reduce_bytes=moved)
+            done += TrafficReport(reduces=1, reduce_bytes=moved)
         if bucket.replicas > 1:
             moved = 2 * bucket.grad_shard_bytes * (bucket.replicas - 1) // bucket.replicas
-            done += Communication(all_reduces=1, all_reduce_bytes=moved)
+            done += TrafficReport(all_reduces=1, all_reduce_bytes=moved)
         self.traffic[i] += done
 
     def finish_reductions(self) -> None:
@@ -295,9 +270,9 @@ class _Player:
             self.ledger.end_step()
         return result
 
-    def _measure(self, phase: Callable[[], None]) -> tuple[Peak, list[Communication]]:
+    def _measure(self, phase: Callable[[], None]) -> tuple[Peak, list[TrafficReport]]:
         self.ledger.peak = self.ledger.now
-        self.ledger.traffic = [Communication()] * len(self.ledger.buckets)
+        self.ledger.traffic = [TrafficReport()] * len(self.ledger.buckets)
         phase()
         return self.ledger.peak, self.ledger.traffic
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -39,13 +39,13 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> str:
-    """Columns of text; the first row is the header, the first ``left`` columns lean left."""
+def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,), indent: str = "  ") -> str:
+    """Write columns of text; those whose numbers are in ``left`` lean left."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
+            cell.ljust(width) if i in left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append(indent + "  ".join(cells).rstrip())

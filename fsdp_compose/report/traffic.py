@@ -1,10 +1,11 @@
-"""Counts what a scope communicates."""
+"""What is communicated, as a report: counted in a scope, or planned for a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from fsdp_compose.base.process import Traffic, here
 from fsdp_compose.report.text import size, table
@@ -12,12 +13,18 @@ from fsdp_compose.report.text import size, table
 
 @dataclass
 class TrafficReport(Traffic):
-    """Collectives, and the bytes this rank received in them.
+    """Collectives of one rank, and the bytes it receives in them: counted, or planned.
 
     A gather or a reduce-scatter over W ranks brings ``(W - 1) / W`` of its buffer, an all-reduce
     twice that. A move takes matrices to the ranks that own them, or back, see ``owner_step``.
     ``control`` counts small messages outside the passes: checks, broadcasts, errors.
     """
+
+    DERIVED: ClassVar = ("collectives", "total_bytes")
+
+    def __add__(self, other: TrafficReport) -> TrafficReport:
+        more = asdict(other)
+        return TrafficReport(**{name: value + more[name] for name, value in asdict(self).items()})
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

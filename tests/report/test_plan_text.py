@@ -18,7 +18,7 @@ from fsdp_compose import (
     fully_shard,
     wrap,
 )
-from fsdp_compose.report import Communication, Plan, count_traffic, plan, plot_plan
+from fsdp_compose.report import Plan, TrafficReport, count_traffic, plan, plot_plan
 
 from harness import fake_world, run_ranks
 from models import (
@@ -159,7 +159,7 @@ def test_a_plan_is_frozen() -> None:
 
 def test_the_sum_over_units_is_the_total() -> None:
     found = plan(Model(), world_size=4, units=BLOCKS, reshard_after_forward=2)
-    summed = sum((unit.forward + unit.backward for unit in found.units), Communication())
+    summed = sum((unit.forward + unit.backward for unit in found.units), TrafficReport())
     assert summed == found.step == found.forward + found.backward
     assert [unit.keeps for unit in found.units] == [False] * 5
     assert [u.keeps for u in plan(Model(), world_size=4, units=BLOCKS).units] == [False] * 4 + [

@@ -28,6 +28,12 @@ class Stored:
             1-D tensor on the CPU.
         start: the byte of the file at which the elements lie in a row, as they do in memory; None
             where they do not.
+
+    Example:
+        >>> numbers = torch.arange(6.0)
+        >>> Stored(torch.float32, (2, 3), lambda first, last: numbers[first:last]).read_all()
+        tensor([[0., 1., 2.],
+                [3., 4., 5.]])
     """
 
     dtype: torch.dtype
@@ -63,6 +69,21 @@ class Format:
         read: ``read(path)`` says what a file holds, by name, and raises RuntimeError where it is
             damaged. Each rank then reads its slices alone.
         check: raises ValueError for a tensor that such a file cannot hold.
+
+    Example:
+        >>> from contextlib import contextmanager
+        >>> @contextmanager
+        ... def write(path, outlines):
+        ...     tensors = {}
+        ...     yield tensors.__setitem__
+        ...     torch.save(tensors, path)
+        >>> def read(path):
+        ...     found = torch.load(path, mmap=True).items()
+        ...     return {n: Stored(t.dtype, t.shape, lambda *run, t=t: t.flatten()[slice(*run)])
+        ...             for n, t in found}
+        >>> save_full("whole", nn.Linear(2, 2), format=Format(".pt", write, read))
+        >>> load_full("whole", nn.Linear(2, 2), format=Format(".pt", write, read))
+        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
 
     suffix: str
