@@ -119,7 +119,7 @@ def trained_step(rank: int, model: nn.Module) -> tuple[dict[str, int], int, int]
         x = data(seed, rank, 1, WIDTH, dtype=torch.float32)
         kept = [b for u in units(model) for b in u.buckets]
         known = [b.shard for b in kept] + [
-            b.device_shard for b in kept if b.device_shard is not None
+            b.device_copy.tensor for b in kept if b.device_copy is not None
         ]
         known += [b.inner.store for b in kept if b.inner is not None and b.inner.source is not None]
         outside = [p for p in params if not hasattr(p, "to_local")]
@@ -291,10 +291,10 @@ def test_the_design_formula() -> None:
 def test_optimizer_state(optimizer: Any, tensors: int) -> None:
     model = Model("first blocks.0")
     found = plan(model, world_size=4, units=BLOCKS, optimizer=optimizer)
-    trained = sum(b.views.shard_bytes for b in found.buckets if b.trained_numel)
+    trained = sum(b.shard_bytes for b in found.buckets if b.trained_numel)
     assert found.memory.optimizer == tensors * trained
     assert found.memory.gradients == trained
-    assert found.memory.shards == sum(b.views.shard_bytes for b in found.buckets)
+    assert found.memory.shards == sum(b.shard_bytes for b in found.buckets)
 
 
 @pytest.mark.parametrize(
