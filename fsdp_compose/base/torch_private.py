@@ -131,6 +131,9 @@ def wanted_leaves(nodes: list[Any]) -> list[bool] | None:
         return None
 
 
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""``(storage._cdata)``: how many tensors are over it, in Python, C++ and graphs; and itself."""
+
 node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether a node that is no leaf is part of the autograd pass running now; also once it ran."""
 
@@ -288,7 +291,6 @@ GATHER_OPTIONS = _synchronous(_c10d.AllgatherOptions())
 REDUCE_OPTIONS = _synchronous(_c10d.ReduceScatterOptions())
 """As ``GATHER_OPTIONS``, with sum as the operation."""
 
-# Used by sharded.py.
 call_raw: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """``(func, types, args, kwargs)``: call ``func`` in a ``raw`` scope, at C speed."""
 
@@ -395,8 +397,7 @@ def is_asked_for_gradient() -> bool:
 
 
 def is_asked_for_node() -> bool:
-    """Whether the caller's caller looks for a tensor's node of the graph, to hook it or to stop
-    a backward there: ``get_gradient_edge``, ``register_multi_grad_hook``, pipeline schedules."""
+    """Whether the caller's caller is ``get_gradient_edge`` or the like, looking for a node."""
     return sys._getframe(2).f_code.co_name == "_get_grad_fn_or_grad_acc"
 
 
@@ -405,10 +406,9 @@ def clipped_parameters() -> Sequence[torch.Tensor] | None:
     whose handler is the caller."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-        params = frame.f_locals.get("parameters")
+        params: Any = frame.f_locals.get("parameters")
         if isinstance(params, list | tuple):
-            found: Sequence[torch.Tensor] = params
-            return found
+            return params
         frame = frame.f_back
     return None
 

@@ -20,6 +20,7 @@ from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.forward_writes import find_writes, forget_written, raise_lost
 from fsdp_compose.core.guards.functional_calls import close_stand_ins
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
+from fsdp_compose.core.guards.kept_views import note_users, watch_forwards
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.surroundings import find_surroundings
 from fsdp_compose.core.order import Change
@@ -171,11 +172,13 @@ def end_pass(unit: Unit, failed: bool) -> None:
         order, training = schedule.order, torch.is_grad_enabled()
         change = schedule.end_forward(not failed, training)
         if training:
+            watch_forwards(order.visited())
             warn_of_change(lane, change, unit)
         else:
             lane.reached.update(*(visited.links.logs for visited in order.visited()))
             schedule.eval_order = None
             if not failed:
+                note_users(order.visited())
                 end_step(lane, trained=False)
     schedule.eval_order = None
 

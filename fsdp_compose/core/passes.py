@@ -23,7 +23,7 @@ from fsdp_compose.core.gathering import (
     install,
     install_leaves,
 )
-from fsdp_compose.core.guards.kept_views import guard_everywhere
+from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
 from fsdp_compose.core.order import Order
@@ -127,6 +127,7 @@ def end_task(lane: Lane, task_id: int) -> None:
         if len(lane.logs) > len(lane.reached):
             _reach_frozen(lane)
         lane.schedule.end_backward()
+        note_users(task.units)
         end_step(lane, trained=True)
     if any(log.is_debugging for log in lane.logs.values()):
         verify_units(dict.fromkeys(task.units), "debug mode, after a backward")

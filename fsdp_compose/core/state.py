@@ -112,7 +112,7 @@ class Checks:
     """Attributes of its modules in which a forward left tensors of its graph."""
     bound_at: int = -1  # when the last node before a unit that trains nothing was made
     keeps_views: bool = False  # its modules hold views of gathered weights
-    inspected: set[tuple[bool, bool]] = field(default_factory=set)  # kinds of forwards
+    inspected: set[tuple[int, ...]] = field(default_factory=set)  # forwards, and users of memory
 
 
 @dataclass(eq=False, repr=False)

@@ -4,7 +4,8 @@ A backward may start in the middle of a unit, at a tensor that a forward hook on
 submodules kept (feature extraction, attribution of single neurons), or that its forward left in an
 attribute or a list. The outputs of the unit are then not reached. So what hooked submodules take
 and give is watched as the unit's outputs are, and what is found in attributes. For whatever else a
-forward may keep, every node of its graph is watched, until a backward came by the outputs.
+forward may keep, every node of its graph is watched, until a backward came by the outputs; what is
+kept and is not on the way to them is looked for in kept_views.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.autograd import DELETED
 from fsdp_compose.core.gathering import lies_in
 from fsdp_compose.core.guards.added_parameters import managed
+from fsdp_compose.core.guards.kept_views import opened_at
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.passes import open_backward, running_task
@@ -57,14 +59,6 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
 
         unit.checks.trigger = trigger
     return unit.checks.trigger
-
-
-def opened_at(unit: Unit) -> int:
-    """When the unit's node was made, as in ``made_at``; -1 where it has none."""
-    for tensor in unit.run.live.tensors if unit.run.live is not None else ():
-        if tensor.grad_fn is not None:
-            return made_at(tensor.grad_fn)
-    return -1
 
 
 def watch_hooked(unit: Unit) -> None:
@@ -119,14 +113,16 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
     tensors, opaque = find_tensors(output)
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
-    watched = False
+    watched, closed = False, -1
     start = opened_at(unit) if len(tensors) > 1 else -1
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             if start >= 0 and made_at(node) < start:
                 continue  # passed through; its gradient is complete long after the unit's backward
             tensor.register_hook(trigger_of(unit))
-            watched = True
+            watched, closed = True, max(closed, made_at(node))
+    if watched and unit.run.live is not None:
+        unit.run.live.closed_at = closed
     is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
     if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)

@@ -3,22 +3,35 @@
 ``self.cached = self.weight.t()`` in a forward keeps a view of memory that is freed behind it, and
 reading that would end the process. Such views are looked for when a forward of a kind is over for
 the first time, and in debug mode after each: among the attributes of the unit's modules at once,
-and among all tensors of the process at the end of the step. A unit whose modules keep one is looked
-at after every forward. What is found becomes a ``KeptView``: the tensor as before while the unit is
+and among all tensors of the process at the end of the step. There they are looked for too where the
+released memory has more users than before. A unit whose modules keep one is looked at after every
+forward. What is found becomes a ``KeptView``: the tensor as before while the unit is
 gathered, and an error that names the unit otherwise.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_compose.base.torch_private import buffer_slots, call_raw, raw
-from fsdp_compose.core.bucket import Bucket, Entry
+from fsdp_compose.base.torch_private import (
+    buffer_slots,
+    call_raw,
+    graph_task_id,
+    made_at,
+    raw,
+    storage_use_count,
+    untraced,
+)
+from fsdp_compose.core.bucket import Bucket, Entry, Phase
+from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Lane, Unit
 
 
@@ -48,7 +61,7 @@ class KeptView(Tensor):
 
 _HARMLESS: frozenset[Callable[..., Any]] = frozenset(
     getattr(Tensor, name).__get__
-    for name in "device dtype is_leaf ndim requires_grad shape".split()
+    for name in "device dtype grad_fn is_leaf ndim requires_grad shape".split()
 ) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.untyped_storage}
 
 
@@ -71,25 +84,137 @@ def guard_attributes(unit: Unit) -> None:
                         unit.checks.keeps_views = True
 
 
+def note_users(units: Iterable[Unit]) -> None:
+    """A step of ``units`` is over: have those looked at whose memory has users not seen before.
+
+    Released memory is known by its views, which live on: the library's own, and for as long as a
+    graph is kept those in the graph. Any other was kept by somebody from the forward.
+    """
+    for unit in units:
+        users = tuple(
+            [
+                storage_users(bucket.full)
+                for bucket in unit.gathered
+                if not bucket.in_place and bucket.phase is Phase.SHARDED
+            ]
+        )
+        if users not in unit.checks.inspected:
+            unit.checks.inspected.add(users)
+            unit.lane.inspected.add(unit)
+
+
 def guard_everywhere(lane: Lane) -> None:
-    """Guard what anything in the process keeps of the gathered weights of units just looked at."""
+    """Guard what anything in the process keeps of the gathered weights of units just looked at.
+
+    Where a graph that reads them lives on, and a tensor that was made inside the unit's forward, a
+    backward may begin at that.
+    """
     units = list(lane.inspected)
     lane.inspected.clear()
     found = _storages(units)
     if not found:
         return
-    known = {id(tensor) for unit in units for tensor in _own_tensors(unit)}
+    known = {id(tensor): tensor for unit in lane.units for tensor in _own_tensors(unit)}
+    users = Counter(_storage(tensor) for tensor in known.values())
     for value in gc.get_objects():
-        if type(value) is Tensor and id(value) not in known:
+        if type(value) is KeptView:
+            users[_storage(value)] += 1
+        elif type(value) is Tensor and id(value) not in known:
             bucket = _bucket_of(value, found)
             if bucket is not None:
-                _guard(value, bucket)
+                users[_storage(_guard(value, bucket))] += 1
+    read = {b for key, b in found.items() if storage_users(b.full) > users[key]}
+    watch_inside([unit for unit in units if not read.isdisjoint(unit.gathered)])
+
+
+def watch_forwards(units: Iterable[Unit]) -> None:
+    """A forward of ``units`` is over: watch what it left, where nothing is known of it yet.
+
+    That is after the first forward, in debug mode, and once a backward began at such a tensor.
+    """
+    watched = [
+        u
+        for u in units
+        if not u.checks.inspected >= _FIRST or KEPT in u.checks.warned or is_debugging()
+    ]
+    if watched:
+        watch_inside(watched)
+    for unit in watched:
+        unit.checks.inspected.add(_FIRST)
+
+
+_FIRST = (-1,)
+KEPT = "kept"
+"""In ``Checks.warned``: a backward began at a tensor that its forward left outside attributes."""
+
+
+def watch_inside(units: Iterable[Unit]) -> None:
+    """Gather units where a backward begins at a tensor that was made inside their last forward."""
+    spans = [(opened_at(u), u.run.live.closed_at, u) for u in units if u.run.live is not None]
+    spans = [span for span in spans if 0 <= span[0] < span[1]]
+    for value in gc.get_objects() if spans else ():
+        if type(value) is not Tensor or value.grad_fn is None:
+            continue
+        made = made_at(value.grad_fn)
+        for start, end, unit in spans:
+            hooks = (value._backward_hooks or {}).values()
+            if (
+                start <= made <= end
+                and unit.checks.trigger is not None
+                and unit.checks.trigger not in hooks
+            ):
+                value.register_hook(_begin_inside(unit))
+
+
+def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
+    ref = weakref.ref(unit)
+
+    @untraced
+    def begin(grad: Tensor) -> None:
+        reached = ref()
+        if reached is None or reached.checks.trigger is None:
+            return
+        task = reached.lane.tasks.get(graph_task_id())
+        if task is None or reached not in task.reached:
+            if KEPT not in reached.checks.warned:
+                reached.checks.warned.add(KEPT)
+                _logger.warning(_SLOW, reached.name)
+            reached.checks.trigger(grad)
+
+    return begin
+
+
+_logger = logging.getLogger("fsdp_compose")
+_SLOW = (
+    "a backward began at a tensor that a forward of unit %r kept outside attributes of its "
+    "modules. All tensors of the process are looked through after each of its forwards from now "
+    "on, which takes time: keep it in an attribute (self.kept = tensor), or return it."
+)
+
+
+def opened_at(unit: Unit) -> int:
+    """When the node of the unit's last forward was made, as in ``made_at``; -1: it has none."""
+    for tensor in unit.run.live.tensors if unit.run.live is not None else ():
+        if tensor.grad_fn is not None:
+            return made_at(tensor.grad_fn)
+    return -1
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors there are over its memory."""
+    storage = tensor.untyped_storage()
+    return storage_use_count(storage._cdata) - 1  # ``storage`` itself
+
+
+def _storage(tensor: Tensor) -> int:
+    with raw():
+        return tensor.untyped_storage()._cdata
 
 
 def _storages(units: Iterable[Unit]) -> dict[int, Bucket]:
     """The buckets whose gathered weights are freed, by their memory."""
     buckets = [b for unit in units for b in unit.gathered if not b.in_place and b.full.numel()]
-    return {bucket.full.untyped_storage()._cdata: bucket for bucket in buckets}
+    return {_storage(bucket.full): bucket for bucket in buckets}
 
 
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
