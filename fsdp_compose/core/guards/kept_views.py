@@ -132,10 +132,11 @@ def watch_forwards(units: Iterable[Unit]) -> None:
 
     That is after the first forward, in debug mode, and once a backward began at such a tensor.
     """
+    debugging = is_debugging()
     watched = [
-        u
-        for u in units
-        if not u.checks.inspected >= _FIRST or KEPT in u.checks.warned or is_debugging()
+        unit
+        for unit in units
+        if debugging or _FIRST not in unit.checks.inspected or KEPT in unit.checks.warned
     ]
     if watched:
         watch_inside(watched)
