@@ -67,6 +67,10 @@ def two_blocks() -> Tower:
     return Tower(2)
 
 
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """``build()`` in double precision, with weights that depend on the seed alone."""
     torch.manual_seed(seed)
@@ -198,9 +202,9 @@ class Twin:
         self.model = seeded(self.build, self.seed)
         self.plain = self.replicate(seeded(self.build, self.seed))
         self.shard(self.model)
-        trained = lambda m: [p for p in m.parameters() if p.requires_grad]  # noqa: E731
-        self.optim = self.optimizer(trained(self.model)) if trained(self.model) else None
-        self.plain_optim = self.optimizer(trained(self.plain[0])) if self.optim else None
+        ours = trainable(self.model)
+        self.optim = self.optimizer(ours) if ours else None
+        self.plain_optim = self.optimizer(trainable(self.plain[0])) if self.optim else None
 
     def replicate(self, model: nn.Module) -> list[nn.Module]:
         return replicas(model, self.world)

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 import fsdp_compose as fc
 
+from models import trainable
+
 
 class Net(nn.Module):
     def __init__(self, seed: int = 0) -> None:
@@ -37,10 +39,6 @@ def shard(model: Net, how: str = "blocks", **kwargs: Any) -> Net:
     elif how == "row":
         kwargs["granularity"] = "row"
     return fc.fully_shard(model, **kwargs)
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

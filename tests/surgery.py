@@ -21,6 +21,7 @@ from models import (
     data,
     seeded,
     square,
+    trainable,
     whole,
 )
 
@@ -50,15 +51,11 @@ class Built(Twin):
         return [model, *others]
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def together(
     model: nn.Module, plain: nn.Module, rank: int, world: int = 2, steps: int = 3, start: int = 0
 ) -> None:
     """Steps of both with fresh optimizers of what is trained now, then all parameters agree."""
-    ours, theirs = adamw(trained(model)), adamw(trained(plain))
+    ours, theirs = adamw(trainable(model)), adamw(trainable(plain))
     for step in range(start, start + steps):
         square(model, data(step, rank)).backward()
         assert_at_rest(model)

@@ -23,7 +23,8 @@ from fsdp_compose.checkpoint import (
 )
 
 from harness import rank_errors, run_ranks
-from saved import OPTIMIZERS, Net, equal, shard, train, trainable, two_groups
+from models import trainable
+from saved import OPTIMIZERS, Net, equal, shard, train, two_groups
 
 
 def plain_state(name: str, steps: int = 3) -> tuple[Net, Optimizer]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,13 +35,13 @@ from models import (
     sgd,
     square,
     train_twin,
+    trainable,
     units,
 )
 from surgery import (
     blocks_with,
     low_rank,
     same,
-    trained,
 )
 
 
@@ -130,7 +128,7 @@ def test_only_what_trained_is_gathered_again() -> None:
         for block in model.blocks:
             set_reshard_after_forward(block, False)
             set_reshard_after_backward(block, False)
-        optim, found = adamw(trained(model)), []
+        optim, found = adamw(trainable(model)), []
         for step in range(3):
             with count_traffic() as traffic:
                 square(model, data(step, rank)).backward()
@@ -220,10 +218,3 @@ def test_low_bit_bases_are_cut_in_bytes_and_never_cast() -> None:
         assert packed is model.blocks[0].up.packed and torch.equal(packed, kept)
 
     run_ranks(ranks, 2)
-
-
-@pytest.fixture(autouse=True)
-def _legacy() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
-        yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,13 +40,6 @@ from surgery import (
     same,
     together,
 )
-
-
-@pytest.fixture(autouse=True)
-def _legacy() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
-        yield
 
 
 class Dropping(Tower):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,13 +35,6 @@ from surgery import (
     same,
     together,
 )
-
-
-@pytest.fixture(autouse=True)
-def _legacy() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
-        yield
 
 
 @pytest.mark.parametrize("shard", [by_block, one_unit])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -191,10 +189,3 @@ def test_adversaries_take_turns(make: MakeOptimizer) -> None:
             assert_at_rest(part)
 
     run_ranks(ranks, 2)
-
-
-@pytest.fixture(autouse=True)
-def _legacy() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
-        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,13 +29,6 @@ from models import (
 from surgery import (
     Built,
 )
-
-
-@pytest.fixture(autouse=True)
-def _legacy() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
-        yield
 
 
 class Abstract(abc.ABC):

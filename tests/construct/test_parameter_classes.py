@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -196,10 +195,3 @@ def test_scripted_functions_are_left_alone() -> None:
         square(model, data(0, rank)).backward()
 
     run_ranks(ranks, 2)
-
-
-@pytest.fixture(autouse=True)
-def _legacy() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*weight_norm.*is deprecated", FutureWarning)
-        yield

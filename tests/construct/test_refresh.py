@@ -34,6 +34,7 @@ from models import (
     replicas,
     seeded,
     square,
+    trainable,
     units,
     whole,
 )
@@ -61,10 +62,6 @@ def adapt(model: nn.Module, seed: int = 7) -> nn.Module:
 
 
 Surgery = Callable[[nn.Module], Any]
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def follow(model: nn.Module, plain: nn.Module, rank: int, world: int, optims: Any) -> None:
@@ -99,7 +96,7 @@ def lora(rank: int, world: int, shard: Any) -> None:
     refresh(model)
     assert before < {id(p) for p in model.parameters()}  # the same objects, and the new
     assert fqns(model) == [n for n, _ in model.named_parameters()]
-    optims = [adamw(trained(model)), adamw(trained(plain))]
+    optims = [adamw(trainable(model)), adamw(trainable(plain))]
     follow(model, plain, rank, world, optims)
     full = state_dict(model, kind="full")
     assert list(full) == list(plain.state_dict())
@@ -107,7 +104,7 @@ def lora(rank: int, world: int, shard: Any) -> None:
     undo(model)
     for name, param in model.named_parameters():
         compare(name, param.detach(), plain.get_parameter(name).detach(), Tolerance())
-    follow(copied, plain, rank, world, [adamw(trained(copied)), adamw(trained(plain))])
+    follow(copied, plain, rank, world, [adamw(trainable(copied)), adamw(trainable(plain))])
 
 
 @pytest.mark.parametrize("shard", [by_block, nested, one_unit])

@@ -34,6 +34,7 @@ from models import (
     seeded,
     sgd,
     square,
+    trainable,
     units,
     whole,
 )
@@ -69,10 +70,6 @@ def adapted() -> nn.Module:
     return adapt(Tower(2))
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def same(model: nn.Module, plain: nn.Module) -> None:
     wanted = dict(plain.named_parameters())
     assert list(wanted) == [name for name, _ in model.named_parameters()]
@@ -82,7 +79,7 @@ def same(model: nn.Module, plain: nn.Module) -> None:
 
 
 def together(model: nn.Module, plain: nn.Module, rank: int, steps: int = 2) -> None:
-    ours, theirs = adamw(trained(model)), adamw(trained(plain))
+    ours, theirs = adamw(trainable(model)), adamw(trainable(plain))
     for step in range(steps):
         square(model, data(step, rank)).backward()
         assert_at_rest(model)
@@ -182,7 +179,7 @@ def test_adapters_are_saved_and_loaded_alone(tmp_path: Path) -> None:
         fresh = by_block(adapt(seeded(lambda: Tower(2)), seed=5).double())
         peft.set_peft_model_state_dict(fresh, peft.load_peft_weights(tmp_path / str(rank), "cpu"))
         with torch.no_grad():
-            for a, b in zip(trained(fresh), trained(twin.reference)):
+            for a, b in zip(trainable(fresh), trainable(twin.reference)):
                 compare("loaded", whole(a), b.detach(), Tolerance())
         same(twin.model, twin.reference)
 
@@ -241,7 +238,7 @@ def test_llama(before: bool) -> None:
         else:
             model = adapt_llama(by_layer(model))
             refresh(model)
-        ours, theirs = adamw(trained(model)), adamw(trained(plain))
+        ours, theirs = adamw(trainable(model)), adamw(trainable(plain))
         batches = [tokens(r) for r in range(2)]
         for _ in range(2):
             model(input_ids=batches[rank], labels=batches[rank]).loss.backward()
