@@ -89,6 +89,7 @@ if _is_used:
     )
     from fsdp_compose.checkpoint.plain import attach_state_dict as _attach_state_dict
     from fsdp_compose.checkpoint.plain import detach_state_dict as _detach_state_dict
+    from fsdp_compose.comm.grad_bucket import GradBucket
     from fsdp_compose.construct.fully_shard import fully_shard
     from fsdp_compose.construct.initialise import seeded_init
     from fsdp_compose.construct.names import (
@@ -106,7 +107,6 @@ if _is_used:
     from fsdp_compose.core.guards.methods import register_forward_method
     from fsdp_compose.core.guards.replicas import verify_replicas
     from fsdp_compose.core.hooks import attachments as _attachments
-    from fsdp_compose.core.records import GradBucket
     from fsdp_compose.core.state import get_state, is_fully_sharded
     from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
     from fsdp_compose.optim.owner_step import OwnerOptimizer, owner_step

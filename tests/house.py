@@ -37,15 +37,13 @@ MAX_LINES = 500  # of a file of the package
 MAX_BODY = 50  # lines of a function without its docstring
 MAX_FIELDS = 22  # of a class of state
 ENGINE = "core"  # without the guards in it
-ENGINE_LINES = 3670
-ENGINE_FILES = 13
+ENGINE_LINES = 3400
+ENGINE_FILES = 11
 MAX_TEST_LINES = 600
 MAX_TEST_NAME = 50
 
 # What is still over a limit, and by how much. Entries shrink and go; none is added.
 STILL_OVER = {
-    "core/bucket": 522,
-    "core/state": 528,
     "base/torch_private": 567,
     "sharded/tensor": 583,
 }

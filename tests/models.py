@@ -144,13 +144,13 @@ def assert_at_rest(model: nn.Module) -> None:
             assert not bucket.arriving.packed
             if bucket.grads is not None:
                 assert bucket.grads.flat.untyped_storage().nbytes() == 0
-    lanes = {id(u.lane): u.lane for u in units(model)}
-    for lane in lanes.values():
+    engines = {id(u.engine): u.engine for u in units(model)}
+    for engine in engines.values():
         assert (
-            not lane.schedule.active
-            and not lane.tasks
-            and not lane.reductions
-            and not lane.schedule.prefetched
+            not engine.schedule.active
+            and not engine.tasks
+            and not engine.reductions
+            and not engine.schedule.prefetched
         )
     for name, param in model.named_parameters():
         assert isinstance(param, nn.Parameter), f"{name} is a {type(param).__name__}"

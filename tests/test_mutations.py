@@ -180,7 +180,7 @@ def no_sync_flag() -> None:
 
 
 def never_release() -> None:
-    replace("_release", lambda original: lambda lane, bucket: None)
+    replace("_release", lambda original: lambda engine, bucket: None)
 
 
 def gather_zeros() -> None:
@@ -443,10 +443,10 @@ def release_after_one() -> None:
     """Units kept for graphs over gradients are released when the first of them is consumed."""
 
     def make(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def drop(lane: Any) -> None:
-            for unit in list(lane.retained):
+        def drop(engine: Any) -> None:
+            for unit in list(engine.retained):
                 unit.graphs.readers.clear()
-            original(lane)
+            original(engine)
 
         return drop
 

@@ -16,7 +16,7 @@ from fsdp_compose import (
 from fsdp_compose.core import gathering
 from fsdp_compose.core.guards import inner_backward
 from fsdp_compose.core.schedule import Hold, Schedule
-from fsdp_compose.core.state import Lane
+from fsdp_compose.core.state import Engine
 
 from harness import run_ranks
 from models import (
@@ -35,9 +35,9 @@ def events() -> Iterator[list[str]]:
     start, opened = gathering._start_gather, inner_backward.open_backward
     closed = Schedule.leave_backward
 
-    def gather(lane: Lane, bucket: Any) -> None:
+    def gather(engine: Engine, bucket: Any) -> None:
         log.append(bucket.entries[0].spec.unit)
-        start(lane, bucket)
+        start(engine, bucket)
 
     def open_backward(unit: Any, task: Any) -> None:
         if unit.run.task is None:

@@ -61,8 +61,8 @@ class Process:
 
     Attributes:
         traffic: counts what the process sends, whatever it is for, as a network card would.
-        lanes: by device, its streams and the pass that runs on it, which all models share: memory
-            and order on a device are common to them. See ``core.state.Lane``.
+        engines: by device, its streams and the pass that runs on it, which all models share: memory
+            and order on a device are common to them. See ``core.state.Engine``.
         watch: the thread that looks at what every thread waits for; see ``comm.waiting``. A fork
             has none of its parent's threads, so it starts with a new one.
         calls: by thread, the call over a group that it is in; see ``comm.messages.attend_call``.
@@ -75,7 +75,7 @@ class Process:
     """
 
     traffic: Traffic = field(default_factory=Traffic)
-    lanes: dict[torch.device, Any] = field(default_factory=dict)
+    engines: dict[torch.device, Any] = field(default_factory=dict)
     watch: Any = None
     calls: dict[int, Any] = field(default_factory=dict)
     looks: dict[int, Callable[[], None]] = field(default_factory=dict)

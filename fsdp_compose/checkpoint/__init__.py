@@ -35,11 +35,7 @@ from fsdp_compose.checkpoint.model import load_state_dict, state_dict
 from fsdp_compose.checkpoint.optimizer.read import optim_state_dict
 from fsdp_compose.checkpoint.optimizer.rekey import rekey_optim_state_dict
 from fsdp_compose.checkpoint.optimizer.write import load_optim_state_dict
-from fsdp_compose.checkpoint.plain import (
-    get_state_dict_type,
-    set_state_dict_type,
-    state_dict_type,
-)
+from fsdp_compose.checkpoint.plain import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_compose.checkpoint.values import Outline
 
 __all__ = [

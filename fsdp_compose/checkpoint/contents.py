@@ -14,8 +14,8 @@ from torch import nn
 
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
+from fsdp_compose.core.autograd import gather_flat
 from fsdp_compose.core.bucket import Bucket, find_entry
-from fsdp_compose.core.receiving import gather_flat
 from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
 

@@ -25,8 +25,9 @@ from fsdp_compose.comm import messages, waiting
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.bucket import find_entry
+from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.surroundings import check_surroundings
-from fsdp_compose.core.state import held_by_fewer, iter_units, owner_of
+from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
 
 
@@ -49,7 +50,7 @@ def groups_of(module: nn.Module) -> list[Group]:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where ``module``'s sharded parameters are communicated."""
-    return next((unit.lane.streams.device for unit in iter_units(module)), torch.device("cpu"))
+    return next((unit.engine.streams.device for unit in iter_units(module)), torch.device("cpu"))
 
 
 _control: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = (

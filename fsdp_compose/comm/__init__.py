@@ -3,6 +3,7 @@
 Files, each importing only from those above it:
 
     flags        bits that ranks combine with an or
+    grad_bucket  the gradients of a bucket, as a communication hook is given them
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group
     meeting      ranks that wait for each other in different groups raise

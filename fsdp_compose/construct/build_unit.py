@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.group import SELF
 from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of
 from fsdp_compose.base.policy import MixedPrecision
+from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
 from fsdp_compose.base.unwritten import is_unwritten
 from fsdp_compose.construct.choose_buckets import unit_precision
@@ -22,19 +23,19 @@ from fsdp_compose.construct.initialise import broadcast, initialise
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core import hooks
-from fsdp_compose.core.bucket import Bucket, Entry, find_entry, flatten, make_bucket, storage_order
+from fsdp_compose.core.autograd import EngineWork
+from fsdp_compose.core.bucket import Bucket, Entry, find_entry, make_bucket
 from fsdp_compose.core.guards.added_parameters import remember
 from fsdp_compose.core.guards.methods import attach_methods
 from fsdp_compose.core.guards.replicas import checksum
-from fsdp_compose.core.receiving import EngineWork
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import (
     STATE_KEY,
     Checks,
     Unit,
     _FSDPState,
+    engine_of,
     find_state,
-    lane_of,
     owner_of,
 )
 from fsdp_compose.sharded import Residence, ShardSpec, open_dtensor, part_of, tag, take_over_hooks
@@ -99,7 +100,7 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
         modules=tuple(weakref.ref(module) for module in plan.modules),
         buckets=buckets,
         borrowed=borrowed,
-        lane=lane_of(device, EngineWork),
+        engine=engine_of(device, EngineWork),
         mp=unit_precision(plan),
         prefetch=plan.options.prefetch,
         switches=Switches(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import (
     buffer_slots,
     non_persistent,
@@ -29,7 +30,6 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import owners, walk_named
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.construct.tensor_parallel import find_parallel
-from fsdp_compose.core.bucket import flatten, storage_order
 from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
 
 InitFn = Callable[[nn.Module], object]

@@ -96,12 +96,12 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     for plan in plans:
         plan.options = replace(plan.options, param_init_fn=param_init_fn)
     meta = MetaValues(compare_plans(plans, units[0].options.mesh, problem, [module]))
-    for lane in {id(unit.lane): unit.lane for unit in units}.values():
-        begin_forward_pass(lane)  # clears what a failed step left
-        drain(lane)
+    for engine in {id(unit.engine): unit.engine for unit in units}.values():
+        begin_forward_pass(engine)  # clears what a failed step left
+        drain(engine)
     for unit in units:
         for reason in tuple(unit.holds):
-            unit.lane.schedule.drop(unit, reason)
+            unit.engine.schedule.drop(unit, reason)
     read = {entry for change in survey for entry in change.read}
     read |= {e for u in _others(units) for e in u.borrowed}
     for change in survey:
@@ -187,8 +187,8 @@ def _is_named(unit: Unit, modules: Sequence[nn.Module]) -> bool:
 
 
 def _others(units: list[Unit]) -> list[Unit]:
-    lanes = {id(unit.lane): unit.lane for unit in units}.values()
-    return [other for lane in lanes for other in lane.units if other not in units]
+    engines = {id(unit.engine): unit.engine for unit in units}.values()
+    return [other for engine in engines for other in engine.units if other not in units]
 
 
 def _let_go(unit: Unit, read: set[Entry]) -> None:

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, group_of
+from fsdp_compose.base.strides import contiguous_strides, storage_order
 from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
 from fsdp_compose.comm.meeting import gather_objects_or_differ
-from fsdp_compose.core.bucket import contiguous_strides, storage_order
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, part_of, spec_of, split_axes
 
 TPGroup: TypeAlias = "DeviceMesh | dist.ProcessGroup"

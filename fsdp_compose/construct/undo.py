@@ -11,12 +11,13 @@ from torch import nn
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.core import hooks
+from fsdp_compose.core.autograd import gather_flat
 from fsdp_compose.core.bucket import Bucket, Entry, forget_entry
-from fsdp_compose.core.gathering import check_slots, install_leaves
+from fsdp_compose.core.gathering import install_leaves
+from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
-from fsdp_compose.core.receiving import gather_flat
 from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState
 from fsdp_compose.sharded import close_dtensor, gather_part, give_back_hooks, untag
@@ -40,14 +41,14 @@ def undo(module: M) -> M:
     """
     units = require_units(module, "undo")
     _check_ties(units, module)
-    for lane in {id(unit.lane): unit.lane for unit in units}.values():
-        begin_forward_pass(lane)  # clears what a failed step left
-        drain(lane)
+    for engine in {id(unit.engine): unit.engine for unit in units}.values():
+        begin_forward_pass(engine)  # clears what a failed step left
+        drain(engine)
     for unit in units:
         check_slots(unit)
     for unit in units:
         for reason in tuple(unit.holds):
-            unit.lane.schedule.drop(unit, reason)
+            unit.engine.schedule.drop(unit, reason)
         unit.opened = None
         for entry in unit.entries:
             hide_all(entry)
@@ -61,8 +62,8 @@ def undo(module: M) -> M:
                 state = member.__dict__.pop(STATE_KEY)
                 hooks.detach(member)
                 _restore_buffers(member, state, unit.mp)
-        unit.lane.units.discard(unit)
-        for other in unit.lane.units:
+        unit.engine.units.discard(unit)
+        for other in unit.engine.units:
             other.checks.watch = None  # what contains this module has its parameters to look at
     return module
 
@@ -70,7 +71,7 @@ def undo(module: M) -> M:
 def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:
     """Raise where a parameter is tied between one of ``units`` and a unit outside ``module``."""
     inside = {id(bucket) for unit in units for bucket in unit.buckets}
-    for unit in {other for one in units for other in one.lane.units}:
+    for unit in {other for one in units for other in one.engine.units}:
         is_outside = unit not in units
         for entry in unit.borrowed:
             is_owned = entry.owner is not None and id(entry.owner()) in inside

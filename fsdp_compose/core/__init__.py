@@ -2,33 +2,47 @@
 
 Files, each importing only from those above it:
 
-    bucket                    parameters in one flat buffer, with every view of it that a step needs
-    guards/collective_log     ranks compare what they communicate (D2)
-    order                     the order in which units run: recorded and followed
-    schedule                  when units are gathered, kept, released and reduced
-    records                   what a unit remembers besides its buckets
-    state                     everything the library remembers, per module, unit and device
-    guards/units              the units of a module, or the error that it has none
-    guards/moved_parameters   takes over what was done to parameters between passes
-    gathering                 gathers and releases units, and sets what their modules read
-    guards/kept_views         views of a gathered weight that outlive its release
-    guards/replicas           copies of a parameter on several ranks are compared
-    guards/saved_tensors      saved-tensor hooks get activations, not gathered weights
-    guards/used_parameters    which parameters any rank used: the others keep grad None
-    guards/scope_parameters   a parameter inside a scope: same object, whole values
-    reducing                  packs gradients, reduces them, hands them to the parameters
-    passes                    begins and ends a forward or backward pass
-    receiving                 the one way for gradients to arrive at their parameters
-    autograd                  gathering as a differentiable function
-    guards/added_parameters   parameters added to a unit since it was sharded (D5)
-    guards/callers            threads, forks and recorders that may not run a unit
-    guards/connect            full tensors at hand, connected to the sharded parameters
-    guards/surroundings       trainable parameters beside sharded ones (D18)
-    guards/inner_backward     backward that reaches a unit through an inner tensor
-    guards/functional_calls   forwards on other tensors than the gathered parameters
-    guards/forward_writes     weights written while a forward runs (D16)
-    forward                   a unit's normal forward
-    guards/other_forwards     forwards in scopes, functional, transformed, stored precision
-    hooks                     what a module's forward triggers
-    guards/methods            methods besides forward that gather their unit
+    bucket                      parameters in one flat buffer, with every view a step needs
+    guards/collective_log       ranks compare what they communicate (D2)
+    schedule                    when units are gathered, kept, released and reduced: plain rules
+    records                     what a unit remembers besides its buckets
+    state                       everything the library remembers, per module, unit and device
+    guards/units                a module that is no unit, and has none, is an error
+    guards/moved_parameters     takes over what was done to parameters between passes
+    guards/weight_versions      whether weights were written since they were gathered
+    gathering                   gathers and releases units, and sets what their modules read
+    guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
+    guards/kept_views           views of a gathered weight that outlive its release
+    guards/replicas             copies of a parameter on several ranks are compared
+    guards/saved_tensors        saved-tensor hooks get activations, not gathered weights
+    guards/used_parameters      which parameters any rank used: the others keep grad None
+    guards/scope_parameters     a parameter inside a scope: same object, whole values
+    reducing                    packs gradients, reduces them, hands them to the parameters
+    guards/divisors             units over different numbers of ranks
+    passes                      begins and ends a forward or backward pass
+    autograd                    gathering as a function; the one way for gradients to arrive
+    guards/added_parameters     parameters added to a unit since it was sharded (D5)
+    guards/callers              threads, forks and recorders that may not run a unit
+    guards/connect              full tensors at hand, connected to the sharded parameters
+    guards/surroundings         trainable parameters beside sharded ones (D18)
+    guards/inner_backward       backward that reaches a unit through an inner tensor
+    guards/functional_calls     forwards on other tensors than the gathered parameters
+    guards/forward_writes       weights written while a forward runs (D16)
+    guards/order_changes        says when the order of units changed
+    forward                     a unit's normal forward
+    guards/other_forwards       forwards in scopes, functional, transformed, stored precision
+    hooks                       what a module's forward triggers
+    guards/methods              methods besides forward that gather their unit
+
+Words, besides the field's own (gather, release, unit, bucket, shard, reduce, replicate):
+
+- ``entry``: a parameter in a bucket: the caller's object, its slice, and its place
+- ``full``: a bucket's gathered buffer; its storage holds 0 bytes while it is released
+- ``hold``: a reason for which a unit stays gathered; nobody's reason left means release
+- ``pass``: an outermost forward, or a backward, with all units that it runs
+- ``engine``: what the units of one device share: streams, the schedule, what is under way
+- ``mode``: how one call of a module computes: normally, in a scope, functional, transformed
+- ``fill``: what ``full`` was gathered from: a new one for each gather
+- ``stamp``: a value that changes whenever a bucket's shard is written
+- ``spread``: kept from forward to backward over fewer ranks than hold the shards
 """

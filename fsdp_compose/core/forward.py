@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +20,13 @@ from fsdp_compose.core.guards.forward_writes import find_writes, forget_written,
 from fsdp_compose.core.guards.functional_calls import close_stand_ins
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
 from fsdp_compose.core.guards.kept_views import note_users, watch_forwards
+from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.surroundings import find_surroundings
-from fsdp_compose.core.order import Change
 from fsdp_compose.core.passes import begin_forward_pass, end_step, running_task
 from fsdp_compose.core.records import Live
 from fsdp_compose.core.schedule import Backward, Hold
-from fsdp_compose.core.state import Lane, Unit
+from fsdp_compose.core.state import Unit
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def enter_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any) -> Any:
     """As ``enter_forward``, after ``begin_call``."""
-    schedule = unit.lane.schedule
+    schedule = unit.engine.schedule
     schedule.active.append(unit)
     unit.run.calls += 1
     if unit.run.calls == 1 and not unit.run.finished:
@@ -74,7 +73,7 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
 
     Runs also when forward raised: non-reentrant checkpointing ends a recomputation so.
     """
-    schedule = unit.lane.schedule
+    schedule = unit.engine.schedule
     unit.run.calls -= 1
     while schedule.active and schedule.active.pop() is not unit:
         pass
@@ -100,16 +99,16 @@ NORMAL = Mode(enter_forward, leave_forward)
 
 def begin_call(unit: Unit) -> tuple[int, ...]:
     """Take over what was done to the unit since, begin a pass, and find what is to be trained."""
-    lane, recomputing = unit.lane, graph_task_id() != -1
+    engine, recomputing = unit.engine, graph_task_id() != -1
     if unit.run.calls == 0 and not recomputing:
         admit(unit)
     trained = trained_entries(unit)
-    if lane.schedule.active:
+    if engine.schedule.active:
         return trained
     if recomputing:
-        lane.pass_id += 1
+        engine.pass_id += 1
     elif unit.run.live is None or not _continues_pass(unit, unit.run.live, trained):
-        begin_forward_pass(lane)
+        begin_forward_pass(engine)
     return trained
 
 
@@ -122,9 +121,9 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         find_surroundings(unit)
     if unit.checks.watch is not None and any(unit.checks.watch.hooks):
         watch_hooked(unit)
-    unit.lane.schedule.enter_forward(unit, recomputing)
+    unit.engine.schedule.enter_forward(unit, recomputing)
     live = unit.run.live
-    if trained and live and live.pass_id == unit.lane.pass_id and is_current(unit, live):
+    if trained and live and live.pass_id == unit.engine.pass_id and is_current(unit, live):
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
         tensors = view_parameters(unit, trained)
@@ -135,7 +134,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     install(unit, tensors)
     if not recomputing:
         follow_order(unit)
-        warn_of_change(unit.lane, unit.lane.schedule.look_ahead(unit))
+        warn_of_change(unit.engine, unit.engine.schedule.look_ahead(unit))
 
 
 def _close_forward(unit: Unit, backward: Backward) -> None:
@@ -148,12 +147,12 @@ def _close_forward(unit: Unit, backward: Backward) -> None:
         install_leaves(unit)
     if unit.opened is not None and unit.opened.for_call:
         close_stand_ins(unit)
-    unit.lane.schedule.leave_forward(unit, backward, torch.is_grad_enabled(), recomputing)
+    unit.engine.schedule.leave_forward(unit, backward, torch.is_grad_enabled(), recomputing)
 
 
 def _abandon_forward(unit: Unit) -> None:
     """The unit could not be opened: as if its forward had not been called."""
-    schedule = unit.lane.schedule
+    schedule = unit.engine.schedule
     unit.run.calls -= 1
     schedule.active.pop()
     if Hold.FORWARD in unit.holds:
@@ -167,25 +166,25 @@ def _abandon_forward(unit: Unit) -> None:
 
 def end_pass(unit: Unit, failed: bool) -> None:
     """The outermost forward, of ``unit``, is over."""
-    lane, schedule = unit.lane, unit.lane.schedule
+    engine, schedule = unit.engine, unit.engine.schedule
     if graph_task_id() == -1:
         order, training = schedule.order, torch.is_grad_enabled()
         change = schedule.end_forward(not failed, training)
         if training:
             watch_forwards(order.visited())
-            warn_of_change(lane, change, unit)
+            warn_of_change(engine, change, unit)
         else:
-            lane.reached.update(*(visited.links.logs for visited in order.visited()))
+            engine.reached.update(*(visited.links.logs for visited in order.visited()))
             schedule.eval_order = None
             if not failed:
                 note_users(order.visited())
-                end_step(lane, trained=False)
+                end_step(engine, trained=False)
     schedule.eval_order = None
 
 
 def follow_order(unit: Unit) -> None:
     """Training has one order per device; an inference forward has that of its outermost unit."""
-    schedule = unit.lane.schedule
+    schedule = unit.engine.schedule
     if schedule.eval_order is None and len(schedule.active) == 1 and not torch.is_grad_enabled():
         schedule.eval_order = unit.expected.eval_order
 
@@ -195,34 +194,14 @@ def _continues_pass(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
 
     A head that is called on chunks of its input: the gradients of all calls are reduced together.
     """
-    order = unit.lane.schedule.forward_order
+    order = unit.engine.schedule.forward_order
     return (
-        live.pass_id == unit.lane.pass_id
+        live.pass_id == unit.engine.pass_id
         and live.trained == trained != ()
         and len(unit.modules) == 1
-        and not unit.lane.tasks
+        and not unit.engine.tasks
         and bool(order.current)
         and len(order.current[-1]) == 1
-    )
-
-
-def warn_of_change(lane: Lane, change: Change | None, outermost: Unit | None = None) -> None:
-    """Say once for each outermost unit that the order of its units changed."""
-    if change is None or lane.schedule.eval_order is not None:
-        return
-    outermost = outermost or lane.schedule.active[0]
-    if "order" in outermost.checks.warned:
-        return
-    outermost.checks.warned.add("order")
-    expected, found = change.expected.name, change.found and change.found.name
-    warnings.warn(
-        f"the forward of unit {outermost.name!r} {'ended' if found is None else 'ran unit'} "
-        f"{'' if found is None else repr(found) + ' '}where unit {expected!r} was expected from "
-        "the one before. Results are not affected, and the new order is what is expected next; "
-        "but what was gathered ahead for the old one was in vain. If the order never repeats, pass "
-        "prefetch=Prefetch(forward=0). If ranks should differ here, see what each runs with "
-        "fsdp_compose.set_debug(True).",
-        stacklevel=2,
     )
 
 

@@ -6,29 +6,25 @@ A unit is gathered while it has a reason to be (``Hold``), and a bucket while so
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from fsdp_compose.base.mesh import refuse_late_group
-from fsdp_compose.base.torch_private import (
-    flat_weights,
-    graph_task_id,
-    profiler_enabled,
-    raw,
-)
+from fsdp_compose.base.torch_private import flat_weights, graph_task_id, profiler_enabled
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
-from fsdp_compose.core.bucket import Bucket, DeviceCopy, Entry, Fill, Inner, Phase
-from fsdp_compose.core.guards.collective_log import Log, is_debugging
+from fsdp_compose.core.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
+from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.moved_parameters import adopt, moved_before_backward, require_written
+from fsdp_compose.core.guards.weight_versions import check_lent, stamp_of, versions_of
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Lane, Unit, find_recurrent, unit_of
-from fsdp_compose.sharded import ShardSpec, part_of
+from fsdp_compose.core.state import Engine, Unit, resting, unit_of
+from fsdp_compose.sharded import part_of
 
 log = logging.getLogger("fsdp_compose")
 _QUIET = nullcontext()
@@ -71,7 +67,7 @@ def gather(unit: Unit, is_first: bool) -> None:
         if bucket.residence.moved or bucket.fill.outrun:
             settle(bucket)
         if bucket.phase is Phase.SHARDED:
-            _start_gather(unit.lane, bucket)
+            _start_gather(unit.engine, bucket)
 
 
 def gathered_nbytes(bucket: Bucket) -> int:
@@ -84,7 +80,7 @@ def release(unit: Unit) -> None:
     for bucket in unit.gathered:
         bucket.holders -= 1
         if bucket.holders == 0:
-            _release(unit.lane, bucket)
+            _release(unit.engine, bucket)
 
 
 def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> None:
@@ -114,19 +110,19 @@ def settle(bucket: Bucket) -> None:
             raise RuntimeError(moved_before_backward(bucket))
         return
     was_gathered = bucket.phase is not Phase.SHARDED
-    _release(unit_of(bucket).lane, bucket)
+    _release(unit_of(bucket).engine, bucket)
     if bucket.residence.moved:
         adopt(bucket)
     if was_gathered:
-        _gather_again(unit_of(bucket).lane, bucket)
+        _gather_again(unit_of(bucket).engine, bucket)
 
 
-def _gather_again(lane: Lane, bucket: Bucket) -> None:
+def _gather_again(engine: Engine, bucket: Bucket) -> None:
     """Gather anew what is held; where it was kept for a later pass, it still is."""
     kept = bucket.fill.stamp is not None
     if bucket.phase is Phase.GATHERING:
-        _finish_gather(lane, bucket)
-    _start_gather(lane, bucket)
+        _finish_gather(engine, bucket)
+    _start_gather(engine, bucket)
     if kept:
         bucket.fill.stamp = stamp_of(bucket)
 
@@ -135,7 +131,7 @@ def wait_gathered(unit: Unit) -> None:
     """Make the unit's full parameters readable on the current stream."""
     for bucket in unit.gathered:
         if bucket.phase is Phase.GATHERING:
-            _finish_gather(unit.lane, bucket)
+            _finish_gather(unit.engine, bucket)
 
 
 def note_kept(unit: Unit) -> None:
@@ -149,12 +145,12 @@ def refresh_stale(unit: Unit) -> None:
     stale = [b for b in unit.gathered if b.fill.stamp is not None and _is_stale(b)]
     for bucket in unit.gathered:
         if bucket.residence.lent and bucket.fill.stamp is not None and bucket not in stale:
-            _check_lent(unit, bucket)
+            check_lent(unit, bucket)
     for bucket, events, code in unit.links.gather_events if stale else ():
         if bucket in stale:
             _note(events, bucket, code, unit.name, "again, since it was changed")
     for bucket in stale:
-        _gather_again(unit.lane, bucket)
+        _gather_again(unit.engine, bucket)
 
 
 def refresh_handed_out(unit: Unit) -> None:
@@ -167,105 +163,22 @@ def refresh_handed_out(unit: Unit) -> None:
             for other, events, code in unit.links.gather_events:
                 if other is bucket:
                     _note(events, bucket, code, unit.name, "again, since p.data was handed out")
-            _gather_again(unit.lane, bucket)
+            _gather_again(unit.engine, bucket)
         elif bucket.residence.lent and bucket.fill.stamp is not None:
-            _check_lent(unit, bucket)
-
-
-def _check_lent(unit: Unit, bucket: Bucket) -> None:
-    """Raise when a slice that was handed out was written in a way that autograd cannot see.
-
-    Reading it may wait for a device, which is asked in debug mode alone.
-    """
-    if bucket.views.own.device.type != "cpu" and not is_debugging():
-        return
-    entry = find_difference(bucket)
-    if entry is not None:
-        bucket.fill.stamp = object()
-        raise RuntimeError(
-            f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was written while the unit was "
-            "kept gathered, through memory that p.to_local(), local_parameters or flat_parameters "
-            "gave out, in a way that autograd does not count (.data, NumPy): what is gathered "
-            "has the old value. Write under torch.no_grad() without .data, or call "
-            "fsdp_compose.reshard(module) after writing."
-        )
+            check_lent(unit, bucket)
 
 
 def _is_stale(bucket: Bucket) -> bool:
     return bucket.phase is not Phase.SHARDED and bucket.fill.stamp != stamp_of(bucket)
 
 
-def find_difference(bucket: Bucket) -> Entry | None:
-    """An entry of whose gathered values this rank's part is not that of its shard any more."""
-    if bucket.in_place or bucket.mp.gather_codec is not None:
-        return None  # the same memory; or not exactly what the shard holds
-    if bucket.phase is not Phase.GATHERED or bucket.residence.moved:
-        return None
-    now = versions_of(bucket), bucket.residence.written
-    if now != (bucket.fill.versions, bucket.fill.handed_out):
-        return None  # the shard was written since
-    wanted = bucket.stored.to(bucket.views.own.device, bucket.views.own.dtype)
-    if not bucket.views.own.numel() or _are_same(bucket.views.own, wanted):
-        return None
-    mine, theirs = bucket.views.own.split(bucket.views.splits), wanted.split(bucket.views.splits)
-    for entry, piece in zip(bucket.entries, bucket.views.pieces, strict=True):
-        if not _are_same(mine[piece], theirs[piece]):
-            return entry
-    return None
-
-
-def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, as NaN is not equal to itself."""
-    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def stamp_of(bucket: Bucket) -> object:
-    """Changes whenever a parameter of the bucket is written, in whatever way autograd can see.
-
-    A parameter whose ``.data`` was handed out can be written unseen, so its stamp never repeats.
-    """
-    if bucket.in_place:
-        return None
-    if bucket.residence.written:
-        return object()
-    return versions_of(bucket)
-
-
-def versions_of(bucket: Bucket) -> tuple[int, ...]:
-    """How often the shard, then each of its parameters, was written in a way autograd can see."""
-    with raw():
-        version = bucket.history.earlier + bucket.stored._version
-        return (version, *[entry.param._version for entry in bucket.entries])
-
-
-def read_versions(unit: Unit) -> list[tuple[int, ...]]:
-    """Versions of the weights that the unit's modules read now, by bucket."""
-    return [versions_of(b) if b.in_place else b.fill.versions for b in unit.gathered]
-
-
-def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
-    """Raise unless backward computed with what forward ``read`` (D8)."""
-    for bucket, before, now in zip(unit.gathered, read, read_versions(unit), strict=False):
-        if before != now:
-            changed = [
-                e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b
-            ]
-            spec = (changed or bucket.entries)[0].spec
-            raise RuntimeError(
-                f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
-                "forward and this backward, which gathered it anew: the gradients would mix old "
-                "and new weights. Call optimizer.step(), and whatever else writes weights, after "
-                "the backwards of all losses that were computed with them."
-            )
-
-
-def _start_gather(lane: Lane, bucket: Bucket) -> None:
+def _start_gather(engine: Engine, bucket: Bucket) -> None:
     bucket.move_to(Phase.GATHERING)
     bucket.fill = Fill()
     if bucket.in_place:
         return
     bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
-    streams = lane.streams
+    streams = engine.streams
     with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
         _fill(bucket)
         bucket.fill.mark = streams.record(streams.gather)
@@ -371,18 +284,18 @@ def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
     return 0 <= start - bucket.full.data_ptr() < bucket.full_nbytes
 
 
-def _finish_gather(lane: Lane, bucket: Bucket) -> None:
+def _finish_gather(engine: Engine, bucket: Bucket) -> None:
     bucket.fill.exchange.wait()
     bucket.move_to(Phase.GATHERED)
-    lane.streams.wait(bucket.fill.mark)
+    engine.streams.wait(bucket.fill.mark)
     bucket.fill.mark = None
 
 
-def _release(lane: Lane, bucket: Bucket) -> None:
+def _release(engine: Engine, bucket: Bucket) -> None:
     if bucket.phase is Phase.SHARDED:
         return
     if bucket.phase is Phase.GATHERING:
-        _finish_gather(lane, bucket)
+        _finish_gather(engine, bucket)
     bucket.move_to(Phase.SHARDED)
     bucket.fill.outrun = False
     if bucket.in_place:
@@ -390,12 +303,12 @@ def _release(lane: Lane, bucket: Bucket) -> None:
     if log.isEnabledFor(logging.INFO):
         log.info("release %s: %d bytes", bucket.entries[0].spec.unit, bucket.full_nbytes)
     storage = bucket.full.untyped_storage()
-    if lane.streams.gather is None:
+    if engine.streams.gather is None:
         storage.resize_(0)
     else:
         # Freed on the stream it was allocated on, behind the compute that read it: the allocator
         # then gives the memory only to later gathers, and nothing has to be kept alive for compute.
-        with lane.streams.on(lane.streams.gather):
+        with engine.streams.on(engine.streams.gather):
             storage.resize_(0)
 
 
@@ -422,56 +335,15 @@ def install_leaves(unit: Unit) -> None:
             install(other, other.run.showing)  # a pass of a unit that reads the same module goes on
 
 
-def resting(unit: Unit) -> Sequence[torch.Tensor]:
-    """What the unit's modules hold between passes, by entry."""
-    return [e.held for e in unit.entries] if unit.opened is None else unit.opened.tensors
-
-
-def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
-    """Whether another unit, whose pass is under way, put there what ``values[name]`` is."""
-    others = (ref() for ref in unit.links.sharers)
-    return any(
-        place[0] is values and place[1] == name
-        for other in others
-        if other is not None and other.run.showing is not None
-        for place in other.links.places
-    )
-
-
-def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
-    """The places of the unit that hold something else than they should between passes."""
-    held = resting(unit)
-    return [
-        place
-        for place in unit.links.places
-        if place[0].get(place[1]) is not held[place[2]]
-        and not is_shown_by_another(unit, *place[:2])
-    ]
-
-
-def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
-    return (
-        f"parameter {spec.fqn!r} of unit {unit.name!r} was replaced by a DTensor after "
-        "fully_shard, as parallelize_module and distribute_module do; wanted the parameter that "
-        "was sharded. Tensor parallelism comes first: build the model again, "
-        "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
-    )
-
-
-def check_slots(unit: Unit) -> None:
-    """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
-    for values, name, index in replaced(unit):
-        raise RuntimeError(replaced_message(unit, index, values.get(name)))
-
-
-def replaced_message(unit: Unit, index: int, found: object) -> str:
-    if isinstance(found, DTensor):
-        return _parallelized_late(unit.entries[index].spec, unit)
-    return (
-        f"parameter {unit.entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
-        f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
-        "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
-        "with fsdp_compose.gathered(module, writeback=True)), or call "
-        "fsdp_compose.refresh(model) on every rank to shard what is there now; for one call, "
-        "torch.func.functional_call(module, {name: tensor}, args) takes other tensors."
-    )
+def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
+    """Recurrent modules read a second list of parameters: (module, [(position, entry)])."""
+    if unit.links.recurrent is not None:
+        return unit.links.recurrent
+    found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
+    for slot, index in unit.slots:
+        module = slot.module()
+        if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
+            position = module._flat_weights_names.index(slot.name)
+            found.setdefault(id(module), (slot.module, []))[1].append((position, index))
+    unit.links.recurrent = list(found.values())
+    return unit.links.recurrent

@@ -19,7 +19,6 @@ from fsdp_compose.base.torch_private import (
     untraced_itself,
 )
 from fsdp_compose.core.forward import NORMAL, Mode
-from fsdp_compose.core.gathering import replaced
 from fsdp_compose.core.guards.added_parameters import check_copy
 from fsdp_compose.core.guards.callers import (
     allow_script,
@@ -36,6 +35,7 @@ from fsdp_compose.core.guards.other_forwards import (
     TRANSFORMED,
     computes_as_stored,
 )
+from fsdp_compose.core.guards.replaced_parameters import replaced
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Unit, get_state
 
@@ -80,7 +80,7 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """End the call as it began."""
     unit = get_state(module).unit
-    if is_foreign(unit.lane) or not unit.run.modes:
+    if is_foreign(unit.engine) or not unit.run.modes:
         return None  # it was refused before it began, or cleared away with what failed
     return unit.run.modes.pop().leave(unit, module, output)
 
@@ -104,14 +104,14 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
 
 def clear_failed(unit: Unit, module: nn.Module) -> None:
     """Clear what an interrupted forward or a failed backward left."""
-    lane = unit.lane
-    if lane.schedule.active:
-        has_failed = lane.schedule.active[0] is unit and not is_running(module)
+    engine = unit.engine
+    if engine.schedule.active:
+        has_failed = engine.schedule.active[0] is unit and not is_running(module)
     else:
-        has_failed = bool(lane.tasks) and not any(task.alive for task in lane.tasks.values())
+        has_failed = bool(engine.tasks) and not any(task.alive for task in engine.tasks.values())
     if has_failed:
         with outside_transforms():
-            recover(lane)
+            recover(engine)
 
 
 @untraced_itself

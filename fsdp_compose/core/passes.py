@@ -11,86 +11,70 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.torch_private import (
-    graph_is_kept,
-    graph_task_id,
-    on_backward_end,
-    raw,
-    untraced,
-)
-from fsdp_compose.core.gathering import (
-    forget_inner,
-    install,
-    install_leaves,
-)
-from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
+from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
+from fsdp_compose.core.gathering import forget_inner, install, install_leaves
+from fsdp_compose.core.guards.divisors import check_divisors
+from fsdp_compose.core.guards.kept_views import guard_everywhere
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
-from fsdp_compose.core.order import Order
-from fsdp_compose.core.reducing import (
-    Arrival,
-    discard_packed,
-    finish_reduce,
-    land,
-    requires_grad,
-)
-from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Lane, Run, Task, Unit, unit_of
+from fsdp_compose.core.reducing import Arrival, discard_packed, finish_reduce, land
+from fsdp_compose.core.schedule import Hold, Order
+from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 
 
-def begin_forward_pass(lane: Lane) -> None:
+def begin_forward_pass(engine: Engine) -> None:
     """An outermost forward starts: clear what a failed step left, then count it."""
-    if lane.tasks and not any(task.alive for task in lane.tasks.values()):
-        recover(lane)
-    if lane.retained:
-        drop_unread(lane)
-    lane.pass_id += 1
-    _start_over_if_ranks_differed(lane)
+    if engine.tasks and not any(task.alive for task in engine.tasks.values()):
+        recover(engine)
+    if engine.retained:
+        drop_unread(engine)
+    engine.pass_id += 1
+    _start_over_if_ranks_differed(engine)
 
 
-def _start_over_if_ranks_differed(lane: Lane) -> None:
+def _start_over_if_ranks_differed(engine: Engine) -> None:
     """What each rank gathered ahead and recorded may differ, and so would what follows from it."""
-    disagreements = sum(log.epoch for log in lane.logs.values())
-    if disagreements == lane.disagreements:
+    disagreements = sum(log.epoch for log in engine.logs.values())
+    if disagreements == engine.disagreements:
         return
-    lane.disagreements = disagreements
-    recover(lane)
-    lane.schedule.forward_order, lane.schedule.backward_order = Order(), Order()
-    for unit in lane.units:
+    engine.disagreements = disagreements
+    recover(engine)
+    engine.schedule.forward_order, engine.schedule.backward_order = Order(), Order()
+    for unit in engine.units:
         unit.expected.eval_order = Order()
 
 
 def running_task(unit: Unit) -> Task:
-    """The autograd run under way, which has reached ``unit``; known to the lane from then on."""
-    lane, task_id = unit.lane, graph_task_id()
-    lane.reached.update(unit.links.logs)
-    task = lane.tasks.get(task_id)
+    """The autograd run under way, which has reached ``unit``; known to the engine from then on."""
+    engine, task_id = unit.engine, graph_task_id()
+    engine.reached.update(unit.links.logs)
+    task = engine.tasks.get(task_id)
     if task is not None:
         return task
-    if lane.tasks and not any(task.alive for task in lane.tasks.values()):
-        recover(lane)
-        lane.reached.update(unit.links.logs)
-    outermost = not lane.tasks
+    if engine.tasks and not any(task.alive for task in engine.tasks.values()):
+        recover(engine)
+        engine.reached.update(unit.links.logs)
+    outermost = not engine.tasks
     if outermost:
-        _start_over_if_ranks_differed(lane)
-    task = lane.tasks[task_id] = Task(task_id)
-    lane_ref = weakref.ref(lane)
+        _start_over_if_ranks_differed(engine)
+    task = engine.tasks[task_id] = Task(task_id)
+    engine_ref = weakref.ref(engine)
 
     @untraced
     def callback() -> None:
-        owner = lane_ref()
+        owner = engine_ref()
         if owner is not None:
             end_task(owner, task_id)
 
     def failed(ref: object) -> None:
-        owner = lane_ref()
+        owner = engine_ref()
         if owner is not None and task_id in owner.tasks:
             show_leaves(owner.tasks[task_id])
 
     task.callback = weakref.ref(callback, failed)
     on_backward_end(callback)
     if outermost:
-        lane.schedule.drop_prefetched()
+        engine.schedule.drop_prefetched()
     return task
 
 
@@ -104,16 +88,16 @@ def show_leaves(task: Task) -> None:
             install_leaves(unit)
 
 
-def end_task(lane: Lane, task_id: int) -> None:
+def end_task(engine: Engine, task_id: int) -> None:
     """An autograd run ended: reduce what is left, hand out gradients, release every unit."""
-    task = lane.tasks.pop(task_id)
+    task = engine.tasks.pop(task_id)
     with torch.no_grad():  # as in the pass itself, for the hooks of users
-        lane.schedule.reduce_rest(
+        engine.schedule.reduce_rest(
             Arrival(bucket)
             for bucket in task.packed
             if bucket.arriving.packed and unit_of(bucket).switches.sync
         )
-        land(lane)
+        land(engine)
         for mirror in task.mirrors:
             mirror.settle(None)
     for unit in task.units:
@@ -121,51 +105,28 @@ def end_task(lane: Lane, task_id: int) -> None:
             close_backward(unit, ended=True)
     for unit, reader in task.consumed:
         unit.graphs.readers.discard(reader)
-    if lane.retained:
-        drop_unread(lane)
-    if not lane.tasks:
-        if len(lane.logs) > len(lane.reached):
-            _reach_frozen(lane)
-        lane.schedule.end_backward()
-        note_users(task.units)
-        end_step(lane, trained=True)
-    if any(log.is_debugging for log in lane.logs.values()):
+    if engine.retained:
+        drop_unread(engine)
+    if not engine.tasks:
+        if len(engine.logs) > len(engine.reached):
+            _reach_frozen(engine)
+        engine.schedule.end_backward()
+        end_step(engine, trained=True)
+    if any(log.is_debugging for log in engine.logs.values()):
         verify_units(dict.fromkeys(task.units), "debug mode, after a backward")
-    if len(lane.mesh_sizes) > 1:
-        _check_divisors(task)
+    if len(engine.mesh_sizes) > 1:
+        check_divisors(task)
 
 
-def _check_divisors(task: Task) -> None:
-    """Units over different numbers of ranks: only the user knows whose data their gradients see."""
-    found: dict[int, Unit] = {}
-    with raw():
-        for unit in task.units:
-            if unit.switches.divide_factor is None:
-                for bucket in unit.buckets:
-                    if any(requires_grad(entry.param) for entry in bucket.entries):
-                        found.setdefault(bucket.mesh.size, unit)
-    if len(found) > 1:
-        (most, wide), (few, narrow) = max(found.items()), min(found.items())
-        raise RuntimeError(
-            f"a backward averaged gradients over different numbers of ranks: those of unit "
-            f"{wide.name!r} over {most}, of unit {narrow.name!r} over {few}. Say what unit "
-            f"{narrow.name!r} is divided by, after fully_shard: if it holds experts, whose "
-            f"gradients bring the tokens of all {most} ranks, fsdp_compose."
-            f"set_gradient_divide_factor(experts, {most}); if the other ranks hold the same "
-            f"parameters and see the same data, set_gradient_divide_factor(module, {few}). The "
-            "gradients of this backward are to be discarded."
-        )
-
-
-def end_step(lane: Lane, trained: bool) -> None:
+def end_step(engine: Engine, trained: bool) -> None:
     """A backward, or a forward without one, is over: let the ranks compare what they ran (D2).
 
     Only over the groups of what ran. Ranks that shared a group for another model may be in
     different stages of a pipeline now, and would wait for each other for ever.
     """
-    if lane.inspected:
-        guard_everywhere(lane)
-    reached, lane.reached = lane.reached, set()
+    if engine.inspected:
+        guard_everywhere(engine)
+    reached, engine.reached = engine.reached, set()
     if len(reached) > 1:
         for log in sorted(reached, key=lambda log: [g.ranks for g in log.groups]):
             log.end_step(trained)
@@ -174,17 +135,17 @@ def end_step(lane: Lane, trained: bool) -> None:
             log.end_step(trained)
 
 
-def _reach_frozen(lane: Lane) -> None:
+def _reach_frozen(engine: Engine) -> None:
     """Count units whose forward ran and that no backward will reach among what the step ran."""
-    for unit in lane.schedule.forward_order.visited():
+    for unit in engine.schedule.forward_order.visited():
         live = unit.run.live
         if live is None or not live.pass_id or not live.trained:
-            lane.reached.update(unit.links.logs)
+            engine.reached.update(unit.links.logs)
 
 
 def open_backward(unit: Unit, task: Task) -> None:
     """Gather the unit for its backward and let its modules read the parameters forward used."""
-    schedule = unit.lane.schedule
+    schedule = unit.engine.schedule
     if unit.run.task is not None and unit.run.task.alive:
         schedule.hold(unit, Hold.BACKWARD)
         schedule.work.wait(unit)
@@ -205,9 +166,9 @@ def retain(unit: Unit, *readers: Any) -> None:
     Args:
         readers: each lives at least as long as the graph; see ``consume`` for when it is done.
     """
-    unit.lane.schedule.keep(unit, Hold.RETAINED)
+    unit.engine.schedule.keep(unit, Hold.RETAINED)
     unit.graphs.readers.update(readers)
-    unit.lane.retained.add(unit)
+    unit.engine.retained.add(unit)
 
 
 def consume(unit: Unit, reader: Any) -> None:
@@ -216,18 +177,18 @@ def consume(unit: Unit, reader: Any) -> None:
         running_task(unit).consumed.append((unit, reader))
 
 
-def drop_unread(lane: Lane) -> None:
+def drop_unread(engine: Engine) -> None:
     """Release units whose graphs over backward were consumed, or are gone."""
-    for unit in list(lane.retained):
+    for unit in list(engine.retained):
         if not unit.graphs.readers:
-            lane.retained.discard(unit)
-            lane.schedule.drop(unit, Hold.RETAINED)
+            engine.retained.discard(unit)
+            engine.schedule.drop(unit, Hold.RETAINED)
 
 
 def close_backward(unit: Unit, ended: bool = False) -> None:
     """The unit's gradients have arrived, or autograd's run ended: back to leaves, and release."""
     show_leaves_after_backward(unit)
-    unit.lane.schedule.leave_backward(unit, ended)
+    unit.engine.schedule.leave_backward(unit, ended)
 
 
 def show_leaves_after_backward(unit: Unit) -> None:
@@ -255,19 +216,19 @@ def _return_leaves(unit: Unit) -> None:
         values[name] = replaced
 
 
-def recover(lane: Lane) -> None:
+def recover(engine: Engine) -> None:
     """Return every unit to rest after a step that ended with an exception; gradients that were
     complete stay, those under way are dropped."""
-    for reduction in lane.reductions:
+    for reduction in engine.reductions:
         finish_reduce(reduction)
-    lane.reductions.clear()
-    lane.landing.clear()
-    lane.tasks.clear()
-    lane.reached.clear()
-    recover_shields(lane)
-    lane.retained.clear()
-    units = list(lane.units)
-    lane.schedule.fail(units)
+    engine.reductions.clear()
+    engine.landing.clear()
+    engine.tasks.clear()
+    engine.reached.clear()
+    recover_shields(engine)
+    engine.retained.clear()
+    units = list(engine.units)
+    engine.schedule.fail(units)
     for unit in units:
         unit.run = Run(showing=unit.run.showing)
         while unit.opened is not None and unit.opened.for_call:

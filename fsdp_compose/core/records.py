@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.group import Group
+from fsdp_compose.comm.grad_bucket import GradBucket
 from fsdp_compose.core.bucket import Bucket
 
 
@@ -48,40 +48,6 @@ class Live:
     trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
     versions: list[tuple[int, ...]] = field(default_factory=list)  # of the shards they are from
     closed_at: int = -1  # when the last node of its outputs was made, see kept_views.py
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class GradBucket:
-    """The gradients of a bucket, as a communication hook is given them.
-
-    Attributes:
-        unit: name of the unit.
-        key: the same on every rank and in every step; for per-bucket state.
-        flat: packed gradients, real, in the reduce dtype; every parameter in full.
-        parts: ``flat`` by rank of ``shard``.
-        shard: the group over which gradients are reduced and scattered.
-        replicate: the group over which the scattered sum is reduced.
-        scale: what the sum over both groups is to be multiplied with, ``1 / ranks`` by default.
-        dtype: of the parameters' shards, in which the result is kept.
-
-    Example:
-        >>> model = fully_shard(nn.Linear(2, 2))
-        >>> def reduce(state, grads):
-        ...     print(grads.unit, grads.flat.numel(), len(grads.parts))
-        ...     return default_hook(state, grads)
-        >>> register_comm_hook(model, None, reduce)
-        >>> model(torch.ones(1, 2)).sum().backward()
-        Linear 8 1
-    """
-
-    unit: str
-    key: str
-    flat: torch.Tensor
-    parts: list[torch.Tensor]
-    shard: Group
-    replicate: Group
-    scale: float
-    dtype: torch.dtype
 
 
 @dataclass

@@ -17,13 +17,13 @@ from fsdp_compose.base.policy import Offload
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
+from fsdp_compose.comm.grad_bucket import GradBucket
 from fsdp_compose.core.bucket import Bucket, Entry, make_grad_buffer
 from fsdp_compose.core.gathering import noted
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
-from fsdp_compose.core.records import GradBucket
-from fsdp_compose.core.state import Lane, Reduction, unit_of
+from fsdp_compose.core.state import Engine, Reduction, unit_of
 from fsdp_compose.sharded import run_gradient_hooks, tag_all
 
 
@@ -98,7 +98,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
             number = code_of(number, bucket.arriving.trained)
         events.note((number, "reduce", unit.name, "backward"))
     bucket.arriving.packed, bucket.arriving.trained = False, 0
-    mesh, streams = bucket.mesh, unit.lane.streams
+    mesh, streams = bucket.mesh, unit.engine.streams
     factor = unit.switches.divide_factor
     scale = 1.0 / (mesh.size if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, _take_used(bucket))
@@ -159,7 +159,7 @@ def start_all_reduce(bucket: Bucket) -> Reduction:
     """Finish over the replicas what was reduced over the shard group only."""
     assert bucket.arriving.partial is not None
     unit = unit_of(bucket)
-    streams = unit.lane.streams
+    streams = unit.engine.streams
     reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
     unite_early(bucket, reduction.used)
     with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.arriving.partial.nbytes):
@@ -237,7 +237,7 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
 
 def finish_reduce(reduction: Reduction) -> torch.Tensor:
     """Wait for a reduction and free the buffer it read."""
-    bucket, streams = reduction.bucket, reduction.unit.lane.streams
+    bucket, streams = reduction.bucket, reduction.unit.engine.streams
     if reduction.result is None:
         reduction.result = _combine(reduction)
     streams.wait(reduction.done)
@@ -251,18 +251,18 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
     return reduction.result
 
 
-def drain(lane: Lane) -> None:
+def drain(engine: Engine) -> None:
     """Finish every reduction under way and hand its gradients to the parameters."""
-    while lane.reductions:
-        reduction = lane.reductions.pop(0)
+    while engine.reductions:
+        reduction = engine.reductions.pop(0)
         grad = finish_reduce(reduction)
         if reduction.bucket.arriving.partial is None:
-            _deliver(lane, reduction, grad)
+            _deliver(engine, reduction, grad)
         else:
             reduction.bucket.arriving.used |= reduction.used.bits
 
 
-def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
+def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
     """Bring a reduced gradient to where the shards are, now or in the last backward of a step."""
     bucket, last = reduction.bucket, reduction.unit.switches.last_backward
     offload = bucket.offload
@@ -274,18 +274,18 @@ def _deliver(lane: Lane, reduction: Reduction, grad: torch.Tensor) -> None:
     if not last:
         bucket.arriving.used |= reduction.used.bits
         waiting = bucket.arriving.waiting
-        _settle(lane)
+        _settle(engine)
         bucket.arriving.waiting = grad if waiting is None else waiting.add_(grad)
         return
     if bucket.arriving.waiting is not None:
-        _settle(lane)
+        _settle(engine)
         grad = bucket.arriving.waiting.add_(grad.to(bucket.arriving.waiting.device))
         bucket.arriving.waiting = None
     if offload.shards:
         grad = _to_host(grad, offload)
     else:
         grad = grad.to(bucket.stored.device, non_blocking=True)
-    lane.landing.append((reduction, grad, lane.streams.record(lane.streams.current)))
+    engine.landing.append((reduction, grad, engine.streams.record(engine.streams.current)))
 
 
 def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
@@ -297,16 +297,16 @@ def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _settle(lane: Lane) -> None:
+def _settle(engine: Engine) -> None:
     """Let the host see gradients that are being copied to it."""
-    if lane.streams.current is not None:
-        lane.streams.current.synchronize()
+    if engine.streams.current is not None:
+        engine.streams.current.synchronize()
 
 
-def land(lane: Lane) -> None:
+def land(engine: Engine) -> None:
     """Hand out gradients that were copied to the host, which has to wait for them here."""
-    while lane.landing:
-        reduction, grad, mark = lane.landing.pop(0)
+    while engine.landing:
+        reduction, grad, mark = engine.landing.pop(0)
         if mark is not None:
             mark.synchronize()
         assign(reduction, grad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -117,15 +117,12 @@ class Checks:
 
 @dataclass(eq=False, repr=False)
 class Graphs:
-    """Autograd graphs that a unit is part of.
-
-    Attributes:
-        nodes: at which gradients of its parameters arrive.
-        readers: live as long as graphs over its backward do, which read its weights (create_graph).
-    """
+    """Autograd graphs that a unit is part of."""
 
     nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """At which gradients of its parameters arrive."""
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Live as long as graphs over its backward do, which read its weights (create_graph)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -136,7 +133,7 @@ class Unit:
     modules: tuple[weakref.ref[nn.Module], ...]
     buckets: list[Bucket]
     borrowed: list[Entry]  # tied parameters that another unit owns
-    lane: Lane
+    engine: Engine
     mp: MixedPrecision
     prefetch: Prefetch
     switches: Switches
@@ -184,12 +181,12 @@ class Unit:
             bucket.users.unit = weakref.ref(self)
         for bucket in lent.values():
             bucket.users.borrowers.add(self)
-        self.lane.units.add(self)
-        self.lane.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
+        self.engine.units.add(self)
+        self.engine.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
     def _find_sharers(self) -> None:
         mine = {(id(values), name) for values, name, _ in self.links.places}
-        for other in self.lane.units:
+        for other in self.engine.units:
             if other is not self and (self.borrowed or other.borrowed):
                 theirs = {(id(values), name) for values, name, _ in other.links.places}
                 if not mine.isdisjoint(theirs):
@@ -200,7 +197,7 @@ class Unit:
         """Number what the unit will communicate, alike on every rank."""
         links = self.links
         for index, bucket in enumerate(self.gathered):
-            log = log_of(self.lane, bucket.mesh)
+            log = log_of(self.engine, bucket.mesh)
             bucket.users.caller = log
             if log is None:
                 continue
@@ -226,7 +223,7 @@ class Unit:
             modules=tuple(weakref.ref(module) for module in modules if module is not None),
             buckets=buckets,
             borrowed=[copied.get(id(entry), entry) for entry in self.borrowed],
-            lane=self.lane,
+            engine=self.engine,
             mp=self.mp,
             prefetch=self.prefetch,
             switches=replace(self.switches),
@@ -284,24 +281,7 @@ def unit_of(bucket: Bucket) -> Unit:
 
 def units_with(bucket: Bucket) -> list[Unit]:
     """Every unit that gathers ``bucket``."""
-    return [u for lane in all_lanes.values() for u in list(lane.units) if bucket in u.gathered]
-
-
-def held_by_fewer(entries: Iterable[Entry]) -> list[Entry]:
-    """Those over fewer ranks than others, where the other ranks may hold other parameters.
-
-    Experts; not what tensor parallelism split, which says so by itself, and not what the user said
-    other ranks repeat, by dividing its gradients by the number of its own ranks.
-    """
-    sizes = {entry: owner_of(entry).mesh.size for entry in entries}
-    most = max(sizes.values(), default=0)
-    return [
-        entry
-        for entry, size in sizes.items()
-        if size < most
-        and entry.spec.parallel is None
-        and all(unit.switches.divide_factor != size for unit in units_with(owner_of(entry)))
-    ]
+    return [u for engine in engines.values() for u in list(engine.units) if bucket in u.gathered]
 
 
 def owner_of(entry: Entry) -> Bucket:
@@ -347,20 +327,6 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     return copied
 
 
-def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
-    """Recurrent modules read a second list of parameters: (module, [(position, entry)])."""
-    if unit.links.recurrent is not None:
-        return unit.links.recurrent
-    found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
-    for slot, index in unit.slots:
-        module = slot.module()
-        if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
-            position = module._flat_weights_names.index(slot.name)
-            found.setdefault(id(module), (slot.module, []))[1].append((position, index))
-    unit.links.recurrent = list(found.values())
-    return unit.links.recurrent
-
-
 @dataclass(eq=False, repr=False)
 class Reduction:
     """A gradient reduction under way."""
@@ -398,11 +364,11 @@ class Task:
 
 
 @dataclass(eq=False, repr=False)
-class Lane:
+class Engine:
     """What all units on one device share: streams, and what is running on it."""
 
     streams: Streams
-    make_work: InitVar[Callable[[Lane], Work[Unit, Any]]]
+    make_work: InitVar[Callable[[Engine], Work[Unit, Any]]]
     schedule: Schedule[Unit, Any] = field(init=False)
     units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
     thread: int = 0  # that runs them
@@ -418,7 +384,7 @@ class Lane:
     logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist
     reached: set[Log] = field(default_factory=set)  # by the step under way
 
-    def __post_init__(self, make_work: Callable[[Lane], Work[Unit, Any]]) -> None:
+    def __post_init__(self, make_work: Callable[[Engine], Work[Unit, Any]]) -> None:
         self.schedule = Schedule(make_work(self))
 
 
@@ -442,31 +408,33 @@ class _FSDPState:
         return _FSDPState(unit, dict(self.buffer_dtypes), self.state_dict_type)
 
 
-all_lanes: dict[torch.device, Lane] = here.lanes
+engines: dict[torch.device, Engine] = here.engines
 
 
-def lane_of(device: torch.device, make_work: Callable[[Lane], Work[Unit, Any]]) -> Lane:
-    """The lane of ``device``, made on first use; ``make_work`` gives what carries out its plans."""
-    all_lanes[device] = all_lanes.get(device) or Lane(make_streams(device), make_work)
-    return all_lanes[device]
+def engine_of(device: torch.device, make_work: Callable[[Engine], Work[Unit, Any]]) -> Engine:
+    """The engine of ``device``, made on first use; ``make_work`` gives what does its work."""
+    engines[device] = engines.get(device) or Engine(make_streams(device), make_work)
+    return engines[device]
 
 
-def log_of(lane: Lane, mesh: Mesh) -> Log | None:
+def log_of(engine: Engine, mesh: Mesh) -> Log | None:
     """Where collectives over ``mesh`` are noted; None where there are no other ranks."""
     # It lives as long as its groups: ranks may free a model at different times, yet number alike.
     key = log_key(mesh)
-    log = lane.logs.get(key) if key else None
+    log = engine.logs.get(key) if key else None
     if log is None and key:
-        for other in [known for known in lane.logs if not all(map(is_alive, known))]:
-            del lane.logs[other]
-        log = lane.logs[key] = Log(mesh.groups, lane.streams, partial(_frozen, weakref.ref(lane)))
+        for other in [known for known in engine.logs if not all(map(is_alive, known))]:
+            del engine.logs[other]
+        log = engine.logs[key] = Log(
+            mesh.groups, engine.streams, partial(_frozen, weakref.ref(engine))
+        )
     return log
 
 
-def _frozen(lane_ref: weakref.ref[Lane], log: Log) -> list[tuple[str, str]]:
+def _frozen(engine_ref: weakref.ref[Engine], log: Log) -> list[tuple[str, str]]:
     """(unit, parameter) of all that is not trained, of units whose collectives ``log`` notes."""
-    lane = lane_ref()
-    units = [] if lane is None else list(lane.units)
+    engine = engine_ref()
+    units = [] if engine is None else list(engine.units)
     return [
         (unit.name, entry.spec.fqn)
         for unit in units
@@ -523,6 +491,6 @@ def iter_units(module: nn.Module) -> Iterator[Unit]:
             yield state.unit
 
 
-def leaves_of(unit: Unit) -> list[nn.Parameter]:
-    """The sharded leaves, by entry."""
-    return [entry.param for entry in unit.entries]
+def resting(unit: Unit) -> Sequence[torch.Tensor]:
+    """What the unit's modules hold between passes, by entry."""
+    return [e.held for e in unit.entries] if unit.opened is None else unit.opened.tensors

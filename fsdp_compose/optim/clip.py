@@ -22,9 +22,10 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.bucket import find_entry
+from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_once
-from fsdp_compose.core.state import held_by_fewer, owner_of
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import (

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 from fsdp_compose.core.bucket import Entry, find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.reducing import get_grad, requires_grad
-from fsdp_compose.core.state import all_lanes, owner_of
+from fsdp_compose.core.state import engines, owner_of
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_reduced, is_open
 from fsdp_compose.sharded import (
@@ -70,8 +70,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _shown_entries() -> list[Entry]:
     return [
         entry
-        for lane in all_lanes.values()
-        for unit in lane.units
+        for engine in engines.values()
+        for unit in engine.units
         if unit.opened is not None
         for entry in unit.entries
     ]
@@ -92,9 +92,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if type(optimizer).__module__.startswith("torchao."):
         _refuse_torchao(optimizer)
     caller = f"{type(optimizer).__name__}.step()"
-    for lane in all_lanes.values():
-        waits = any(is_open(bucket) for unit in lane.units for bucket in unit.buckets)
-        if not waits and not lane.schedule.prefetched:
+    for engine in engines.values():
+        waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
+        if not waits and not engine.schedule.prefetched:
             continue
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -102,8 +102,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                     continue
                 if waits:
                     check_reduced([owner_of(find_entry(param))], caller, param)
-                if lane.schedule.prefetched:
-                    lane.schedule.drop_prefetched()
+                if engine.schedule.prefetched:
+                    engine.schedule.drop_prefetched()
     check_unaveraged(optimizer)
     if len(args) < 2 and kwargs.get("closure") is None:
         _check_any_gradient(optimizer)

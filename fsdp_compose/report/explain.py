@@ -11,11 +11,11 @@ from torch import nn
 
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.core.bucket import Bucket, Phase
-from fsdp_compose.core.gathering import stamp_of
 from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.weight_versions import stamp_of
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Lane, Unit
+from fsdp_compose.core.state import Engine, Unit
 from fsdp_compose.report.notes import notes_on
 from fsdp_compose.report.survey import Survey, survey_units
 from fsdp_compose.report.text import plain, plural, size, table
@@ -128,13 +128,13 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     advice = "print(fsdp_compose.plan(module, world_size=...)) says what sharding it would cost."
     units = require_units(module, "explain", advice=advice)
     survey = survey_units(module, units)
-    lanes = list({id(unit.lane): unit.lane for unit in units}.values())
+    engines = list({id(unit.engine): unit.engine for unit in units}.values())
     return Explanation(
         module=type(module).__name__,
         units=tuple(_state_of(unit) for unit in units),
         optimizer=None if optimizer is None else _state_bytes(optimizer),
         other=_other(survey),
-        now=tuple(text for lane in lanes for text in _now(lane)),
+        now=tuple(text for engine in engines for text in _now(engine)),
         next=tuple(_next(units)),
         notes=notes_on(survey),
     )
@@ -213,11 +213,11 @@ def _device_copy(bucket: Bucket) -> torch.Tensor | None:
     return None if bucket.device_copy is None else bucket.device_copy.tensor
 
 
-def _now(lane: Lane) -> Iterator[str]:
-    if lane.schedule.active:
-        yield "in forward: " + " > ".join(repr(unit.name) for unit in lane.schedule.active)
-    alive = [task for task in lane.tasks.values() if task.alive]
-    dead = len(lane.tasks) - len(alive)
+def _now(engine: Engine) -> Iterator[str]:
+    if engine.schedule.active:
+        yield "in forward: " + " > ".join(repr(unit.name) for unit in engine.schedule.active)
+    alive = [task for task in engine.tasks.values() if task.alive]
+    dead = len(engine.tasks) - len(alive)
     if alive:
         opened = [unit.name for task in alive for unit in task.units if Hold.BACKWARD in unit.holds]
         yield f"in backward: {', '.join(map(repr, dict.fromkeys(opened))) or 'no unit open'}"
@@ -226,11 +226,11 @@ def _now(lane: Lane) -> Iterator[str]:
             f"{plural(dead, 'backward')} ended with an error; the next forward or backward clears "
             "what it left"
         )
-    if lane.reductions:
-        names = list(dict.fromkeys(reduction.unit.name for reduction in lane.reductions))
+    if engine.reductions:
+        names = list(dict.fromkeys(reduction.unit.name for reduction in engine.reductions))
         yield f"being reduced: gradients of {', '.join(map(repr, names))}"
-    if lane.landing:
-        yield f"on its way to the host: {plural(len(lane.landing), 'gradient buffer')}"
+    if engine.landing:
+        yield f"on its way to the host: {plural(len(engine.landing), 'gradient buffer')}"
 
 
 def _next(units: Sequence[Unit]) -> Iterator[str]:

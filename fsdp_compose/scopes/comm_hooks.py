@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.grad_bucket import GradBucket
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.records import GradBucket
 from fsdp_compose.core.state import Unit, iter_units
 
 CommHook = Callable[[Any, GradBucket], torch.Tensor]

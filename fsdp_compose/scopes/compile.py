@@ -36,16 +36,16 @@ from fsdp_compose.base.torch_private import (
     uncompiled_as_frame,
     wanted_leaves,
 )
-from fsdp_compose.core.autograd import trained_entries
+from fsdp_compose.core.autograd import Tensors, gather_flat, reduce_at_once, take, trained_entries
 from fsdp_compose.core.bucket import Bucket, Entry
-from fsdp_compose.core.gathering import admit, check_slots
+from fsdp_compose.core.gathering import admit, find_recurrent
 from fsdp_compose.core.guards.added_parameters import check_additions
+from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.passes import running_task
-from fsdp_compose.core.receiving import Tensors, gather_flat, reduce_at_once, take
 from fsdp_compose.core.records import Traced
-from fsdp_compose.core.state import STATE_KEY, Unit, find_recurrent, owner_of
+from fsdp_compose.core.state import STATE_KEY, Unit, owner_of
 
 _keys = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()

@@ -21,7 +21,7 @@ from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, 
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Unit, all_lanes, find_state
+from fsdp_compose.core.state import Unit, engines, find_state
 from fsdp_compose.scopes.module_edits import check_surgery, remember_modules
 from fsdp_compose.scopes.open_scope import (
     Scope,
@@ -120,8 +120,8 @@ def _reading_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
     by_slots = {
         id(values): unit
-        for lane in all_lanes.values()
-        for unit in lane.units
+        for engine in engines.values()
+        for unit in engine.units
         for values, _, _ in unit.links.places
     }
     found: dict[int, Unit] = {}
@@ -144,7 +144,7 @@ def _reading_units(module: nn.Module, recurse: bool) -> list[Unit]:
         mine = {id(bucket) for bucket in unit.gathered}
         tied = [
             other
-            for other in unit.lane.units
+            for other in unit.engine.units
             if id(other) not in found and any(id(bucket) in mine for bucket in other.gathered)
         ]
         for other in sorted(tied, key=lambda u: (u.name, u.entries[0].spec.fqn)):

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.core.autograd import gather_flat
 from fsdp_compose.core.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.connect import connect
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.scope_parameters import as_parameter, is_whole, new_layer, show
-from fsdp_compose.core.receiving import gather_flat
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Unit

@@ -18,8 +18,8 @@ from torch import nn
 from fsdp_compose.base.torch_private import raw, wanted_leaves
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import call_as_forward
-from fsdp_compose.core.order import Ref
-from fsdp_compose.core.state import Lane, Unit, find_state, iter_units
+from fsdp_compose.core.schedule import Ref
+from fsdp_compose.core.state import Engine, Unit, find_state, iter_units
 
 __all__ = ["participate"]
 
@@ -71,8 +71,8 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
         )
     if find_state(module) is not None:
         return _join(module, x)
-    lane = units[0].lane
-    visits = _upcoming(lane, set(units)) if lane.schedule.active else None
+    engine = units[0].engine
+    visits = _upcoming(engine, set(units)) if engine.schedule.active else None
     pending = deque(units if visits is None else visits)
     while pending:
         x = _join_unit(pending, x)
@@ -121,11 +121,11 @@ def _body(
 
 def _recorded(unit: Unit, inner: set[Unit]) -> list[Unit]:
     """The units of ``inner`` in the order of their last forwards, else as they are registered."""
-    lane = unit.lane
-    found = _upcoming(lane, inner)
+    engine = unit.engine
+    found = _upcoming(engine, inner)
     if found is not None:
         return found
-    for order in filter(None, (lane.schedule.eval_order, lane.schedule.forward_order)):
+    for order in filter(None, (engine.schedule.eval_order, engine.schedule.forward_order)):
         for refs in (*reversed(order.current[:-1]), *order.recorded):
             visited = _existing(refs)
             if unit in visited:
@@ -139,12 +139,12 @@ def iter_units_of(unit: Unit) -> list[Unit]:
     return [u for ref in unit.modules if (m := ref()) is not None for u in iter_units(m)]
 
 
-def _upcoming(lane: Lane, inner: set[Unit]) -> list[Unit] | None:
+def _upcoming(engine: Engine, inner: set[Unit]) -> list[Unit] | None:
     """Those of ``inner`` that are expected next in the pass under way; None: nothing is known."""
     order = (
-        lane.schedule.forward_order
-        if lane.schedule.eval_order is None
-        else lane.schedule.eval_order
+        engine.schedule.forward_order
+        if engine.schedule.eval_order is None
+        else engine.schedule.eval_order
     )
     if order.place is None:
         return None
@@ -163,7 +163,7 @@ def _while_inside(units: list[Unit], inner: set[Unit]) -> list[Unit]:
 def _zero(unit: Unit) -> torch.Tensor:
     """A scalar zero in the unit's compute dtype, where that is a floating-point one."""
     dtypes = [b.full.dtype for b in unit.gathered if b.full.dtype.is_floating_point]
-    device = unit.gathered[0].mesh.device if unit.gathered else unit.lane.streams.device
+    device = unit.gathered[0].mesh.device if unit.gathered else unit.engine.streams.device
     return torch.zeros((), dtype=dtypes[0] if dtypes else torch.float32, device=device)
 
 

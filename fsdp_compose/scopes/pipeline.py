@@ -90,7 +90,7 @@ def pipeline_stage(stage: StageT) -> StageT:
             reduce_grads(stage.submod)  # what the last microbatch did not use
         for unit in units:
             if unit.switches.reshard_after_backward and unit.switches.sync:
-                unit.lane.schedule.drop(unit, Hold.KEPT)
+                unit.engine.schedule.drop(unit, Hold.KEPT)
         finish(scale)
 
     stage.backward_maybe_with_nosync = backward

@@ -18,14 +18,7 @@ from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, pack, start_all_reduce, start_reduce
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import (
-    Lane,
-    Unit,
-    as_read,
-    find_state,
-    owner_of,
-    units_with,
-)
+from fsdp_compose.core.state import Engine, Unit, as_read, find_state, owner_of, units_with
 
 
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
@@ -96,7 +89,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     for unit in units:
         if unit.holds & {Hold.KEPT, Hold.RETAINED, Hold.USER} and not is_running(unit):
             refresh_stale(unit)
-        unit.lane.schedule.keep(unit, Hold.USER)
+        unit.engine.schedule.keep(unit, Hold.USER)
     handle = UnshardHandle(units)
     if async_op:
         return handle
@@ -154,7 +147,7 @@ def reconnect(
 def _graph_is_gone(ref: weakref.ref[Unit]) -> None:
     unit = ref()
     if unit is not None and not _is_unsharded(unit) and not _has_graphs(unit):
-        unit.lane.schedule.drop(unit, Hold.USER)
+        unit.engine.schedule.drop(unit, Hold.USER)
 
 
 def _has_graphs(unit: Unit) -> bool:
@@ -211,7 +204,7 @@ def reshard(module: nn.Module) -> None:
         if "hidden" not in unit.checks.warned:
             reasons.append(Hold.KEPT)
         for reason in reasons:
-            unit.lane.schedule.drop(unit, reason)
+            unit.engine.schedule.drop(unit, reason)
     if edited is not None:
         raise RuntimeError(
             f"reshard: parameter {edited.spec.fqn!r} of unit {edited.spec.unit!r} was written "
@@ -237,7 +230,7 @@ def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) 
     wanted = [modules] if isinstance(modules, nn.Module) else list(modules)
     for target in wanted:
         for unit in own_units(target, "prefetch_units"):
-            unit.lane.schedule.prefetch([unit])
+            unit.engine.schedule.prefetch([unit])
 
 
 def reduce_grads(module: nn.Module) -> None:
@@ -258,10 +251,10 @@ def reduce_grads(module: nn.Module) -> None:
         tensor([1., 1.])
     """
     units = require_units(module, "reduce_grads")
-    lanes: dict[int, Lane] = {}
+    engines: dict[int, Engine] = {}
     for unit in units:
-        lanes[id(unit.lane)] = unit.lane
-        drain(unit.lane)
+        engines[id(unit.engine)] = unit.engine
+        drain(unit.engine)
         switches = unit.switches
         found = switches.all_reduce, switches.last_backward
         switches.all_reduce = switches.last_backward = True
@@ -270,14 +263,14 @@ def reduce_grads(module: nn.Module) -> None:
                 if bucket.arriving.waiting is not None and not is_pending(bucket):
                     pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
                 if bucket.arriving.packed:
-                    unit.lane.reductions.append(start_reduce(bucket))
+                    unit.engine.reductions.append(start_reduce(bucket))
                 elif bucket.arriving.partial is not None:
-                    unit.lane.reductions.append(start_all_reduce(bucket))
-                drain(unit.lane)
+                    unit.engine.reductions.append(start_all_reduce(bucket))
+                drain(unit.engine)
         finally:
             switches.all_reduce, switches.last_backward = found
-    for lane in lanes.values():
-        land(lane)
+    for engine in engines.values():
+        land(engine)
 
 
 def check_reduced(

@@ -89,7 +89,7 @@ def test_functional_call_with_some_parameters(
         agree(twin, lambda m, x: torch.autograd.grad(
             functional_call(m, given, (x,)).square().mean(), list(given.values())
         ))  # fmt: skip
-        order = units(twin.model)[0].lane.schedule.forward_order
+        order = units(twin.model)[0].engine.schedule.forward_order
         order.close()
         recorded = order.recorded
         with torch.no_grad():

@@ -158,14 +158,14 @@ def test_deleting_the_model_frees_it_at_once(after: str, world: int) -> None:
                     refs.append(weakref.ref(bucket.shard.untyped_storage()))
                     storages.append(storage_alive(bucket.shard))
                     storages.append(storage_alive(bucket.full))
-            lane = units(model)[0].lane
+            engine = units(model)[0].engine
             # Units of models that earlier tests left to the collector, which is off here.
-            others = len(set(lane.units) - set(units(model)))
+            others = len(set(engine.units) - set(units(model)))
             del model, optim, unit, bucket
             alive = [ref() for ref in refs if ref() is not None]
             assert not alive, [type(a).__name__ for a in alive]
             assert not any(check() for check in storages)
-            assert len(lane.units) == others
+            assert len(engine.units) == others
 
     def without_gc(rank: int) -> None:
         gc.collect()

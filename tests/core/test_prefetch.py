@@ -17,7 +17,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Lane
+from fsdp_compose.core.state import Engine
 
 from harness import run_ranks, single_process
 from models import (
@@ -145,7 +145,7 @@ def test_first_backward_follows_the_forward() -> None:
         model = by_block(seeded(lambda: Tower(4)))
         units(model)[
             0
-        ].lane.schedule.forward_order.close()  # a model of the parent's may await its backward
+        ].engine.schedule.forward_order.close()  # a model of the parent's may await its backward
         loss = square(model, data(0, rank))
         with events() as log:
             loss.backward()
@@ -216,10 +216,10 @@ def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:
         most = [0]
         start = residency._start_gather
 
-        def gather(lane: Lane, bucket: Any) -> None:
-            ahead = [u for u in lane.units if Hold.PREFETCH in u.holds]
+        def gather(engine: Engine, bucket: Any) -> None:
+            ahead = [u for u in engine.units if Hold.PREFETCH in u.holds]
             most[0] = max(most[0], len(ahead))
-            start(lane, bucket)
+            start(engine, bucket)
 
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -394,7 +394,7 @@ def test_nothing_is_compared_where_there_is_nobody() -> None:
         for seed in range(2):
             step(model, 0, seed)
         assert here.traffic.control == 0
-        assert not units(model)[0].lane.logs
+        assert not units(model)[0].engine.logs
     with fake_world(8):
         model = by_block(seeded(Tower), init="as_is")
         here.traffic.reset()
@@ -420,14 +420,14 @@ def test_ranks_free_a_model_at_different_times() -> None:
 
     def ranks(rank: int) -> None:
         kept = [by_block(seeded(Tower))]
-        lane = units(kept[0])[0].lane
+        engine = units(kept[0])[0].engine
         for seed in range(2):
             step(kept[0], rank, seed)
-        assert len(lane.logs) == 1
+        assert len(engine.logs) == 1
         if rank == 0:
             kept.clear()
         model = by_block(seeded(Tower))
-        assert len(lane.logs) == 1 and next(iter(lane.logs.values())).is_stepwise
+        assert len(engine.logs) == 1 and next(iter(engine.logs.values())).is_stepwise
         for seed in range(2):
             step(model, rank, seed)
 
@@ -436,14 +436,14 @@ def test_ranks_free_a_model_at_different_times() -> None:
 
 def test_the_log_of_a_destroyed_group_goes() -> None:
     def ranks(rank: int) -> None:
-        lanes = []
+        engines = []
         for _ in range(2):
             group = dist.new_group([0, 1])
             model = by_block(seeded(Tower), mesh=group)
-            lanes.append(units(model)[0].lane)
+            engines.append(units(model)[0].engine)
             step(model, rank)
             dist.destroy_process_group(group)
-        assert lanes[0] is lanes[1] and len(lanes[0].logs) == 1
+        assert engines[0] is engines[1] and len(engines[0].logs) == 1
 
     run_ranks(ranks)
 

@@ -26,8 +26,8 @@ from fsdp_compose.base import streams
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core import state
-from fsdp_compose.core.receiving import EngineWork
-from fsdp_compose.core.state import Lane
+from fsdp_compose.core.autograd import EngineWork
+from fsdp_compose.core.state import Engine
 
 from harness import rank_errors, run_ranks
 from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
@@ -173,8 +173,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     device = Device()
     monkeypatch.setattr(streams, "_module", lambda of: device)
     cpu = torch.device("cpu")
-    lane = state.Lane(streams.Streams(cpu, Stream(), Stream()), EngineWork)
-    monkeypatch.setitem(state.all_lanes, cpu, lane)
+    engine = state.Engine(streams.Streams(cpu, Stream(), Stream()), EngineWork)
+    monkeypatch.setitem(state.engines, cpu, engine)
     races = Races(device)
 
     gather, scatter, resize = comm.gather_parts, comm.reduce_scatter_parts, None
@@ -262,8 +262,8 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
     "freed on the compute stream": (
         residency,
         "_release",
-        lambda lane, bucket: _release(
-            Lane(streams.Streams(lane.streams.device, None, None), EngineWork), bucket
+        lambda engine, bucket: _release(
+            Engine(streams.Streams(engine.streams.device, None, None), EngineWork), bucket
         ),
     ),
 }

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
 from fsdp_compose.base.process import here
-from fsdp_compose.core.records import GradBucket
+from fsdp_compose.comm.grad_bucket import GradBucket
 
 from harness import rank_errors, run_ranks
 from models import Tower

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compose.base.strides import contiguous_strides, flatten, storage_order
 from fsdp_compose.checkpoint.optimizer.members import Member, Part
 from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.comm.messages import gather_objects
-from fsdp_compose.core.bucket import contiguous_strides, flatten, storage_order
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import Axis, Parallel, Residence, ShardSpec, is_sharded, tag
 

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_in_call, is_jit_tracing
 from fsdp_compose.core.passes import recover
-from fsdp_compose.core.state import Lane, Unit, all_lanes, get_state
+from fsdp_compose.core.state import Engine, Unit, engines, get_state
 
 _FORKED = (
     "in a process that was forked off, such as a worker of a DataLoader, where the other ranks "
@@ -33,9 +33,9 @@ _TRACED = (
 )
 
 
-def is_foreign(lane: Lane) -> bool:
+def is_foreign(engine: Engine) -> bool:
     """Whether another thread's forward is under way; a backward has threads of its own."""
-    return bool(lane.schedule.active) and lane.thread != get_ident() and graph_task_id() == -1
+    return bool(engine.schedule.active) and engine.thread != get_ident() and graph_task_id() == -1
 
 
 def check_caller(unit: Unit) -> None:
@@ -45,19 +45,19 @@ def check_caller(unit: Unit) -> None:
         RuntimeError: another thread runs a forward, or this process was forked off, or the forward
             is being recorded by ``torch.jit.trace`` or ``torch.export``.
     """
-    lane = unit.lane
-    if not lane.schedule.active:
-        lane.thread = get_ident()
-    elif is_foreign(lane):
-        if is_in_call(sys._current_frames().get(lane.thread)):
+    engine = unit.engine
+    if not engine.schedule.active:
+        engine.thread = get_ident()
+    elif is_foreign(engine):
+        if is_in_call(sys._current_frames().get(engine.thread)):
             raise RuntimeError(
                 f"unit {unit.name!r}: forward was called in a second thread while unit "
-                f"{lane.schedule.active[0].name!r} runs in another. Threads would mix up the order "
-                "in which ranks gather; call sharded models on one device from one thread at a "
-                "time, for example under a lock."
+                f"{engine.schedule.active[0].name!r} runs in another. Threads would mix up the "
+                "order in which ranks gather; call sharded models on one device from one thread "
+                "at a time, for example under a lock."
             )
-        recover(lane)  # an interrupt ended that thread's forward without running its hooks
-        lane.thread = get_ident()
+        recover(engine)  # an interrupt ended that thread's forward without running its hooks
+        engine.thread = get_ident()
     if unit.checks.is_forked:
         raise RuntimeError(f"unit {unit.name!r}: forward was called {_FORKED}")
     if is_jit_tracing():
@@ -93,8 +93,8 @@ class _OutOfReach:
 
 
 def _note_fork() -> None:
-    for lane in all_lanes.values():
-        for unit in list(lane.units):
+    for engine in engines.values():
+        for unit in list(engine.units):
             unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
             meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]
             splits = [entry.spec.whole_groups for entry in unit.entries]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.core.autograd import receive
 from fsdp_compose.core.bucket import Entry
-from fsdp_compose.core.receiving import receive
 from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.sharded import part_of
@@ -68,7 +68,7 @@ class Connect(torch.autograd.Function):
 def owners(unit: Unit) -> list[Unit]:
     """The unit and those whose parameters it borrows."""
     lent = {id(owner_of(entry)) for entry in unit.borrowed}
-    others = [u for u in unit.lane.units if any(id(bucket) in lent for bucket in u.buckets)]
+    others = [u for u in unit.engine.units if any(id(bucket) in lent for bucket in u.buckets)]
     return [unit, *(other for other in others if other is not unit)]
 
 

@@ -17,10 +17,11 @@ import torch
 
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.core.bucket import Entry, alias
-from fsdp_compose.core.gathering import find_difference, is_shown_by_another
 from fsdp_compose.core.guards.collective_log import WRITE, code_of, is_debugging
 from fsdp_compose.core.guards.kept_views import guard_attributes
+from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
 from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.guards.weight_versions import find_difference
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, log_of, owner_of
@@ -70,7 +71,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
         lost = _find_unseen(unit, shown)
         if lost is None:
             unit.checks.inspected.add(kind)
-            unit.lane.inspected.add(unit)
+            unit.engine.inspected.add(unit)
             guard_attributes(unit)
     elif unit.checks.keeps_views:
         guard_attributes(unit)
@@ -82,7 +83,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
 
 def forget_written(unit: Unit) -> None:
     """What was written is not for the next forward: it gathers again."""
-    unit.lane.schedule.drop(unit, Hold.KEPT)
+    unit.engine.schedule.drop(unit, Hold.KEPT)
     unit.run.live = None
     for bucket in unit.gathered:
         bucket.fill.stamp = object()
@@ -194,7 +195,7 @@ def _compare_replicas(unit: Unit, written: list[Entry]) -> None:
     """Ranks that hold the same parameter must have written the same (D16)."""
     for entry in written:
         bucket = owner_of(entry)
-        log = log_of(unit.lane, bucket.mesh)
+        log = log_of(unit.engine, bucket.mesh)
         if log is None:
             continue
         value = alias(bucket.full, entry.spec.offset, entry.spec)
@@ -206,7 +207,7 @@ def _compare_replicas(unit: Unit, written: list[Entry]) -> None:
 def _tell_ranks(unit: Unit, lost: Entry) -> None:
     """While ranks compare what they do step by step, one that will raise says so to the others."""
     for bucket in unit.gathered[:1]:
-        log = log_of(unit.lane, bucket.mesh)
+        log = log_of(unit.engine, bucket.mesh)
         if log is None or not log.is_stepwise:
             continue
         purpose = f"parameter {lost.spec.fqn!r} inside a forward"

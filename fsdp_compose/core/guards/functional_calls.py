@@ -21,12 +21,12 @@ from fsdp_compose.base.torch_private import (
     outside_transforms,
     transforms_active,
 )
+from fsdp_compose.core.autograd import Spread, gather_flat
 from fsdp_compose.core.bucket import Bucket, Entry, dress, full_tensor
-from fsdp_compose.core.gathering import replaced, replaced_message, resting
 from fsdp_compose.core.guards.connect import connect, owners
-from fsdp_compose.core.receiving import Spread, gather_flat
+from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
 from fsdp_compose.core.records import Opened
-from fsdp_compose.core.state import Unit, owner_of
+from fsdp_compose.core.state import Unit, owner_of, resting
 from fsdp_compose.sharded import ShardedTensor, is_sharded, spec_of
 
 StandIns = dict[int, torch.Tensor]

@@ -34,7 +34,7 @@ from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.passes import open_backward, running_task
 from fsdp_compose.core.schedule import Backward
-from fsdp_compose.core.state import Unit, all_lanes
+from fsdp_compose.core.state import Unit, engines
 
 
 def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
@@ -93,8 +93,8 @@ def watch_given(module: nn.Module, args: Any, output: Any) -> None:
 def _watch(values: Any) -> None:
     if not torch.is_grad_enabled():
         return
-    for lane in all_lanes.values():
-        _watch_tensors(lane.schedule.active, find_tensors(values)[0])
+    for engine in engines.values():
+        _watch_tensors(engine.schedule.active, find_tensors(values)[0])
 
 
 def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
@@ -151,7 +151,7 @@ def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
     if unit.checks.entrance == "outputs":
         if unit.checks.keepers:
             found = find_tensors([values.get(name) for values, name in unit.checks.keepers])[0]
-            _watch_tensors([*unit.lane.schedule.active, unit], found)
+            _watch_tensors([*unit.engine.schedule.active, unit], found)
         return
     start = opened_at(unit)
     start = unit.checks.bound_at if start < 0 else start
@@ -166,7 +166,7 @@ def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
                 if mine:
                     unit.checks.keepers.append((vars(module), name))
                     kept += mine
-    _watch_tensors([*unit.lane.schedule.active, unit], kept)
+    _watch_tensors([*unit.engine.schedule.active, unit], kept)
     _watch_graph(unit, [*outputs, *kept], start)
 
 
@@ -186,7 +186,7 @@ def _watch_graph(unit: Unit, tensors: list[torch.Tensor], start: int) -> None:
         reached = ref()
         if reached is None:
             return
-        task = reached.lane.tasks.get(graph_task_id())
+        task = reached.engine.tasks.get(graph_task_id())
         if task is None or reached not in task.reached:
             reached.checks.entrance = "inside"
             trigger_of(reached)(grads)

@@ -32,7 +32,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.core.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
-from fsdp_compose.core.state import Lane, Unit
+from fsdp_compose.core.state import Engine, Unit
 
 
 class KeptView(Tensor):
@@ -100,21 +100,21 @@ def note_users(units: Iterable[Unit]) -> None:
         )
         if users not in unit.checks.inspected:
             unit.checks.inspected.add(users)
-            unit.lane.inspected.add(unit)
+            unit.engine.inspected.add(unit)
 
 
-def guard_everywhere(lane: Lane) -> None:
+def guard_everywhere(engine: Engine) -> None:
     """Guard what anything in the process keeps of the gathered weights of units just looked at.
 
     Where a graph that reads them lives on, and a tensor that was made inside the unit's forward, a
     backward may begin at that.
     """
-    units = list(lane.inspected)
-    lane.inspected.clear()
+    units = list(engine.inspected)
+    engine.inspected.clear()
     found = _storages(units)
     if not found:
         return
-    known = {id(tensor): tensor for unit in lane.units for tensor in _own_tensors(unit)}
+    known = {id(tensor): tensor for unit in engine.units for tensor in _own_tensors(unit)}
     users = Counter(_storage(tensor) for tensor in known.values())
     for value in gc.get_objects():
         if type(value) is KeptView:
@@ -175,7 +175,7 @@ def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
         reached = ref()
         if reached is None or reached.checks.trigger is None:
             return
-        task = reached.lane.tasks.get(graph_task_id())
+        task = reached.engine.tasks.get(graph_task_id())
         if task is None or reached not in task.reached:
             if KEPT not in reached.checks.warned:
                 reached.checks.warned.add(KEPT)

@@ -26,7 +26,7 @@ from fsdp_compose.core.bucket import (
     place_parameters,
     take_over,
 )
-from fsdp_compose.core.state import Unit, lane_of, units_with
+from fsdp_compose.core.state import Unit, engine_of, units_with
 from fsdp_compose.sharded import tag, to_local
 
 _TAKEN = ("mesh dtypes stored full views aliases in_place inner counts").split()
@@ -114,8 +114,8 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
     for entry in bucket.entries:
         entry.owner = weakref.ref(bucket)
     for unit in units_with(bucket):
-        unit.lane.units.discard(unit)
-        unit.lane = lane_of(mesh.device, type(unit.lane.schedule.work))
+        unit.engine.units.discard(unit)
+        unit.engine = engine_of(mesh.device, type(unit.engine.schedule.work))
         unit.checks.epoch, unit.checks.trigger, unit.run.live = unit.checks.epoch + 1, None, None
         unit.link()
 

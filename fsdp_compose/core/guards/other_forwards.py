@@ -56,7 +56,7 @@ def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             if tensors[index] is not opened.tensors[index]:
                 dress(tensors[index], unit.entries[index])
         install(unit, tensors)
-    is_outermost = not unit.lane.schedule.active
+    is_outermost = not unit.engine.schedule.active
     return None if opened.stored else cast_inputs(unit, args, kwargs, is_outermost)
 
 
@@ -79,7 +79,7 @@ def _enter_transformed(unit: Unit, module: nn.Module, args: Any, kwargs: Any) ->
     """Under a transform of ``torch.func``, or in stored precision: on a buffer of its own."""
     if unit.run.task is not None and not unit.run.task.alive:
         with outside_transforms():
-            recover(unit.lane)  # a backward failed
+            recover(unit.engine)  # a backward failed
     is_at_rest = unit.run.task is None and not unit.run.finished
     given = find_stand_ins(unit) if is_at_rest else {}
     return _enter_apart(unit, given, computes_as_stored(unit, module), args, kwargs)
@@ -115,7 +115,7 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) 
     assert opened is not None
     note_copies(opened, shown)
     install(unit, shown)
-    active = unit.lane.schedule.active
+    active = unit.engine.schedule.active
     active.append(unit)
     if opened.stored:
         return None
@@ -124,7 +124,7 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) 
 
 
 def _leave_apart(unit: Unit) -> None:
-    schedule = unit.lane.schedule
+    schedule = unit.engine.schedule
     install_leaves(unit)
     close_stand_ins(unit)
     while schedule.active and schedule.active.pop() is not unit:
@@ -138,13 +138,13 @@ def _leave_apart(unit: Unit) -> None:
 def _enter_again(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A call under a transform inside the unit's own forward, on what that reads."""
     unit.run.calls += 1
-    unit.lane.schedule.active.append(unit)
+    unit.engine.schedule.active.append(unit)
     return cast_inputs(unit, args, kwargs, False)
 
 
 def _leave_again(unit: Unit, module: nn.Module, output: Any) -> Any:
     unit.run.calls -= 1
-    unit.lane.schedule.active.pop()
+    unit.engine.schedule.active.pop()
     return cast_output(unit, output)
 
 

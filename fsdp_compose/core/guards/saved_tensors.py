@@ -19,7 +19,7 @@ from fsdp_compose.base.torch_private import (
     saved_tensor_hooks,
 )
 from fsdp_compose.core.gathering import lies_in
-from fsdp_compose.core.state import Lane, Unit
+from fsdp_compose.core.state import Engine, Unit
 
 
 class _Weight:
@@ -57,12 +57,12 @@ def unshield(unit: Unit) -> None:
     pop_saved_tensor_hooks()
 
 
-def recover_shields(lane: Lane) -> None:
+def recover_shields(engine: Engine) -> None:
     """An interrupt ended forwards without running their hooks: take down what they put up.
 
     A caller's scope that was left meanwhile removed the innermost hooks, ours in place of its own.
     """
-    for unit in reversed(lane.schedule.active):
+    for unit in reversed(engine.schedule.active):
         if unit.run.shield is not None:
             hooks = saved_tensor_hooks(False)
             if hooks is not None and hooks[0] in unit.run.shield:

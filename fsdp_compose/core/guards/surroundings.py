@@ -27,7 +27,7 @@ def find_surroundings(unit: Unit) -> None:
         return
     outermost = list(calling_modules())[-1:]
     for module in outermost:
-        if find_state(module) is None and module not in unit.lane.surveyed:
+        if find_state(module) is None and module not in unit.engine.surveyed:
             unit.checks.surroundings = weakref.ref(module)
 
 
@@ -46,7 +46,7 @@ def check_noted(unit: Unit) -> None:
 
 def check_once(module: nn.Module, caller: str) -> None:
     """As ``check_surroundings``, unless ``module`` was looked through before."""
-    surveyed = {id(unit.lane): unit.lane.surveyed for unit in iter_units(module)}.values()
+    surveyed = {id(unit.engine): unit.engine.surveyed for unit in iter_units(module)}.values()
     if all(module in known for known in surveyed):
         return
     check_surroundings(module, caller)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, fully_shard
-from fsdp_compose.core.records import GradBucket
+from fsdp_compose.comm.grad_bucket import GradBucket
 
 from harness import rank_errors, run_ranks
 from models import (

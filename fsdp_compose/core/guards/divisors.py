@@ -1,0 +1,49 @@
+"""Units over different numbers of ranks: only the user knows whose data their gradients see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.core.bucket import Entry
+from fsdp_compose.core.reducing import requires_grad
+from fsdp_compose.core.state import Task, Unit, owner_of, units_with
+
+
+def check_divisors(task: Task) -> None:
+    """Units over different numbers of ranks: only the user knows whose data their gradients see."""
+    found: dict[int, Unit] = {}
+    with raw():
+        for unit in task.units:
+            if unit.switches.divide_factor is None:
+                for bucket in unit.buckets:
+                    if any(requires_grad(entry.param) for entry in bucket.entries):
+                        found.setdefault(bucket.mesh.size, unit)
+    if len(found) > 1:
+        (most, wide), (few, narrow) = max(found.items()), min(found.items())
+        raise RuntimeError(
+            f"a backward averaged gradients over different numbers of ranks: those of unit "
+            f"{wide.name!r} over {most}, of unit {narrow.name!r} over {few}. Say what unit "
+            f"{narrow.name!r} is divided by, after fully_shard: if it holds experts, whose "
+            f"gradients bring the tokens of all {most} ranks, fsdp_compose."
+            f"set_gradient_divide_factor(experts, {most}); if the other ranks hold the same "
+            f"parameters and see the same data, set_gradient_divide_factor(module, {few}). The "
+            "gradients of this backward are to be discarded."
+        )
+
+
+def held_by_fewer(entries: Iterable[Entry]) -> list[Entry]:
+    """Those over fewer ranks than others, where the other ranks may hold other parameters.
+
+    Experts; not what tensor parallelism split, which says so by itself, and not what the user said
+    other ranks repeat, by dividing its gradients by the number of its own ranks.
+    """
+    sizes = {entry: owner_of(entry).mesh.size for entry in entries}
+    most = max(sizes.values(), default=0)
+    return [
+        entry
+        for entry, size in sizes.items()
+        if size < most
+        and entry.spec.parallel is None
+        and all(unit.switches.divide_factor != size for unit in units_with(owner_of(entry)))
+    ]

@@ -1,0 +1,60 @@
+"""Parameters that somebody replaced since their unit was sharded (D5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.core.state import Unit, resting
+from fsdp_compose.sharded import ShardSpec
+
+
+def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
+    """Whether another unit, whose pass is under way, put there what ``values[name]`` is."""
+    others = (ref() for ref in unit.links.sharers)
+    return any(
+        place[0] is values and place[1] == name
+        for other in others
+        if other is not None and other.run.showing is not None
+        for place in other.links.places
+    )
+
+
+def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
+    """The places of the unit that hold something else than they should between passes."""
+    held = resting(unit)
+    return [
+        place
+        for place in unit.links.places
+        if place[0].get(place[1]) is not held[place[2]]
+        and not is_shown_by_another(unit, *place[:2])
+    ]
+
+
+def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
+    return (
+        f"parameter {spec.fqn!r} of unit {unit.name!r} was replaced by a DTensor after "
+        "fully_shard, as parallelize_module and distribute_module do; wanted the parameter that "
+        "was sharded. Tensor parallelism comes first: build the model again, "
+        "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
+    )
+
+
+def check_slots(unit: Unit) -> None:
+    """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
+    for values, name, index in replaced(unit):
+        raise RuntimeError(replaced_message(unit, index, values.get(name)))
+
+
+def replaced_message(unit: Unit, index: int, found: object) -> str:
+    if isinstance(found, DTensor):
+        return _parallelized_late(unit.entries[index].spec, unit)
+    return (
+        f"parameter {unit.entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
+        f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
+        "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
+        "with fsdp_compose.gathered(module, writeback=True)), or call "
+        "fsdp_compose.refresh(model) on every rank to shard what is there now; for one call, "
+        "torch.func.functional_call(module, {name: tensor}, args) takes other tensors."
+    )

@@ -1,0 +1,93 @@
+"""Whether weights were written since they were gathered, in ways that autograd sees or does not."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.core.bucket import Bucket, Entry, Phase
+from fsdp_compose.core.guards.collective_log import is_debugging
+from fsdp_compose.core.state import Unit
+
+
+def check_lent(unit: Unit, bucket: Bucket) -> None:
+    """Raise when a slice that was handed out was written in a way that autograd cannot see.
+
+    Reading it may wait for a device, which is asked in debug mode alone.
+    """
+    if bucket.views.own.device.type != "cpu" and not is_debugging():
+        return
+    entry = find_difference(bucket)
+    if entry is not None:
+        bucket.fill.stamp = object()
+        raise RuntimeError(
+            f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was written while the unit was "
+            "kept gathered, through memory that p.to_local(), local_parameters or flat_parameters "
+            "gave out, in a way that autograd does not count (.data, NumPy): what is gathered "
+            "has the old value. Write under torch.no_grad() without .data, or call "
+            "fsdp_compose.reshard(module) after writing."
+        )
+
+
+def find_difference(bucket: Bucket) -> Entry | None:
+    """An entry of whose gathered values this rank's part is not that of its shard any more."""
+    if bucket.in_place or bucket.mp.gather_codec is not None:
+        return None  # the same memory; or not exactly what the shard holds
+    if bucket.phase is not Phase.GATHERED or bucket.residence.moved:
+        return None
+    now = versions_of(bucket), bucket.residence.written
+    if now != (bucket.fill.versions, bucket.fill.handed_out):
+        return None  # the shard was written since
+    wanted = bucket.stored.to(bucket.views.own.device, bucket.views.own.dtype)
+    if not bucket.views.own.numel() or _are_same(bucket.views.own, wanted):
+        return None
+    mine, theirs = bucket.views.own.split(bucket.views.splits), wanted.split(bucket.views.splits)
+    for entry, piece in zip(bucket.entries, bucket.views.pieces, strict=True):
+        if not _are_same(mine[piece], theirs[piece]):
+            return entry
+    return None
+
+
+def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, as NaN is not equal to itself."""
+    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def stamp_of(bucket: Bucket) -> object:
+    """Changes whenever a parameter of the bucket is written, in whatever way autograd can see.
+
+    A parameter whose ``.data`` was handed out can be written unseen, so its stamp never repeats.
+    """
+    if bucket.in_place:
+        return None
+    if bucket.residence.written:
+        return object()
+    return versions_of(bucket)
+
+
+def versions_of(bucket: Bucket) -> tuple[int, ...]:
+    """How often the shard, then each of its parameters, was written in a way autograd can see."""
+    with raw():
+        version = bucket.history.earlier + bucket.stored._version
+        return (version, *[entry.param._version for entry in bucket.entries])
+
+
+def read_versions(unit: Unit) -> list[tuple[int, ...]]:
+    """Versions of the weights that the unit's modules read now, by bucket."""
+    return [versions_of(b) if b.in_place else b.fill.versions for b in unit.gathered]
+
+
+def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
+    """Raise unless backward computed with what forward ``read`` (D8)."""
+    for bucket, before, now in zip(unit.gathered, read, read_versions(unit), strict=False):
+        if before != now:
+            changed = [
+                e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b
+            ]
+            spec = (changed or bucket.entries)[0].spec
+            raise RuntimeError(
+                f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
+                "forward and this backward, which gathered it anew: the gradients would mix old "
+                "and new weights. Call optimizer.step(), and whatever else writes weights, after "
+                "the backwards of all losses that were computed with them."
+            )
