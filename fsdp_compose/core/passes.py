@@ -14,7 +14,7 @@ import torch
 from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.divisors import check_divisors
-from fsdp_compose.core.guards.kept_views import guard_everywhere
+from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
 from fsdp_compose.core.reducing import Arrival, discard_packed, finish_reduce, land
@@ -111,6 +111,7 @@ def end_task(engine: Engine, task_id: int) -> None:
         if len(engine.logs) > len(engine.reached):
             _reach_frozen(engine)
         engine.schedule.end_backward()
+        note_users(task.units)
         end_step(engine, trained=True)
     if any(log.is_debugging for log in engine.logs.values()):
         verify_units(dict.fromkeys(task.units), "debug mode, after a backward")
