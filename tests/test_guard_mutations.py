@@ -1,0 +1,150 @@
+"""The tests notice a broken guard: each mutation fails the check that is there for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose.comm import small_reduce
+from fsdp_compose.core import passes
+from fsdp_compose.optim import step_guard, unaveraged_parameters
+from fsdp_compose.scopes import compile as compiling
+from fsdp_compose.sharded import HANDLERS, reduce
+
+from harness import RankFailure, run_ranks
+from models import Block, by_block, data, seeded, sgd, square, whole
+
+pytestmark = pytest.mark.slow
+
+
+class Part(nn.Module):
+    """Leaves one of its weights out, and keeps a view of another where nobody sees it."""
+
+    kept: list[Tensor] = []
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Part.keeps:
+            Part.kept.append(self.used.weight.detach().t())
+        return self.used(x)
+
+
+def check_compiled_unused(rank: int) -> None:
+    """Weight decay leaves alone what no rank's compiled graph uses."""
+    model = fc.fully_shard(seeded(Part))
+    fc.set_traceable(model)
+    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    call(data(0, rank)).square().mean().backward()
+    assert model.used.weight.grad is not None and model.unused.weight.grad is None
+
+
+def give_zeros() -> None:
+    """A gradient that a compiled graph never makes arrives as zeros."""
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        traced = compiling._find(ctx.key)[1]
+        like = next(grad for grad in grads if grad is not None)
+        shapes = [[shape[d] for d in dims] for _, _, shape, dims in traced.views]
+        full = [like.new_zeros(s) if g is None else g for g, s in zip(grads, shapes, strict=True)]
+        return torch.ops.fsdp_compose.reduce(full, list(range(len(full))), ctx.key), None
+
+    compiling.Show.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+def check_asked_in_scope(rank: int) -> None:
+    """``autograd.grad`` on a parameter that a scope shows is averaged over the ranks."""
+    plain, model = seeded(Part), fc.fully_shard(seeded(Part))
+    with fc.gathered(model):
+        (found,) = torch.autograd.grad(square(model, data(0, rank)), model.used.weight)
+    loss = square(plain, data(0, 0)) / 2 + square(plain, data(0, 1)) / 2
+    (wanted,) = torch.autograd.grad(loss, plain.used.weight)
+    assert torch.allclose(found, wanted)
+
+
+def give_own() -> None:
+    """A gradient asked for in a scope is this rank's own."""
+
+    def grad(func: Any, args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **{k: v for k, v in kwargs.items() if v is not None})
+
+    HANDLERS[torch.autograd.grad] = grad
+
+
+def check_kept(rank: int) -> None:
+    """A view that is first kept in a later step is not one whose reading ends the process."""
+    model = fc.fully_shard(seeded(Part))
+    for step in range(3):
+        Part.keeps = step == 2
+        square(model, data(step, rank)).backward()
+    kind = type(Part.kept.pop()).__name__
+    assert kind == "KeptView"
+
+
+def check_step(rank: int) -> None:
+    """An optimizer over units and plain parts that nothing averages raises at its step (D18)."""
+    first, block = seeded(lambda: nn.Linear(6, 6)), fc.fully_shard(seeded(Block))
+    block(first(data(0, rank))).sum().backward()
+    optimizer = sgd([*first.parameters(), *block.parameters()])
+    with pytest.raises(RuntimeError, match="in no unit"):
+        optimizer.step()
+
+
+def check_clip(rank: int) -> None:
+    """Torch's clipping over them raises too."""
+    first, block = seeded(lambda: nn.Linear(6, 6)), fc.fully_shard(seeded(Block))
+    block(first(data(0, rank))).sum().backward()
+    with pytest.raises(RuntimeError, match="in no unit"):
+        nn.utils.clip_grad_norm_([*first.parameters(), *block.parameters()], 1.0)
+
+
+def check_blend(rank: int) -> None:
+    """Sums of two parameters, one on each rank, are not added up."""
+    model = by_block(seeded(lambda: nn.Sequential(Block(), Block())))
+    with pytest.raises(RuntimeError, match="at the same time"), torch.no_grad():
+        model[rank].up.weight.sum()
+    assert whole(model[0].up.weight).isfinite().all()
+
+
+def no_numbers() -> None:
+    reduce.reduce_alike = lambda tensor, group, op, what: small_reduce.all_reduce(  # type: ignore[assignment]
+        tensor.clone(), group, op
+    )
+
+
+MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
+    "zeros for what a compiled graph never used": (give_zeros, check_compiled_unused),
+    "own gradients in scopes": (give_own, check_asked_in_scope),
+    "kept views not looked for": (
+        lambda: setattr(passes, "note_users", lambda units: None), check_kept,
+    ),
+    "plain parts not looked for at a step": (
+        lambda: setattr(step_guard, "check_unaveraged", lambda optimizer: None), check_step,
+    ),
+    "plain parts not looked for at clipping": (
+        lambda: setattr(unaveraged_parameters, "check_clipped", lambda params: None), check_clip,
+    ),
+    "reductions not compared": (no_numbers, check_blend),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_guard_mutation_is_noticed(name: str) -> None:
+    mutate, check = MUTATIONS[name]
+    run_ranks(check, 2, timeout=90)
+
+    def broken(rank: int) -> None:
+        mutate()
+        check(rank)
+
+    with pytest.raises(RankFailure, match=r"AssertionError|DID NOT RAISE"):
+        run_ranks(broken, 2, timeout=90)
