@@ -30,7 +30,7 @@ FOLDERS = [
 ]
 TOP = ["wrap", "__init__", "__main__"]  # the public face: may import everything
 LISTED = re.compile(r"^    ([a-z_0-9/]+)  +\S", re.MULTILINE)
-PRIVATE_TORCH = {"base/torch_private"}
+PRIVATE_TORCH = {"base/torch_private", "base/torch_stack"}
 COLLECTIVES = re.compile(r"comm/|checkpoint/")
 
 MAX_LINES = 500  # of a file of the package
@@ -43,10 +43,7 @@ MAX_TEST_LINES = 600
 MAX_TEST_NAME = 50
 
 # What is still over a limit, and by how much. Entries shrink and go; none is added.
-STILL_OVER = {
-    "base/torch_private": 567,
-    "sharded/tensor": 583,
-}
+STILL_OVER = {}
 
 COLLECTIVE = re.compile(
     r"(_?(all_gather|all_reduce|all_to_all|reduce_scatter)\w*|\w+_into_tensor|\w+_coalesced"

@@ -1,13 +1,12 @@
 """Every private torch name this library uses, and nothing else; tried on torch 2.11 and 2.13.
 
-A torch release that moves one of these breaks this file alone.
+A torch release that moves one of these breaks this file, or torch_stack.py, alone.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint import filesystem, state_dict_loader
 from torch.distributed.checkpoint import metadata as checkpoint_metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import stateless
 from torch.utils import _pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -137,7 +135,6 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether a node that is no leaf is part of the autograd pass running now; also once it ran."""
 
-
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the caller runs inside ``torch.func.grad``, ``vmap``, ``jvp`` and the like."""
 
@@ -155,17 +152,7 @@ def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` is on this thread's stack."""
-    code = stateless._functional_call.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
 
 saved_tensor_hooks: Callable[[bool], SavedHooks | None] = (
     torch._C._autograd._top_saved_tensors_default_hooks
@@ -207,15 +194,10 @@ def flat_weights(module: torch.nn.RNNBase) -> list[Any]:
 
 def remove_forward_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> None:
     """Remove forward and forward-pre hooks by function, since copies of a module have no handle."""
-    tables: tuple[Any, ...] = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    )
-    keys = {k for table in tables[:2] for k, hook in table.items() if hook in functions}
-    for table in tables:
+    tables: tuple[Any, ...] = forward_hook_tables(module)
+    keys = {k for table in tables for k, hook in table.items() if hook in functions}
+    flags = "pre_hooks_with_kwargs", "hooks_with_kwargs", "hooks_always_called"
+    for table in (*tables, *(getattr(module, f"_forward_{name}") for name in flags)):
         for key in keys & set(table):
             del table[key]
 
@@ -227,8 +209,7 @@ def forward_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[i
 
 def replace_forward_hooks(module: torch.nn.Module, replaced: Mapping[Any, Any]) -> None:
     """Put other functions in the places of forward and forward-pre hooks."""
-    tables: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
-    for table in tables:
+    for table in forward_hook_tables(module):
         for key, hook in table.items():
             table[key] = replaced.get(hook, hook)
 
@@ -253,17 +234,15 @@ def set_leaf_hooks(parameter: torch.Tensor, gradient: Any, post: Any) -> None:
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = gradient, post
 
 
-_GATHER = (
-    "all_gather_single" if "all_gather_single" in dir(dist.ProcessGroup) else "_allgather_base"
+_of_group: Any = dist.ProcessGroup
+_HAS_SINGLE = "all_gather_single" in dir(_of_group)  # torch 2.13
+all_gather_single: Callable[..., dist.Work] = (
+    _of_group.all_gather_single if _HAS_SINGLE else _of_group._allgather_base
 )
-_REDUCE = (
-    "reduce_scatter_single"
-    if "reduce_scatter_single" in dir(dist.ProcessGroup)
-    else "_reduce_scatter_base"
-)
-all_gather_single: Callable[..., dist.Work] = getattr(dist.ProcessGroup, _GATHER)
 """``(group, full, shard, options)``: the group's own entry point, without argument checks."""
-reduce_scatter_single: Callable[..., dist.Work] = getattr(dist.ProcessGroup, _REDUCE)
+reduce_scatter_single: Callable[..., dist.Work] = (
+    _of_group.reduce_scatter_single if _HAS_SINGLE else _of_group._reduce_scatter_base
+)
 """``(group, shard, full, options)``: the group's own entry point, without argument checks."""
 
 
@@ -297,7 +276,6 @@ call_raw: Callable[..., Any] = torch._C._disabled_torch_function_impl
 enable_torch_function = torch._C._EnableTorchFunction
 """Scope that ends a ``raw`` scope around it, for user code called from inside one."""
 
-
 is_torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 """False inside a ``raw`` scope."""
 
@@ -313,13 +291,9 @@ def prefer_foreach(*classes: Any) -> None:
 
 def remove_state_dict_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> None:
     """Remove state-dict hooks by function, since copies of a module have no handle."""
-    tables: tuple[Any, ...] = (
-        module._state_dict_hooks,
-        module._state_dict_pre_hooks,
-        module._load_state_dict_pre_hooks,
-        module._load_state_dict_post_hooks,
-    )
-    for table in tables:
+    kinds = "state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"
+    for kind in kinds:
+        table: Any = getattr(module, f"_{kind}_hooks")
         for key, hook in list(table.items()):
             if getattr(hook, "hook", hook) in functions:
                 del table[key]
@@ -344,56 +318,6 @@ def child_slots(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 
 swap_contents: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 """Exchange what two tensor objects hold; attributes, hooks and references stay with the objects."""
-
-
-def strict_of_load() -> bool:
-    """``strict`` of the ``Module.load_state_dict`` under way, which its hooks are not told."""
-    code = torch.nn.Module.load_state_dict.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is code:
-            return bool(frame.f_locals.get("strict", False))
-        frame = frame.f_back
-    return False
-
-
-def is_in_call(frame: FrameType | None) -> bool:
-    """Whether a module's call is on the stack that ends with ``frame``."""
-    code = torch.nn.Module._call_impl.__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
-def calling_modules() -> Iterator[torch.nn.Module]:
-    """The modules whose calls are under way on this thread, the innermost first."""
-    code = torch.nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is code:
-            yield frame.f_locals["self"]
-        frame = frame.f_back
-
-
-def is_called_by_parameter() -> bool:
-    """Whether ``nn.Parameter(x)`` called the caller, a method of ``x``'s class."""
-    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
-
-
-_asking = {
-    inspect.unwrap(function).__code__
-    for function in (
-        torch.autograd.grad,
-        torch.autograd.backward,
-        torch.overrides.handle_torch_function,
-    )
-}
-
-
-def is_asked_for_gradient() -> bool:
-    """Whether ``autograd.grad`` or ``backward(inputs=)`` looks for a handler, where the caller's
-    caller asks a tensor for its ``__torch_function__``."""
-    return sys._getframe(2).f_code in _asking
 
 
 def is_asked_for_node() -> bool:
@@ -459,25 +383,6 @@ def set_dtensor_spec(dtensor: DTensor, spec: Any) -> None:
     dtensor._spec = spec
 
 
-def is_called_by_dtensor() -> bool:
-    """Whether a function of torch.distributed.tensor is on this thread's stack."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.tensor."):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def is_converted_by_module() -> bool:
-    """Whether ``Module._apply`` (``to``, ``float``, ``to_empty``) is on this thread's stack."""
-    code = torch.nn.Module._apply.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` was sliced from, or itself."""
     return mesh._get_root_mesh()
@@ -514,54 +419,5 @@ MemoryFormatCode: type[Any] = checkpoint_metadata._MEM_FORMAT_ENCODING
 load_checkpoint_plan: Callable[..., None] = state_dict_loader._load_state_dict
 """``(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)``"""
 
-
 set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 """``tensor.__class__ = cls`` for a class whose ``__class__`` is a property."""
-
-_cast: Any = inspect.unwrap(torch.optim.Optimizer._process_value_according_to_param_policy)
-
-
-def is_asked_by_state_walk() -> bool:
-    """Whether the caller's caller is torch's walk over a state dict, which knows DTensors only."""
-    return _is_function(
-        sys._getframe(2), "_iterate_state_dict", "torch.distributed._state_dict_utils"
-    )
-
-
-def is_called_by_state_walk() -> bool:
-    """Whether the caller's caller is part of what torch gathers a state dict with."""
-    name = sys._getframe(2).f_globals.get("__name__")
-    return name == "torch.distributed._state_dict_utils"
-
-
-def is_called_by_broadcast() -> bool:
-    """Whether the caller's caller is torch's setter, writing what rank 0 sent into a DTensor."""
-    frame = sys._getframe(2)
-    return _is_function(frame, "_distribute_tensors", "torch.distributed._state_dict_utils")
-
-
-def value_under_load() -> tuple[Any, torch.Tensor] | None:
-    """(key, value) if the caller's caller is ``Optimizer.load_state_dict`` casting a value."""
-    frame = sys._getframe(2)
-    if frame.f_code is not _cast.__code__:
-        return None
-    return frame.f_locals["key"], frame.f_locals["value"]
-
-
-def state_api_under_way() -> str | None:
-    """Torch's getter or setter of optimizer state dicts that is on this thread's stack, if any."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        for name, public in (
-            ("_get_optim_state_dict", "get_optimizer_state_dict"),
-            ("_load_optim_state_dict", "set_optimizer_state_dict"),
-        ):
-            if _is_function(frame, name, "torch.distributed.checkpoint.state_dict"):
-                return public
-        frame = frame.f_back
-    return None
-
-
-def _is_function(frame: FrameType, name: str, module: str) -> bool:
-    """Told by name, since importing those modules takes torch half a second."""
-    return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module

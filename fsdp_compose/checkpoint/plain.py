@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose.base.torch_private import remove_state_dict_hooks, strict_of_load
+from fsdp_compose.base.torch_private import remove_state_dict_hooks
+from fsdp_compose.base.torch_stack import strict_of_load
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     CHECKPOINTED,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fsdp_compose.base.torch_private import call_raw, is_converted_by_module, is_opaque, raw
+from fsdp_compose.base.torch_private import call_raw, is_opaque, raw
+from fsdp_compose.base.torch_stack import is_converted_by_module
 from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import resolve_name
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.torch_private import is_called_by_dtensor
+from fsdp_compose.base.torch_stack import is_called_by_dtensor
 from fsdp_compose.sharded.advice import EXPORT, SAVING, advise, is_exporting
 from fsdp_compose.sharded.parallel import Parallel
 

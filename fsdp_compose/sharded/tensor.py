@@ -25,7 +25,6 @@ from fsdp_compose.base.torch_private import (
     dtensor_spec,
     enable_torch_function,
     give_leaf_hooks,
-    is_called_by_broadcast,
     is_torch_function_enabled,
     local_part,
     make_subclass,
@@ -37,6 +36,7 @@ from fsdp_compose.base.torch_private import (
     swap_contents,
     take_leaf_hooks,
 )
+from fsdp_compose.base.torch_stack import is_called_by_broadcast
 from fsdp_compose.comm.collectives import all_gather_uneven
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel

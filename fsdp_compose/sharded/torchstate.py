@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_compose.base.torch_private import (
+from fsdp_compose.base.torch_private import set_class
+from fsdp_compose.base.torch_stack import (
     is_asked_by_state_walk,
     is_called_by_state_walk,
-    set_class,
     value_under_load,
 )
 from fsdp_compose.comm.collectives import all_reduce, gather_objects

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_compose.base.torch_private import state_api_under_way
+from fsdp_compose.base.torch_stack import state_api_under_way
 from fsdp_compose.checkpoint.values import fit, whole_shape
 from fsdp_compose.optim.owner_step import OwnerOptimizer
 from fsdp_compose.optim.plain_parameters import source_of

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.process import once
-from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_in_call, is_jit_tracing
+from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_jit_tracing
+from fsdp_compose.base.torch_stack import is_in_call
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit, engines, get_state
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from fsdp_compose.base.torch_private import (
     beneath_transforms,
-    in_functional_call,
     outside_transforms,
     transforms_active,
 )

@@ -25,15 +25,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.base.torch_private import (
     call_raw,
-    is_asked_for_gradient,
     is_asked_for_node,
-    is_called_by_parameter,
-    is_in_call,
     make_subclass,
     raw,
     swap_contents,
     swap_dtensor_slots,
 )
+from fsdp_compose.base.torch_stack import is_asked_for_gradient, is_called_by_parameter, is_in_call
 from fsdp_compose.core.bucket import Entry, find_entry
 from fsdp_compose.sharded import EDGE, HANDLERS, ShardedWeightError, refuse_export
 

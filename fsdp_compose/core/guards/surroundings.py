@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compose.base.torch_private import calling_modules, child_slots, parameter_slots
+from fsdp_compose.base.torch_private import child_slots, parameter_slots
+from fsdp_compose.base.torch_stack import calling_modules
 from fsdp_compose.core.guards.added_parameters import is_ignored, listed
 from fsdp_compose.core.guards.scope_parameters import is_whole
 from fsdp_compose.core.state import Unit, find_state, iter_units

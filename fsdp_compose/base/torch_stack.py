@@ -1,0 +1,129 @@
+"""Which of torch's functions called: read from the stack, where torch passes no argument that says.
+
+They are known by their code, or by name where an import would take half a second. Like
+torch_private.py, this file may name what is private to torch; tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.utils import stateless
+
+_STATE_WALK = "torch.distributed._state_dict_utils"
+_cast: Any = inspect.unwrap(torch.optim.Optimizer._process_value_according_to_param_policy)
+_asking = {
+    inspect.unwrap(function).__code__
+    for function in (
+        torch.autograd.grad,
+        torch.autograd.backward,
+        torch.overrides.handle_torch_function,
+    )
+}
+
+
+def _stack() -> Iterator[FrameType]:
+    """The frames of this thread, from the caller's on."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_running(function: Any, frame: FrameType | None) -> bool:
+    """Whether a call of ``function`` is on the stack that ends with ``frame``."""
+    code = function.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` is on this thread's stack."""
+    return _is_running(stateless._functional_call, sys._getframe())
+
+
+def strict_of_load() -> bool:
+    """``strict`` of the ``Module.load_state_dict`` under way, which its hooks are not told."""
+    code = torch.nn.Module.load_state_dict.__code__
+    found = (frame.f_locals.get("strict", False) for frame in _stack() if frame.f_code is code)
+    return bool(next(found, False))
+
+
+def is_in_call(frame: FrameType | None) -> bool:
+    """Whether a module's call is on the stack that ends with ``frame``."""
+    return _is_running(torch.nn.Module._call_impl, frame)
+
+
+def calling_modules() -> Iterator[torch.nn.Module]:
+    """The modules whose calls are under way on this thread, the innermost first."""
+    code = torch.nn.Module._call_impl.__code__
+    return (frame.f_locals["self"] for frame in _stack() if frame.f_code is code)
+
+
+def is_called_by_parameter() -> bool:
+    """Whether ``nn.Parameter(x)`` called the caller, a method of ``x``'s class."""
+    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
+
+
+def is_asked_for_gradient() -> bool:
+    """Whether ``autograd.grad`` or ``backward(inputs=)`` looks for a handler, where the caller's
+    caller asks a tensor for its ``__torch_function__``."""
+    return sys._getframe(2).f_code in _asking
+
+
+def is_called_by_dtensor() -> bool:
+    """Whether a function of torch.distributed.tensor is on this thread's stack."""
+    names = (str(frame.f_globals.get("__name__")) for frame in _stack())
+    return any(name.startswith("torch.distributed.tensor.") for name in names)
+
+
+def is_converted_by_module() -> bool:
+    """Whether ``Module._apply`` (``to``, ``float``, ``to_empty``) is on this thread's stack."""
+    return _is_running(torch.nn.Module._apply, sys._getframe())
+
+
+def is_asked_by_state_walk() -> bool:
+    """Whether the caller's caller is torch's walk over a state dict, which knows DTensors only."""
+    return _is_function(sys._getframe(2), "_iterate_state_dict", _STATE_WALK)
+
+
+def is_called_by_state_walk() -> bool:
+    """Whether the caller's caller is part of what torch gathers a state dict with."""
+    return sys._getframe(2).f_globals.get("__name__") == _STATE_WALK
+
+
+def is_called_by_broadcast() -> bool:
+    """Whether the caller's caller is torch's setter, writing what rank 0 sent into a DTensor."""
+    return _is_function(sys._getframe(2), "_distribute_tensors", _STATE_WALK)
+
+
+def value_under_load() -> tuple[Any, torch.Tensor] | None:
+    """(key, value) if the caller's caller is ``Optimizer.load_state_dict`` casting a value."""
+    frame = sys._getframe(2)
+    if frame.f_code is not _cast.__code__:
+        return None
+    return frame.f_locals["key"], frame.f_locals["value"]
+
+
+def state_api_under_way() -> str | None:
+    """Torch's getter or setter of optimizer state dicts that is on this thread's stack, if any."""
+    public = {
+        "_get_optim_state_dict": "get_optimizer_state_dict",
+        "_load_optim_state_dict": "set_optimizer_state_dict",
+    }
+    module = "torch.distributed.checkpoint.state_dict"
+    found = (
+        public[name] for frame in _stack() for name in public if _is_function(frame, name, module)
+    )
+    return next(found, None)
+
+
+def _is_function(frame: FrameType, name: str, module: str) -> bool:
+    """Told by name, since importing those modules takes torch half a second."""
+    return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module
