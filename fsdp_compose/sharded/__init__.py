@@ -14,12 +14,22 @@ Files, each importing only from those above it:
     reduce      reductions over the ranks of a group
     leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
     torchstate  what torch's functions over state dicts ask of a slice
-    tensor      the two classes; tag, untag, to_local
+    tensor      the classes of sharded tensor; tag, to_local
+    convert     a parameter with its hooks becomes sharded, and plain again
     calls       __torch_function__, by those tables
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
 from fsdp_compose.sharded.advice import EDGE, PRIVACY, QUANTIZING, unit_finders
+from fsdp_compose.sharded.convert import (
+    as_own_file,
+    close_dtensor,
+    open_dtensor,
+    tag_all,
+    take_over_hooks,
+    untag,
+    whole_slice,
+)
 from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import (
@@ -35,22 +45,15 @@ from fsdp_compose.sharded.tensor import (
     ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
-    as_own_file,
-    close_dtensor,
     gather_part,
     is_sharded,
     is_sharded_parameter,
-    open_dtensor,
     own_slice,
     part_slice,
     set_local,
     spec_of,
     tag,
-    tag_all,
-    take_over_hooks,
     to_local,
-    untag,
-    whole_slice,
 )
 from fsdp_compose.sharded.torchstate import checked_state
 

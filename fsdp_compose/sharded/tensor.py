@@ -1,4 +1,4 @@
-"""The two classes of sharded tensor, and how a plain tensor becomes one and back.
+"""The classes of sharded tensor, and how a plain slice becomes one.
 
 Classes are switched by ``__class__``, so a parameter stays the same Python object. What a method
 or property here answers is answered without ``__torch_function__``, which is four times as slow:
@@ -8,9 +8,7 @@ these are what optimizers read for every tensor in every step. The rest goes thr
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -22,19 +20,12 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import (
     call_raw,
     disabled_torch_dispatch,
-    dtensor_spec,
     enable_torch_function,
-    give_leaf_hooks,
     is_torch_function_enabled,
-    local_part,
     make_subclass,
     prefer_foreach,
     raw,
-    set_class,
     set_dtensor_spec,
-    set_local_part,
-    swap_contents,
-    take_leaf_hooks,
 )
 from fsdp_compose.base.torch_stack import is_called_by_broadcast
 from fsdp_compose.comm.collectives import all_gather_uneven
@@ -346,13 +337,6 @@ class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
 _CLASSES = frozenset((ShardedTensor, ShardedParameter, ShardedDTensor))
 
 
-_PLAIN: dict[type, type] = {
-    ShardedTensor: Tensor,
-    ShardedParameter: torch.nn.Parameter,
-    ShardedDTensor: DTensor,
-}
-
-
 def is_sharded(tensor: object) -> TypeGuard[ShardedTensor]:
     return type(tensor) in _CLASSES
 
@@ -374,32 +358,9 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
     return tensor
 
 
-def tag_all(tensors: Iterable[Any], specs: Iterable[ShardSpec]) -> None:
-    """Tag plain 1-D tensors; None is left alone."""
-    for tensor, spec in zip(tensors, specs, strict=True):
-        if tensor is not None:
-            tensor._shard_spec = spec
-            tensor.__class__ = ShardedTensor
-
-
-def untag(tensor: Any) -> Any:
-    """Undo :func:`tag`: the same object, plain again, of the local slice."""
-    if type(tensor) in _CLASSES:
-        own = tensor.__dict__
-        for name in ("_shard_spec", "dtype", "device"):
-            own.pop(name, None)
-        set_class(tensor, _PLAIN[type(tensor)])
-    return tensor
-
-
 def to_local(tensor: Tensor) -> Tensor:
     """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
     return call_raw(Tensor.detach, (), (tensor,))
-
-
-def as_own_file(tensor: Tensor) -> Any:
-    """A detached slice that pickle may store, for a file of this rank alone."""
-    return tag(to_local(tensor), replace(spec_of(tensor), is_own_file=True))
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
@@ -434,11 +395,6 @@ def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
     return part_slice(full, spec)
 
 
-def whole_slice(whole: Tensor, spec: ShardSpec) -> Tensor:
-    """This rank's elements of a plain tensor of the shape that all ranks hold together."""
-    return part_slice(whole if spec.parallel is None else spec.parallel.cut(whole), spec)
-
-
 def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
     """This rank's elements of what it holds without sharding."""
     order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
@@ -464,47 +420,6 @@ def sharded_hook(
 
     on_slice.__wrapped__ = hook  # type: ignore[attr-defined]
     return on_slice
-
-
-def take_over_hooks(
-    param: Tensor,
-    spec: ShardSpec,
-    gradient: OrderedDict[int, Any] | None,
-    accumulated: OrderedDict[int, Any] | None,
-) -> None:
-    """Run the hooks in a plain leaf's tables as a sharded parameter's; the tables stay the same."""
-    if gradient is not None:
-        gradient.update({key: sharded_hook(hook, spec) for key, hook in gradient.items()})
-        spec.hooks.gradient = gradient
-    if accumulated is not None:
-        hooks = {key: DeferredHook(hook, spec.hooks) for key, hook in accumulated.items()}
-        accumulated.update(hooks)
-        spec.hooks.accumulated = accumulated
-    if gradient or accumulated:
-        listen(param, spec)
-
-
-def open_dtensor(param: Any) -> None:
-    """Let a DTensor parameter be an empty plain tensor underneath, to be tagged; its object stays.
-
-    Its gradient must be taken from it before, and its gradient hooks.
-    """
-    with raw():
-        accumulated = take_leaf_hooks(param)[1]
-        plain = torch.nn.Parameter(local_part(param).new_empty(0), param.requires_grad)
-        swap_contents(param, plain)
-        give_leaf_hooks(param, None, accumulated)
-    set_local_part(param, None)
-
-
-def close_dtensor(param: Any, part: Tensor, spec: ShardSpec) -> None:
-    """Undo ``open_dtensor`` of an untagged parameter, around ``part``."""
-    assert spec.parallel is not None
-    with torch.no_grad():
-        whole: Any = torch.nn.Parameter(spec.parallel.wrap(part.detach()), param.requires_grad)
-        swap_contents(param, whole)
-    set_local_part(param, local_part(whole))
-    set_dtensor_spec(param, dtensor_spec(whole))
 
 
 def _build(cls: type, local: Tensor, spec: ShardSpec, requires_grad: bool) -> Any:

@@ -20,6 +20,7 @@ from fsdp_compose.base.torch_private import (
     outside_transforms,
     transforms_active,
 )
+from fsdp_compose.base.torch_stack import in_functional_call
 from fsdp_compose.core.autograd import Spread, gather_flat
 from fsdp_compose.core.bucket import Bucket, Entry, dress, full_tensor
 from fsdp_compose.core.guards.connect import connect, owners

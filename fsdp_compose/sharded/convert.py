@@ -1,0 +1,111 @@
+"""How a parameter with its hooks becomes sharded and plain again; the object stays the same."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.torch_private import (
+    dtensor_spec,
+    give_leaf_hooks,
+    local_part,
+    raw,
+    set_class,
+    set_dtensor_spec,
+    set_local_part,
+    swap_contents,
+    take_leaf_hooks,
+)
+from fsdp_compose.sharded.leaf_hooks import DeferredHook, listen
+from fsdp_compose.sharded.spec import ShardSpec
+from fsdp_compose.sharded.tensor import (
+    ShardedDTensor,
+    ShardedParameter,
+    ShardedTensor,
+    part_slice,
+    sharded_hook,
+    spec_of,
+    tag,
+    to_local,
+)
+
+_PLAIN: dict[type, type] = {
+    ShardedTensor: Tensor,
+    ShardedParameter: torch.nn.Parameter,
+    ShardedDTensor: DTensor,
+}
+
+
+def tag_all(tensors: Iterable[Any], specs: Iterable[ShardSpec]) -> None:
+    """Tag plain 1-D tensors; None is left alone."""
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if tensor is not None:
+            tensor._shard_spec = spec
+            tensor.__class__ = ShardedTensor
+
+
+def untag(tensor: Any) -> Any:
+    """Undo :func:`tag`: the same object, plain again, of the local slice."""
+    if type(tensor) in _PLAIN:
+        own = tensor.__dict__
+        for name in ("_shard_spec", "dtype", "device"):
+            own.pop(name, None)
+        set_class(tensor, _PLAIN[type(tensor)])
+    return tensor
+
+
+def as_own_file(tensor: Tensor) -> Any:
+    """A detached slice that pickle may store, for a file of this rank alone."""
+    return tag(to_local(tensor), replace(spec_of(tensor), is_own_file=True))
+
+
+def whole_slice(whole: Tensor, spec: ShardSpec) -> Tensor:
+    """This rank's elements of a plain tensor of the shape that all ranks hold together."""
+    return part_slice(whole if spec.parallel is None else spec.parallel.cut(whole), spec)
+
+
+def take_over_hooks(
+    param: Tensor,
+    spec: ShardSpec,
+    gradient: OrderedDict[int, Any] | None,
+    accumulated: OrderedDict[int, Any] | None,
+) -> None:
+    """Run the hooks in a plain leaf's tables as a sharded parameter's; the tables stay the same."""
+    if gradient is not None:
+        gradient.update({key: sharded_hook(hook, spec) for key, hook in gradient.items()})
+        spec.hooks.gradient = gradient
+    if accumulated is not None:
+        hooks = {key: DeferredHook(hook, spec.hooks) for key, hook in accumulated.items()}
+        accumulated.update(hooks)
+        spec.hooks.accumulated = accumulated
+    if gradient or accumulated:
+        listen(param, spec)
+
+
+def open_dtensor(param: Any) -> None:
+    """Let a DTensor parameter be an empty plain tensor underneath, to be tagged; its object stays.
+
+    Its gradient must be taken from it before, and its gradient hooks.
+    """
+    with raw():
+        accumulated = take_leaf_hooks(param)[1]
+        plain = torch.nn.Parameter(local_part(param).new_empty(0), param.requires_grad)
+        swap_contents(param, plain)
+        give_leaf_hooks(param, None, accumulated)
+    set_local_part(param, None)
+
+
+def close_dtensor(param: Any, part: Tensor, spec: ShardSpec) -> None:
+    """Undo ``open_dtensor`` of an untagged parameter, around ``part``."""
+    assert spec.parallel is not None
+    with torch.no_grad():
+        whole: Any = torch.nn.Parameter(spec.parallel.wrap(part.detach()), param.requires_grad)
+        swap_contents(param, whole)
+    set_local_part(param, local_part(whole))
+    set_dtensor_spec(param, dtensor_spec(whole))
