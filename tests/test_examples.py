@@ -147,6 +147,6 @@ def test_streaming_stops_at_ctrl_c(tmp_path: Path) -> None:
 def test_examples_are_short_and_use_public_names_only(name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text()
     assert source.count("\n") <= 120
-    assert not re.search(r"fc\._|\b(?:from|import) fsdp_compose\.(?!launch\b)", source)
+    assert not re.search(r"fc\._|\b(?:from|import) fsdp_compose\.(?!cli.launch\b)", source)
     used = set(re.findall(r"\bfc\.(\w+)", source))
     assert used and used <= set(fsdp_compose.__all__)
