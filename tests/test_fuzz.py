@@ -35,6 +35,11 @@ FOUND = {
         Node((Node((Leaf("matrix"),)), Node((Leaf("matrix"),), True))), 1, "FULL_SHARD",
         (("fail backward", 10), ("write data", 11), ("copy", 0)),
     ),
+    "seed 2509: a reduction of a failed backward joins what replicas sum later": Case(
+        Node((Node((Leaf("matrix"),)), Node((Leaf("low rank", unit=True), Leaf("empty", "float32",
+        frozen=True))))), 2, "NO_SHARD", (("fail backward", 10), ("accumulate local", 0)),
+        granularity="tensor", optimizer="adamw",
+    ),
     **{
         f"seed 1167: kept ({how}), moved, gathered again, then written in a scope": Case(
             Node((Leaf("matrix"),)), 2, how,

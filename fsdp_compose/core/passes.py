@@ -17,7 +17,7 @@ from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
-from fsdp_compose.core.reducing import Arrival, discard_packed, finish_reduce, land
+from fsdp_compose.core.reducing import Arrival, discard_packed, discard_reduction, land
 from fsdp_compose.core.schedule import Hold, Order
 from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 
@@ -221,7 +221,7 @@ def recover(engine: Engine) -> None:
     """Return every unit to rest after a step that ended with an exception; gradients that were
     complete stay, those under way are dropped."""
     for reduction in engine.reductions:
-        finish_reduce(reduction)
+        discard_reduction(reduction)
     engine.reductions.clear()
     engine.landing.clear()
     engine.tasks.clear()

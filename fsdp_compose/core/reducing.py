@@ -251,6 +251,13 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
     return reduction.result
 
 
+def discard_reduction(reduction: Reduction) -> None:
+    """End a reduction of a backward that failed; what waits from backwards before it stays."""
+    arriving, partial = reduction.bucket.arriving, reduction.bucket.arriving.partial
+    finish_reduce(reduction)
+    arriving.partial = partial
+
+
 def drain(engine: Engine) -> None:
     """Finish every reduction under way and hand its gradients to the parameters."""
     while engine.reductions:
