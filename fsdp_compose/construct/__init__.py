@@ -14,5 +14,5 @@ Files, each importing only from those above it:
     build_unit       initialises a unit, cuts its shards, attaches its state and hooks
     undo             makes sharded modules plain again
     fully_shard      plans, compares, builds
-    refresh          after surgery: shards what is new, gives back what is gone
+    refresh          after modules were edited: shards new parameters, gives back unused ones
 """

@@ -94,7 +94,7 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
     borrowed = [find_entry(item.param) for item in plan.found if id(item.param) not in entries]
     order = [*(e for b in buckets for e in b.entries), *borrowed]
     index = {id(entry.param): i for i, entry in enumerate(order)}
-    device = _device(plan, buckets, borrowed)
+    device = _find_device(plan, buckets, borrowed)
     unit = Unit(
         name=plan.name,
         modules=tuple(weakref.ref(module) for module in plan.modules),
@@ -188,7 +188,7 @@ def _cut_shard(
     return shard, entries
 
 
-def _device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -> torch.device:
+def _find_device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -> torch.device:
     for bucket in buckets:
         return bucket.mesh.device
     for entry in borrowed:

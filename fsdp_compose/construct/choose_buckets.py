@@ -50,7 +50,7 @@ def plan_buckets(
         compute, reduce, _ = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
         extents = [
-            Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity(plan, i))
+            Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity_for(plan, i))
             for i in items
         ]
         parts = mesh.size if options.placement.fused else mesh.shard.size
@@ -192,7 +192,7 @@ def precision_for(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> Mix
     return found or MixedPrecision()
 
 
-def _granularity(plan: UnitPlan, item: Found) -> Granularity:
+def _granularity_for(plan: UnitPlan, item: Found) -> Granularity:
     chosen: Any = plan.options.granularity
     found = chosen(plan.full_name(item.names[0]), item.param) if callable(chosen) else chosen
     return 1 if found is None else cast(Granularity, found)

@@ -76,7 +76,7 @@ def plan_shards(
     work: dict[tuple[int, ...], list[int]] = {}
     beside = tensor_parallel_groups(modules)
     for plan in _split_full_precision(plans):
-        _collect(plan, taken)
+        _find_parameters(plan, taken)
         plan_buckets(plan, promised, work, beside)
         planned.append(plan)
     _check_patterns(planned)
@@ -149,7 +149,7 @@ def _plan_units(
 ) -> list[UnitPlan]:
     """Submodules that the policy names, innermost first."""
     start, clean = policy.start(root), name_cleaner(root)
-    choice = _Choice(options, start, policy.leaves, ignored, {id(root)}, clean)
+    choice = _PolicyWalk(options, start, policy.leaves, ignored, {id(root)}, clean)
     choice.visit_children("", root)
     if not choice.plans:
         raise ValueError(matches_nothing(policy.description, root))
@@ -157,7 +157,7 @@ def _plan_units(
 
 
 @dataclass
-class _Choice:
+class _PolicyWalk:
     """A walk over the submodules that asks a policy about each, once, innermost first."""
 
     options: Options
@@ -187,7 +187,7 @@ class _Choice:
         if not decision:
             return numel
         overrides = decision if isinstance(decision, dict) else {}
-        options = _override(self.options, overrides, name)
+        options = _override_options(self.options, overrides, name)
         ignored = self.ignored.and_more(overrides.get("ignored", ()))
         named = self.clean(f"{name}.")[:-1]
         self.plans.append(UnitPlan(named, [module], options, True, ignored=ignored))
@@ -217,7 +217,7 @@ def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:
             result.append(replace(plan, options=_full_precision(plan, plan.modules[0], mp)))
             continue
         for module in plan.modules:
-            for path, member in _instances(module, mp.in_full_precision, plan.ignored, heads):
+            for path, member in _find_instances(module, mp.in_full_precision, plan.ignored, heads):
                 heads.add(id(member))
                 name = clean_name(f"{plan.name}.{path}" if plan.is_named else path)
                 options = _full_precision(plan, member, mp)
@@ -226,7 +226,7 @@ def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:
     return result
 
 
-def _instances(
+def _find_instances(
     module: nn.Module, classes: tuple[type[nn.Module], ...], ignored: Ignored, heads: set[int]
 ) -> list[tuple[str, nn.Module]]:
     """Instances of ``classes`` among a unit's modules, without those inside another instance."""
@@ -269,7 +269,7 @@ _OVERRIDABLE = (
 )
 
 
-def _override(options: Options, overrides: dict[str, Any], name: str) -> Options:
+def _override_options(options: Options, overrides: dict[str, Any], name: str) -> Options:
     """``options`` with what a policy says of one unit."""
     unknown = set(overrides) - set(_OVERRIDABLE)
     if unknown:
@@ -335,7 +335,7 @@ def _walk(
             yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip, seen)
 
 
-def _collect(plan: UnitPlan, taken: set[int]) -> None:
+def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
     """Find the parameters of the unit: those of its modules that no other unit has."""
     found: dict[int, Found] = {}
     for position, module in enumerate(plan.modules):

@@ -66,11 +66,11 @@ def compare_plans(
     """
     values = [] if problem else [value for plan in plans for value in values_of(plan)]
     meta = frozenset(value.key for value in values if value.tensor.is_meta)
-    groups = _groups(mesh)
+    groups = _find_groups(mesh)
     if groups:
         real = [v for v in values if v.key not in meta]
-        structure = [] if problem else [_structure(plan) for plan in plans]
-        reports = _exchange(_report(problem, structure, plans, real, meta), groups)
+        structure = [] if problem else [_describe_structure(plan) for plan in plans]
+        reports = _exchange_reports(_make_report(problem, structure, plans, real, meta), groups)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         meta = meta.union(*(report.meta for report in reports.values()))
     verified = {plan.name for plan in plans if plan.options.init == "verify"}
@@ -138,11 +138,13 @@ def compare_values(
         Keys of the values that were left unwritten on some rank.
     """
     left = frozenset(unwritten)
-    groups = _groups(mesh)
+    groups = _find_groups(mesh)
     if groups:
-        compared = {key: (total, _peers(value)) for key, (total, value) in sums.items()}
+        compared = {key: (total, _list_peers(value)) for key, (total, value) in sums.items()}
         what = {key: value.what for key, (_, value) in sums.items()}
-        reports = _exchange(Report(describe_error(problem), [], compared, what, left), groups)
+        reports = _exchange_reports(
+            Report(describe_error(problem), [], compared, what, left), groups
+        )
         problem = problem or _first_problem(reports) or _first_difference(reports)
         left = left.union(*(report.meta for report in reports.values()))
     return set(_compare_beside(modules, problem, sums, left))
@@ -185,7 +187,7 @@ def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:
         return None  # the mesh is not for the device the buffer is on
 
 
-def _report(
+def _make_report(
     problem: Exception | None,
     structure: list[Any],
     plans: Sequence[UnitPlan],
@@ -193,24 +195,24 @@ def _report(
     meta: frozenset[str],
 ) -> Report:
     verified = {plan.name for plan in plans if plan.options.init == "verify"}
-    compared = [v for v in values if v.key.split(":", 1)[0] in verified and _peers(v)]
+    compared = [v for v in values if v.key.split(":", 1)[0] in verified and _list_peers(v)]
     sums = [sum_bytes(v.tensor) for v in compared]
     totals = [int(t) for t in torch.stack([t.cpu() for t in sums]).tolist()] if sums else []
     return Report(
         describe_error(problem),
         structure,
-        {v.key: (total, _peers(v)) for v, total in zip(compared, totals, strict=True)},
+        {v.key: (total, _list_peers(v)) for v, total in zip(compared, totals, strict=True)},
         {v.key: v.what for v in compared},
         meta,
     )
 
 
-def _peers(value: Value) -> tuple[int, ...]:
+def _list_peers(value: Value) -> tuple[int, ...]:
     """The first rank of each group that must hold the same value."""
     return () if value.mesh is None else tuple(group.ranks[0] for group in value.mesh.groups)
 
 
-def _structure(plan: UnitPlan) -> Any:
+def _describe_structure(plan: UnitPlan) -> Any:
     """What must be the same on every rank, as plain data: name, options, parameters, buckets."""
     params = [
         (
@@ -218,7 +220,7 @@ def _structure(plan: UnitPlan) -> Any:
             tuple(item.param.shape),
             str(item.param.dtype),
             "trained" if item.param.requires_grad else "frozen",
-            *(() if item.parallel is None else (_place(item.parallel),)),
+            *(() if item.parallel is None else (_describe_place(item.parallel),)),
         )
         for item in plan.found
     ]
@@ -236,7 +238,7 @@ def _structure(plan: UnitPlan) -> Any:
     return plan.name, [*_option_values(plan), *params, *buckets]
 
 
-def _place(parallel: Parallel) -> str:
+def _describe_place(parallel: Parallel) -> str:
     places = [f"rank {a.group.rank} of {a.group.size}" for a in parallel.axes]
     return f"of {' and '.join(places)} of tensor parallelism, part at {parallel.offsets}"
 
@@ -273,7 +275,7 @@ def _left_alone(plan: UnitPlan, module: torch.nn.Module) -> bool:
     )
 
 
-def _groups(mesh: MeshLike | None) -> tuple[Group, ...]:
+def _find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
     """The groups of more than one rank whose ranks make this call together.
 
     They depend on the argument alone, so that a rank that failed meets the others.
@@ -293,7 +295,7 @@ def _groups(mesh: MeshLike | None) -> tuple[Group, ...]:
     return ()
 
 
-def _exchange(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:
+def _exchange_reports(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:
     """Every rank's report, by rank."""
     known = {dist.get_rank(): report}
     for group in groups:
@@ -310,7 +312,7 @@ def _first_difference(reports: dict[int, Report]) -> Exception | None:
     first = next(iter(reports))
     for rank, report in reports.items():
         if report.structure != reports[first].structure:
-            what = _shorten(reports[first].structure, report.structure)
+            what = _describe_difference(reports[first].structure, report.structure)
             advice = "Build the same model and pass the same arguments on every rank."
             if "of tensor parallelism" in what:
                 advice += (
@@ -336,24 +338,24 @@ def _first_difference(reports: dict[int, Report]) -> Exception | None:
     return None
 
 
-def _shorten(wanted: list[Any], found: list[Any]) -> str:
+def _describe_difference(wanted: list[Any], found: list[Any]) -> str:
     for mine, theirs in zip(wanted, found, strict=False):
         if mine[0] != theirs[0]:
             return f"found unit {theirs[0]!r}, wanted {mine[0]!r}"
         names = [{item[0] for item in plan[1]} for plan in (mine, theirs)]
         for a, b in zip(mine[1], theirs[1], strict=False):
             if a != b and a[0] not in names[1]:
-                return f"unit {mine[0]!r}: missing {_spell(a)}"
+                return f"unit {mine[0]!r}: missing {_join_words(a)}"
             if a != b and b[0] not in names[0]:
-                return f"unit {mine[0]!r}: found an additional {_spell(b)}"
+                return f"unit {mine[0]!r}: found an additional {_join_words(b)}"
             if a != b:
-                return f"unit {mine[0]!r}: found {_spell(b)}, wanted {_spell(a)}"
+                return f"unit {mine[0]!r}: found {_join_words(b)}, wanted {_join_words(a)}"
         if len(mine[1]) != len(theirs[1]):
             verb = "missing" if len(mine[1]) > len(theirs[1]) else "found an additional"
             rest = max(mine[1], theirs[1], key=len)[min(len(mine[1]), len(theirs[1])) :]
-            return f"unit {mine[0]!r}: {verb} {_spell(rest[0])}"
+            return f"unit {mine[0]!r}: {verb} {_join_words(rest[0])}"
     return f"found {len(found)} units, wanted {len(wanted)}"
 
 
-def _spell(item: tuple[Any, ...]) -> str:
+def _join_words(item: tuple[Any, ...]) -> str:
     return " ".join(str(part) for part in item)

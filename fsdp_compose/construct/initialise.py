@@ -65,14 +65,14 @@ def _broadcast_flat(flats: list[torch.Tensor], mesh: Mesh, chunk_bytes: int) -> 
     used = 0
     for piece in pieces:
         if used + piece.numel() > size:
-            _send(room[:used], message, mesh)
+            _send_message(room[:used], message, mesh)
             message, used = [], 0
         message.append(piece)
         used += piece.numel()
-    _send(room[:used], message, mesh)
+    _send_message(room[:used], message, mesh)
 
 
-def _send(room: torch.Tensor, message: list[torch.Tensor], mesh: Mesh) -> None:
+def _send_message(room: torch.Tensor, message: list[torch.Tensor], mesh: Mesh) -> None:
     places = room.split([piece.numel() for piece in message])
     for place, piece in zip(places, message, strict=True):
         place.copy_(piece)
@@ -129,11 +129,11 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
     for maker in dict.fromkeys(makers.values()):
         kept = {key for key, module in makers.items() if module is maker}
         with only(maker, kept, plan.options.device, fresh=True), torch.no_grad():
-            _initialise(maker, init_fn)
+            _initialise_module(maker, init_fn)
         left = {key for key in kept if is_unwritten(part_of(fresh[key]))}
         if left and init_fn is not None and not isinstance(init_fn, Seeded):
             with only(maker, kept, plan.options.device, left, fresh=True), torch.no_grad():
-                _initialise(maker, init_fn)
+                _initialise_module(maker, init_fn)
     for path, submodule in members:
         for key in non_persistent(submodule):
             buffer = buffer_slots(submodule).get(key)
@@ -244,7 +244,7 @@ def _whole_of(
     return nn.Parameter(whole, tensor.requires_grad)
 
 
-def _initialise(module: nn.Module, init_fn: InitFn | None) -> None:
+def _initialise_module(module: nn.Module, init_fn: InitFn | None) -> None:
     if init_fn is not None:
         init_fn(module)
         return
@@ -293,8 +293,8 @@ class Seeded:
         ]
         kept = {id(t) for t in tensors if not self.knows(id(t)) or self.maker(id(t)) is module}
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
-        with only(module, kept, device), _seeded(device, self.seed, name), torch.no_grad():
-            _initialise(module, self.init)
+        with only(module, kept, device), _seed_generators(device, self.seed, name), torch.no_grad():
+            _initialise_module(module, self.init)
 
 
 def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> Seeded:
@@ -323,7 +323,7 @@ def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> See
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int, name: str) -> Iterator[None]:
+def _seed_generators(device: torch.device, seed: int, name: str) -> Iterator[None]:
     """Random numbers that follow from ``seed`` and ``name``, on the CPU and ``device``."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""After surgery on a sharded model: shard what is new, let go of what is gone, keep all the rest.
+"""``refresh``: after modules were edited, shard new parameters and give back unused ones.
 
 Buckets whose parameters are still there stay as they are, so optimizer state keeps fitting them.
 New parameters go into new buckets of the unit that they are in. A parameter that was removed is
@@ -46,7 +46,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None = None) -> M:
-    """Take over what was done to the modules of a sharded model: adapters added, modules swapped.
+    """Shard what was added to a sharded model, and give back what was removed from it.
 
     Every unit in ``module`` looks through its modules again. New parameters are sharded, into new
     buckets of their unit and with its options. Parameters that are there still, wherever they are
@@ -58,7 +58,7 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     Trainable parameters that a forward would leave out raise there and name this function. What is
     in no unit is not seen by it: shard the outermost module, so that everything is in some unit.
 
-    All ranks must call it, after the same surgery, between a backward and the next forward.
+    All ranks must call it, after the same edits, between a backward and the next forward.
 
     Args:
         module: a module that contains units; usually the whole model.
@@ -88,8 +88,8 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         promised: set[int] = set()
         beside = tensor_parallel_groups([module])
         for unit in units:
-            _check_rest(unit)
-            survey.append(_look_through(unit, init, promised, beside))
+            _check_at_rest(unit)
+            survey.append(_find_change(unit, init, promised, beside))
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     plans = [change.plan for change in survey]
@@ -103,12 +103,12 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         for reason in tuple(unit.holds):
             unit.engine.schedule.drop(unit, reason)
     read = {entry for change in survey for entry in change.read}
-    read |= {e for u in _others(units) for e in u.borrowed}
+    read |= {e for u in _list_other_units(units) for e in u.borrowed}
     for change in survey:
-        _let_go(change.unit, read)
+        _give_back(change.unit, read)
     at_home = {e for change in survey for e in change.read if owner_of(e) in change.unit.buckets}
     for change in survey:
-        _apply(change, meta, at_home)
+        _apply_change(change, meta, at_home)
     for unit in units:
         remember(unit)
     if meta.keys:
@@ -125,7 +125,7 @@ class _Change:
     read: list[Entry]  # of parameters that are sharded already
 
 
-def _check_rest(unit: Unit) -> None:
+def _check_at_rest(unit: Unit) -> None:
     where = None
     if is_running(unit) or unit.run.calls or any(bucket.arriving.packed for bucket in unit.buckets):
         where = "its forward or backward, or before gradients that wait were reduced"
@@ -138,7 +138,7 @@ def _check_rest(unit: Unit) -> None:
         )
 
 
-def _look_through(
+def _find_change(
     unit: Unit, init: Init | None, promised: set[int], beside: Sequence[Group]
 ) -> _Change:
     options: Options = unit.options if init is None else replace(unit.options, init=init)
@@ -164,11 +164,11 @@ def _look_through(
     plan.found = [item for item in items if not is_sharded(item.param)]
     plan_buckets(plan, promised, {}, beside)
     plan.found = items
-    plan.members = [_inside(fresh, position, modules) for position in range(len(modules))]
+    plan.members = [_select_inside(fresh, position, modules) for position in range(len(modules))]
     return _Change(unit, plan, [find_entry(i.param) for i in items if is_sharded(i.param)])
 
 
-def _inside(
+def _select_inside(
     fresh: list[tuple[str, nn.Module]], position: int, modules: Sequence[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
     """Those of ``fresh`` in one of the unit's modules, named as in it."""
@@ -186,12 +186,12 @@ def _is_named(unit: Unit, modules: Sequence[nn.Module]) -> bool:
     return unit.name != "+".join(type(module).__name__ for module in modules)
 
 
-def _others(units: list[Unit]) -> list[Unit]:
+def _list_other_units(units: list[Unit]) -> list[Unit]:
     engines = {id(unit.engine): unit.engine for unit in units}.values()
     return [other for engine in engines for other in engine.units if other not in units]
 
 
-def _let_go(unit: Unit, read: set[Entry]) -> None:
+def _give_back(unit: Unit, read: set[Entry]) -> None:
     """Give back the unit's parameters that nothing reads; their slices become padding."""
     for bucket in list(unit.buckets):
         gone = [entry for entry in bucket.entries if entry.slots and entry not in read]
@@ -202,10 +202,10 @@ def _let_go(unit: Unit, read: set[Entry]) -> None:
             unit.buckets.remove(bucket)
             continue
         for entry in gone:
-            _pad(bucket, entry)
+            _pad_bucket(bucket, entry)
 
 
-def _pad(bucket: Bucket, entry: Entry) -> None:
+def _pad_bucket(bucket: Bucket, entry: Entry) -> None:
     """A frozen zero that nobody reads, in the place of ``entry``."""
     spec = replace(entry.spec, fqn=f"{entry.spec.fqn} (removed)", hooks=Hooks(), parallel=None)
     piece = bucket.shard.split(bucket.views.splits)[bucket.views.pieces[entry.index]]
@@ -218,13 +218,13 @@ def _pad(bucket: Bucket, entry: Entry) -> None:
     bind(bucket, padding, entry.index)
 
 
-def _apply(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:
+def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:
     """Make the new buckets, and let the unit know where everything is.
 
     A parameter that left the unit whose bucket holds it is named by the first unit that reads it.
     """
     unit, plan = change.unit, change.plan
-    prefixes = _prefixes(unit, change)
+    prefixes = _find_prefixes(unit, change)
     values = initialise_values(plan, meta)
     for bucket_plan in plan.buckets:
         unit.buckets.append(build_bucket(plan, bucket_plan))
@@ -232,7 +232,7 @@ def _apply(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:
     for item, entry in zip(plan.found, entries, strict=True):
         if owner_of(entry) in unit.buckets or entry not in at_home:
             at_home.add(entry)
-            _rename(entry, item, prefixes)
+            _rename_entry(entry, item, prefixes)
     own = [entry for bucket in unit.buckets for entry in bucket.entries]
     unit.borrowed = list(dict.fromkeys(entry for entry in entries if entry not in own))
     index = {entry: i for i, entry in enumerate([*own, *unit.borrowed])}
@@ -247,7 +247,7 @@ def _apply(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:
     meta.values.update((value.key, (unit, value)) for value in values)
 
 
-def _prefixes(unit: Unit, change: _Change) -> dict[str, str]:
+def _find_prefixes(unit: Unit, change: _Change) -> dict[str, str]:
     """What stands before a parameter's name in the unit, by module of the unit."""
     found: dict[str, str] = {}
     several = len(unit.modules) > 1
@@ -264,7 +264,7 @@ def _prefixes(unit: Unit, change: _Change) -> dict[str, str]:
     return found
 
 
-def _rename(entry: Entry, item: Found, prefixes: dict[str, str]) -> None:
+def _rename_entry(entry: Entry, item: Found, prefixes: dict[str, str]) -> None:
     """The parameter is read from other places, or under other names, than before."""
     first = item.names[0]
     position, _, rest = first.partition(".")

@@ -55,12 +55,12 @@ def declare_tensor_parallel(
             do not fit together. The same on every rank of ``mesh``.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
-    group = _group(mesh)
+    group = _check_group(mesh)
     mine: list[Any] = []
     problem: Exception | None = None
     try:
         for number, param in enumerate(given):
-            mine.append(_part(param, number, dim))
+            mine.append(_read_part(param, number, dim))
     except (TypeError, ValueError) as error:
         problem = error
     report = None if problem is None else repr(problem), mine
@@ -83,7 +83,7 @@ def declare_tensor_parallel(
         _declared[param] = Parallel(shape, contiguous_strides(shape), (Axis(group, at, sizes),))
 
 
-def _part(param: Any, number: int, dim: int) -> tuple[int, list[int], str]:
+def _read_part(param: Any, number: int, dim: int) -> tuple[int, list[int], str]:
     if not isinstance(param, nn.Parameter):
         raise TypeError(
             f"declare_tensor_parallel: item {number} is a {type(param).__name__}; wanted a "
@@ -108,7 +108,7 @@ def _spell(parts: list[Any]) -> list[str]:
     return [f"{rest} {dtype}" for _, rest, dtype in parts]
 
 
-def _group(mesh: TPGroup) -> Group:
+def _check_group(mesh: TPGroup) -> Group:
     cpu = torch.device("cpu")
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:

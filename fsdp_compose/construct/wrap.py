@@ -71,7 +71,7 @@ def by_class(classes: Classes, **options: Any) -> Policy:
         >>> len(units_of(fully_shard(model, units=wrap.by_class({nn.Linear}))))
         2
     """
-    kinds = _classes(classes, "by_class")
+    kinds = _check_classes(classes, "by_class")
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     description = f"by_class({{{names}}})"
 
@@ -157,12 +157,12 @@ def by_size(
         [False, True]
     """
     _check_numel(min_numel, "by_size")
-    excluded = _classes(exclude, "by_size")
+    excluded = _check_classes(exclude, "by_size")
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
         return numel >= min_numel and not isinstance(module, excluded)
 
-    return Policy(lambda root: decide, f"by_size({min_numel})", _classes(leaf, "by_size"))
+    return Policy(lambda root: decide, f"by_size({min_numel})", _check_classes(leaf, "by_size"))
 
 
 def by_fn(fn: Callable[[str, nn.Module], Decision]) -> Policy:
@@ -218,7 +218,7 @@ def by_execution_order(
 
     def start(root: nn.Module) -> Decide:
         order = trace_execution_order(root, sample_args, config, kwargs=kwargs)
-        clean, spans = name_cleaner(root), _spans(root, order)
+        clean, spans = name_cleaner(root), _find_spans(root, order)
         called = {clean(f"{name}.")[:-1] for name in order.modules}
 
         def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
@@ -238,7 +238,7 @@ def by_execution_order(
     return Policy(start, f"by_execution_order(min_numel={min_numel})", (nn.MultiheadAttention,))
 
 
-def _spans(root: nn.Module, order: ExecutionOrder) -> dict[int, tuple[int, int]]:
+def _find_spans(root: nn.Module, order: ExecutionOrder) -> dict[int, tuple[int, int]]:
     """By parameter: positions of its first and last use."""
     parameters = dict(root.named_parameters(remove_duplicate=False))
     spans: dict[int, tuple[int, int]] = {}
@@ -256,7 +256,7 @@ def _check_numel(value: Any, where: str) -> None:
         )
 
 
-def _classes(classes: Any, where: str) -> tuple[type[nn.Module], ...]:
+def _check_classes(classes: Any, where: str) -> tuple[type[nn.Module], ...]:
     wanted = "wanted classes of modules, such as {Block}, not instances or names"
     if isinstance(classes, str | nn.Module) or not isinstance(classes, type | Iterable):
         raise TypeError(f"{where}: {classes!r:.80} is not a class of modules; {wanted}.")

@@ -111,12 +111,12 @@ class Inner:
 
 
 class Mirror(Protocol):
-    """Plain tensors over a bucket's memory that are given its gradients too; see flat.py."""
+    """Plain tensors over a bucket's memory that are given its gradients too."""
 
     def reconcile(self) -> None:
         """Clear what was cleared on either side since the last backward."""
 
-    def settle(self, flat: torch.Tensor | None) -> None:
+    def join_gradients(self, flat: torch.Tensor | None) -> None:
         """Gradients of the parameters were set, as slices of ``flat`` or, if None, one by one."""
 
 

@@ -99,7 +99,7 @@ def end_task(engine: Engine, task_id: int) -> None:
         )
         land(engine)
         for mirror in task.mirrors:
-            mirror.settle(None)
+            mirror.join_gradients(None)
     for unit in task.units:
         if unit.run.task is task or unit.run.task is None:
             close_backward(unit, ended=True)

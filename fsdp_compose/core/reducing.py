@@ -354,7 +354,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
             with torch.no_grad():
                 torch._foreach_add_(held, added)
     if mirror is not None:
-        mirror.settle(flat)
+        mirror.join_gradients(flat)
     for entry in ready:
         for hook in tuple(entry.spec.hooks.accumulated.values()):
             with at_rest([entry]):

@@ -83,8 +83,8 @@ def grad_norm(
         >>> round(float(grad_norm(model)), 3)
         2.449
     """
-    grads = _collect(module_or_params, "grad_norm")
-    return _norm(grads, float(norm_type), _experts_of(grads, expert_mesh))
+    grads = _collect_gradients(module_or_params, "grad_norm")
+    return _compute_norm(grads, float(norm_type), _experts_of(grads, expert_mesh))
 
 
 def clip_grad_norm_(
@@ -120,9 +120,9 @@ def clip_grad_norm_(
         >>> round(float(norm), 3), round(float(grad_norm(model)), 3)
         (2.449, 1.0)
     """
-    grads = _collect(module_or_params, "clip_grad_norm_")
+    grads = _collect_gradients(module_or_params, "clip_grad_norm_")
     experts = _experts_of(grads, expert_mesh)
-    total = _norm(grads, float(norm_type), experts)
+    total = _compute_norm(grads, float(norm_type), experts)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "
@@ -135,7 +135,7 @@ def clip_grad_norm_(
     return total
 
 
-def _collect(params: Params, caller: str) -> list[_Grad]:
+def _collect_gradients(params: Params, caller: str) -> list[_Grad]:
     named: Iterable[tuple[str, torch.Tensor]]
     if isinstance(params, nn.Module):
         check_once(params, caller)
@@ -161,21 +161,21 @@ def _collect(params: Params, caller: str) -> list[_Grad]:
                 _Grad(
                     f"{spec.fqn!r} (unit {spec.unit!r})",
                     to_local(grad),
-                    _several((spec.group, *_groups_beside(spec.parallel))),
+                    _groups_of_several((spec.group, *_groups_beside(spec.parallel))),
                     _copies(spec.parallel),
                     owned,
                 )
             )
         else:
-            grads.append(_of_unsharded(repr(name), param, grad))
+            grads.append(_take_unsharded(repr(name), param, grad))
     return grads
 
 
-def _several(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+def _groups_of_several(groups: tuple[Group, ...]) -> tuple[Group, ...]:
     return tuple(group for group in groups if group.size > 1)
 
 
-def _of_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> _Grad:
+def _take_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> _Grad:
     """The gradient of a plain parameter, or of one that only tensor parallelism splits."""
     if not isinstance(param, nn.Parameter):
         return _Grad(name, part_of(grad.detach()), ())
@@ -226,15 +226,15 @@ def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None)
         for entry, ranks in fewer.items():
             if ranks * group.size != most:
                 raise RuntimeError(
-                    _uneven(held[entry], ranks, most, f"an expert_mesh of {group.size}")
+                    _explain_uneven(held[entry], ranks, most, f"an expert_mesh of {group.size}")
                 )
         return _Experts(group, [held[entry] for entry in fewer])
     for entry, ranks in fewer.items():
-        raise RuntimeError(_uneven(held[entry], ranks, most, "no expert_mesh"))
+        raise RuntimeError(_explain_uneven(held[entry], ranks, most, "no expert_mesh"))
     return None
 
 
-def _uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:
+def _explain_uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:
     return (
         f"the gradient of {grad.name} is spread over {ranks} of the {most} ranks that others are "
         f"spread over, with {given}, so it is not known what the other ranks hold. If they hold "
@@ -244,7 +244,7 @@ def _uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:
     )
 
 
-def _norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.Tensor:
+def _compute_norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.Tensor:
     """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
     if experts is not None and order == 0:
         raise ValueError(
@@ -257,39 +257,41 @@ def _norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.T
     result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
     with torch.no_grad():
         if experts is None:
-            total = _numbers(grads, order, wide, device)
+            total = _reduce_norms(grads, order, wide, device)
         else:
-            alike = _numbers([g for g in grads if g not in experts.grads], order, wide, device)
+            alike = _reduce_norms([g for g in grads if g not in experts.grads], order, wide, device)
             # One number on every rank, whatever experts it has and whether any was used.
-            own = _combined(_numbers(experts.grads, order, wide, device), order).reshape(1)
-            others = _across(own, order, experts.group, "take the norm of experts' gradients")
+            own = _combine(_reduce_norms(experts.grads, order, wide, device), order).reshape(1)
+            others = _combine_over_ranks(
+                own, order, experts.group, "take the norm of experts' gradients"
+            )
             total = torch.cat([alike, others])
         if order == 0:
             return (total != 0).sum().to(result)
-        total = _combined(total, order)
+        total = _combine(total, order)
         return (total if math.isinf(order) else total.pow(1.0 / order)).to(result)
 
 
-def _numbers(
+def _reduce_norms(
     grads: list[_Grad], order: float, wide: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Numbers over all ranks of each gradient's groups, to be combined to the norm's power."""
     if not grads:
-        return torch.full((1,), _nothing(order), dtype=wide, device=device)
+        return torch.full((1,), _norm_of_nothing(order), dtype=wide, device=device)
     norms = _local_norms([grad.local for grad in grads], order, wide, device)
     members: dict[tuple[tuple[Group, ...], int], list[int]] = {}
     for index, grad in enumerate(grads):
         members.setdefault((grad.groups, grad.copies), []).append(index)
     pending: dict[tuple[Group, ...], torch.Tensor] = {}
     for (groups, copies), found in members.items():
-        joined = _joined(norms[found], order)
+        joined = _combine_local(norms[found], order)
         if copies > 1 and not math.isinf(order):
             joined /= copies  # each adds its share: ranks get one norm even if they differ
         pending[groups] = torch.cat([pending[groups], joined]) if groups in pending else joined
-    return torch.cat(_across_all(pending, order, grads))
+    return torch.cat(_combine_over_groups(pending, order, grads))
 
 
-def _combined(numbers: torch.Tensor, order: float) -> torch.Tensor:
+def _combine(numbers: torch.Tensor, order: float) -> torch.Tensor:
     if math.isinf(order):
         return numbers.amax() if order > 0 else numbers.amin()  # NaN where one is
     return numbers.sum()
@@ -303,7 +305,7 @@ def _local_norms(
     locals_: list[torch.Tensor], order: float, wide: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """One number per tensor: its norm; of an empty slice, what changes nothing."""
-    norms = torch.full((len(locals_),), _nothing(order), dtype=wide, device=device)
+    norms = torch.full((len(locals_),), _norm_of_nothing(order), dtype=wide, device=device)
     for key in _by_kind(locals_):
         positions = [i for i, t in enumerate(locals_) if t.numel() and (t.device, t.dtype) == key]
         half = key[1] in (torch.float16, torch.bfloat16)
@@ -315,27 +317,27 @@ def _local_norms(
     return norms
 
 
-def _nothing(order: float) -> float:
+def _norm_of_nothing(order: float) -> float:
     if math.isinf(order):
         return 0.0 if order > 0 else math.inf
     return 0.0 if order >= 0 else math.inf
 
 
-def _joined(norms: torch.Tensor, order: float) -> torch.Tensor:
+def _combine_local(norms: torch.Tensor, order: float) -> torch.Tensor:
     """What is combined over ranks: one number for all tensors; where they are counted, one each."""
     if order == 0:
         return norms
-    return _combined(norms if math.isinf(order) else norms.pow(order), order).reshape(1)
+    return _combine(norms if math.isinf(order) else norms.pow(order), order).reshape(1)
 
 
-def _what(grads: list[_Grad], order: float) -> str:
+def _describe_norm(grads: list[_Grad], order: float) -> str:
     """What ranks that combine norms compare; only where they are counted does the order matter."""
     names = (grad.name for grad in grads)
     shown = ", ".join(names if order == 0 else sorted(names))
     return f"take the norm of order {order:g} of the gradients of {shown}"
 
 
-def _across_all(
+def _combine_over_groups(
     pending: dict[tuple[Group, ...], torch.Tensor], order: float, grads: list[_Grad]
 ) -> list[torch.Tensor]:
     """Combine numbers over the groups of each, with one all-reduce per group and mesh dimension."""
@@ -344,8 +346,10 @@ def _across_all(
         rest: dict[tuple[Group, ...], list[torch.Tensor]] = {}
         for group in dict.fromkeys(groups[0] for groups in pending if groups):
             waiting = [groups for groups in pending if groups and groups[0] == group]
-            what = _what([grad for grad in grads if group in grad.groups], order)
-            flat = _across(torch.cat([pending[groups] for groups in waiting]), order, group, what)
+            what = _describe_norm([grad for grad in grads if group in grad.groups], order)
+            flat = _combine_over_ranks(
+                torch.cat([pending[groups] for groups in waiting]), order, group, what
+            )
             pieces = flat.split([pending[groups].numel() for groups in waiting])
             for groups, piece in zip(waiting, pieces, strict=True):
                 rest.setdefault(groups[1:], []).append(piece)
@@ -354,7 +358,9 @@ def _across_all(
     return done
 
 
-def _across(numbers: torch.Tensor, order: float, group: Group, what: str) -> torch.Tensor:
+def _combine_over_ranks(
+    numbers: torch.Tensor, order: float, group: Group, what: str
+) -> torch.Tensor:
     if not math.isinf(order):
         return reduce_alike(numbers, group, "sum", what)
     # A collective's own maximum may lose a NaN, so whether there is one travels beside it.

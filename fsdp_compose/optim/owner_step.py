@@ -170,7 +170,7 @@ class OwnerOptimizer(Optimizer):
         self._steps = 0
         super().__init__(params, {})
         self._pieces = [self._piece(p) for group in self.param_groups for p in group["params"]]
-        self._assign(work)
+        self._assign_owners(work)
         rest = iter(self._pieces)
         groups = [
             {**group, "params": [next(rest).plain for _ in group["params"]]}
@@ -213,14 +213,14 @@ class OwnerOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check()
+        self._check_pieces()
         if 0 < self._steps <= _WATCHED_STEPS:
             self._check_settings()
         self._steps += 1
         with torch.no_grad():
             self._hand_over()
             for group in self._groups_with_cuts():
-                self._fetch(group)
+                self._fetch_values(group)
             self._exchange_parts()
             self.optimizer.step()
             for group in self._groups_with_cuts():
@@ -262,9 +262,9 @@ class OwnerOptimizer(Optimizer):
         piece.hollow()
         return piece
 
-    def _assign(self, work: Work) -> None:
+    def _assign_owners(self, work: Work) -> None:
         """Level the work over each group of ranks; whole matrices stay where they are."""
-        holders = dict(zip(self._pieces, self._holders(), strict=True))
+        holders = dict(zip(self._pieces, self._list_holders(), strict=True))
         for group in {piece.group.ranks: piece.group for piece in self._pieces}.values():
             pieces = [piece for piece in self._pieces if piece.group.ranks == group.ranks]
             costs = [work(piece.shape) for piece in pieces]
@@ -272,7 +272,7 @@ class OwnerOptimizer(Optimizer):
             for piece, owner in zip(pieces, balance(costs, held, group.size), strict=True):
                 piece.owner, piece.is_cut = owner, holders[piece] is None
 
-    def _holders(self) -> list[int | None]:
+    def _list_holders(self) -> list[int | None]:
         """The rank that has a parameter, or its part of one, whole; None where it is cut.
 
         Alike on all ranks that hold parts, whose buckets may be cut in other places.
@@ -284,7 +284,7 @@ class OwnerOptimizer(Optimizer):
             holders = [found[0] if len(set(found)) == 1 else None for found in theirs]
         return holders
 
-    def _check(self) -> None:
+    def _check_pieces(self) -> None:
         for piece in self._pieces:
             if not is_sharded(piece.param) or find_entry(piece.param) is not piece.entry:
                 raise RuntimeError(
@@ -340,7 +340,7 @@ class OwnerOptimizer(Optimizer):
     def _cut_pieces(self, group: Group) -> list[_Piece]:
         return [p for p in self._pieces if p.is_cut and p.group.ranks == group.ranks]
 
-    def _fetch(self, group: Group) -> None:
+    def _fetch_values(self, group: Group) -> None:
         """Send slices of parameters and gradients to their owners."""
         pieces = self._cut_pieces(group)
         parcels = _Parcels(group, owner_of(pieces[0].entry).mesh.device)
@@ -363,12 +363,12 @@ class OwnerOptimizer(Optimizer):
     def _exchange_parts(self) -> None:
         """Give the optimizer the whole of what tensor parallelism split, from its parts."""
         mine = [p for p in self._pieces if p.is_mine and p.parallel is not None]
-        for depth in range(max((len(_splits(p)) for p in mine), default=0)):
-            deep = [p for p in mine if len(_splits(p)) > depth]
+        for depth in range(max((len(_list_splits(p)) for p in mine), default=0)):
+            deep = [p for p in mine if len(_list_splits(p)) > depth]
             for group in {
-                _axis(p, depth).group.ranks: _axis(p, depth).group for p in deep
+                _axis_at(p, depth).group.ranks: _axis_at(p, depth).group for p in deep
             }.values():
-                _join_parts([p for p in deep if _axis(p, depth).group == group], depth, group)
+                _join_parts([p for p in deep if _axis_at(p, depth).group == group], depth, group)
         for piece in mine:
             assert piece.parallel is not None and piece.part is not None
             stride = piece.parallel.stride
@@ -403,17 +403,17 @@ def _check_closure(optimizer: Optimizer) -> None:
         )
 
 
-def _splits(piece: _Piece) -> tuple[Axis, ...]:
+def _list_splits(piece: _Piece) -> tuple[Axis, ...]:
     return () if piece.parallel is None else piece.parallel.splits
 
 
-def _axis(piece: _Piece, depth: int) -> Axis:
+def _axis_at(piece: _Piece, depth: int) -> Axis:
     """The innermost axes come first, as parts are put together."""
-    return _splits(piece)[-1 - depth]
+    return _list_splits(piece)[-1 - depth]
 
 
 def _split_groups(pieces: Iterable[_Piece]) -> list[Group]:
-    found = {axis.group.ranks: axis.group for piece in pieces for axis in _splits(piece)}
+    found = {axis.group.ranks: axis.group for piece in pieces for axis in _list_splits(piece)}
     return list(found.values())
 
 
@@ -422,7 +422,7 @@ def _join_parts(pieces: list[_Piece], depth: int, group: Group) -> None:
     parcels = _Parcels(group, owner_of(pieces[0].entry).mesh.device)
     joined: list[tuple[list[Tensor], list[Tensor]]] = []
     for piece in pieces:
-        axis, part = _axis(piece, depth), piece.part
+        axis, part = _axis_at(piece, depth), piece.part
         assert axis.dim is not None and part is not None
         grads = [] if piece.part_grad is None else [piece.part_grad]
         found: list[list[Tensor]] = [[], []]
@@ -435,7 +435,7 @@ def _join_parts(pieces: list[_Piece], depth: int, group: Group) -> None:
         joined.append((found[0], found[1]))
     parcels.deliver("exchange parts of matrices")
     for piece, (parts, grads) in zip(pieces, joined, strict=True):
-        dim = _axis(piece, depth).dim
+        dim = _axis_at(piece, depth).dim
         assert dim is not None
         piece.part = torch.cat(parts, dim)
         piece.part_grad = torch.cat(grads, dim) if grads else None

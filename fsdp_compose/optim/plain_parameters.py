@@ -67,8 +67,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
         [(8,)]
     """
     found: list[nn.Parameter] = []
-    buckets = _buckets(module, "flat_parameters")
-    for name, leaf in _leaves(module).items():
+    buckets = _list_buckets(module, "flat_parameters")
+    for name, leaf in _list_leaves(module).items():
         if is_sharded(leaf) and owner_of(find_entry(leaf)) not in buckets:
             raise ValueError(
                 f"flat_parameters: {name!r} of {type(module).__name__} belongs to unit "
@@ -87,7 +87,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
                 "would decay it. Set requires_grad before fully_shard, or use local_parameters."
             )
         found.append(_mirror_of(bucket).make_flat())
-    return found + [leaf for leaf in _leaves(module).values() if not is_sharded(leaf)]
+    return found + [leaf for leaf in _list_leaves(module).values() if not is_sharded(leaf)]
 
 
 def local_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -137,9 +137,9 @@ def named_local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(named_local_parameters(model))
         ['weight', 'bias']
     """
-    _buckets(module, "named_local_parameters")
+    _list_buckets(module, "named_local_parameters")
     found: dict[str, nn.Parameter] = {}
-    for name, leaf in _leaves(module).items():
+    for name, leaf in _list_leaves(module).items():
         if is_sharded(leaf):
             entry = find_entry(leaf)
             leaf = _mirror_of(owner_of(entry)).make_local(entry)
@@ -166,7 +166,7 @@ _sources: Any = WeakTensorKeyDictionary()
 class _Mirror:
     """The plain parameters over one bucket; they belong to whoever asked for them.
 
-    Invariant after ``settle``: the gradient of ``flat`` is one buffer, and the gradients of the
+    After ``join_gradients`` the gradient of ``flat`` is one buffer, and the gradients of the
     parameters are its slices; where one has none, its slice is zero.
     """
 
@@ -187,7 +187,7 @@ class _Mirror:
         _expect_gradient(flat, bucket)
         _sources[flat] = Source(self.bucket, None)
         self.flat = weakref.ref(flat)
-        self.settle(None)
+        self.join_gradients(None)
         return flat
 
     def make_local(self, entry: Entry) -> nn.Parameter:
@@ -202,14 +202,14 @@ class _Mirror:
         _expect_gradient(local, owner_of(entry))
         _sources[local] = Source(self.bucket, weakref.ref(entry))
         self.local[entry] = weakref.ref(local)
-        self.settle(None)
+        self.join_gradients(None)
         return local
 
     def reconcile(self) -> None:
         """Before gradients arrive: clear on both sides what was cleared on one."""
-        bucket, flat = self._follow()
+        bucket, flat = self._follow_bucket()
         with raw():
-            for entry, local in self._locals():
+            for entry, local in self._list_locals():
                 if local.grad is None:
                     set_grad(entry.param, None)
                 elif get_grad(entry.param) is None:
@@ -229,20 +229,20 @@ class _Mirror:
             elif all(get_grad(entry.param) is None for entry in bucket.entries):
                 flat.grad = None
 
-    def settle(self, flat: torch.Tensor | None) -> None:
+    def join_gradients(self, flat: torch.Tensor | None) -> None:
         """After gradients arrived: make the plain parameters' the same memory."""
-        bucket, leaf = self._follow()
+        bucket, leaf = self._follow_bucket()
         with raw(), torch.no_grad():
             if leaf is not None:
-                self._join(bucket, leaf, flat)
-            for entry, local in self._locals():
+                self._join_bucket(bucket, leaf, flat)
+            for entry, local in self._list_locals():
                 grad = get_grad(entry.param)
                 if grad is None:
                     local.grad = None
                 elif local.grad is None or not _same_memory(local.grad, grad):
                     local.grad = to_local(grad)
 
-    def _join(self, bucket: Bucket, leaf: nn.Parameter, flat: torch.Tensor | None) -> None:
+    def _join_bucket(self, bucket: Bucket, leaf: nn.Parameter, flat: torch.Tensor | None) -> None:
         grads = [get_grad(entry.param) for entry in bucket.entries]
         if leaf.grad is None:
             if all(grad is None for grad in grads):
@@ -260,7 +260,7 @@ class _Mirror:
                 if not grad.requires_grad:  # else it has a graph that the caller asked for
                     set_grad(entry.param, tag(piece, entry.spec))
 
-    def _locals(self) -> Iterator[tuple[Entry, nn.Parameter]]:
+    def _list_locals(self) -> Iterator[tuple[Entry, nn.Parameter]]:
         for entry, ref in list(self.local.items()):
             local = ref()
             if local is None:
@@ -268,12 +268,12 @@ class _Mirror:
             else:
                 yield entry, local
 
-    def _follow(self) -> tuple[Bucket, nn.Parameter | None]:
+    def _follow_bucket(self) -> tuple[Bucket, nn.Parameter | None]:
         """Point the plain parameters to where the shard is now, after ``module.to(...)``."""
         bucket, flat = self.bucket(), None if self.flat is None else self.flat()
         assert bucket is not None
         pairs = [(flat, bucket.shard)] if flat is not None else []
-        pairs += [(local, to_local(entry.param)) for entry, local in self._locals()]
+        pairs += [(local, to_local(entry.param)) for entry, local in self._list_locals()]
         for plain, now in pairs:
             kind = (plain.dtype, plain.device)
             if kind != (now.dtype, now.device) or not _same_memory(plain, now):
@@ -306,7 +306,7 @@ def _mirror_of(bucket: Bucket) -> _Mirror:
     return bucket.history.mirror
 
 
-def _stepped(optimizer: Any) -> Iterator[Source]:
+def _list_sources(optimizer: Any) -> Iterator[Source]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             source = _sources.get(param)
@@ -315,7 +315,7 @@ def _stepped(optimizer: Any) -> Iterator[Source]:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for source in _stepped(optimizer):
+    for source in _list_sources(optimizer):
         bucket = source.bucket()
         if bucket is None:
             raise RuntimeError(
@@ -333,15 +333,15 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
-    for bucket in {id(b): b for s in _stepped(optimizer) if (b := s.bucket())}.values():
+    for bucket in {id(b): b for s in _list_sources(optimizer) if (b := s.bucket())}.values():
         increment_version(bucket.shard)
 
 
-def _buckets(module: nn.Module, caller: str) -> list[Bucket]:
+def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:
     return [bucket for unit in require_units(module, caller) for bucket in unit.buckets]
 
 
-def _leaves(module: nn.Module) -> dict[str, nn.Parameter]:
+def _list_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
     """Trained parameters, each once, by its first name."""
     found: dict[nn.Parameter, str] = {}
     for name, leaf in named_leaves(module):

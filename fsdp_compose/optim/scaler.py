@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         with raw():  # on the slices as they are; the ranks agree below, once
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
-        groups = _groups(optimizer)
+        groups = _find_groups(optimizer)
         if not groups:
             return found
         device = next(iter(found), None)
@@ -51,7 +51,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
+def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
     """Groups of the optimizer's parameters and their device, small ones first.
 
     What a small group found must reach the large one that contains it, in the same order on every

@@ -42,7 +42,7 @@ def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
     if _known.get(optimizer) == counts:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _check(params, f"{type(optimizer).__name__}.step()", "trains", "an optimizer"):
+    if _check_params(params, f"{type(optimizer).__name__}.step()", "trains", "an optimizer"):
         _known[optimizer] = counts
 
 
@@ -52,16 +52,16 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
     Raises:
         RuntimeError: naming them.
     """
-    _check(params, "clip_grad_norm_", "clips", "a call")
+    _check_params(params, "clip_grad_norm_", "clips", "a call")
 
 
-def _check(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
+def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
     """Raise as said above; True if all plain parameters have a gradient and were looked at."""
     unit = next((name for param in params if (name := _unit_over_ranks(param))), None)
-    plain = _plain(params) if unit is not None else []
+    plain = _list_plain(params) if unit is not None else []
     ready = [param for param in plain if param.grad is not None]
     unknown = [param for param in ready if _AVERAGED not in param.__dict__]
-    names = [name for name in _names(unknown) if name] if unknown else []
+    names = [name for name in _find_names(unknown) if name] if unknown else []
     if names:
         raise RuntimeError(
             f"{caller}: beside parameters of unit {unit!r}, which are sharded, it {verb} "
@@ -88,7 +88,7 @@ def _unit_over_ranks(param: nn.Parameter) -> str | None:
     return bucket.entries[0].spec.unit or "the model"
 
 
-def _plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _list_plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those that are trained, and neither sharded nor ignored; a DTensor has a mesh of its own."""
     ignored: set[int] = set()
     for engine in engines.values():
@@ -108,7 +108,7 @@ def _plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def _names(params: list[torch.Tensor]) -> Iterator[str | None]:
+def _find_names(params: list[torch.Tensor]) -> Iterator[str | None]:
     """What to call each; None for one that DistributedDataParallel averages."""
     owners: dict[int, str] = {}
     averaged: set[int] = set()
@@ -124,7 +124,7 @@ def _names(params: list[torch.Tensor]) -> Iterator[str | None]:
         yield None if id(param) in averaged else f"{name} of shape {tuple(param.shape)}"
 
 
-def _checked(handler: Any) -> Any:
+def _check_before(handler: Any) -> Any:
     """``handler``, after a check of what torch's own clipping was given, if that called it."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,4 +137,4 @@ def _checked(handler: Any) -> Any:
 
 
 for _function in (torch._foreach_norm, torch.linalg.vector_norm, torch._foreach_mul_):
-    HANDLERS[_function] = _checked(HANDLERS[_function])
+    HANDLERS[_function] = _check_before(HANDLERS[_function])

@@ -1,4 +1,4 @@
-"""Gradients of chosen parameters, asked for by name: in scopes, and through compiled graphs too.
+"""Gradients of chosen parameters, as ``autograd.grad`` asks for them: in scopes and graphs.
 
 A parameter that a scope shows in full is a function of its shard, and what autograd finds there is
 this rank's alone. So where ``autograd.grad`` or ``backward(inputs=)`` asks for one, autograd is
@@ -33,7 +33,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("inputs") is None:
         return _backward(func, args, kwargs)
     given = tuple([leaf_of(t) if is_connected(t) else t for t in kwargs["inputs"]])
-    units, entries = _traceable(given)
+    units, entries = _find_traceable(given)
     if not units:
         return _backward(func, args, {**kwargs, "inputs": given})
     inputs = (*given, *(u.traced.anchor for u in units if u.traced is not None))
@@ -51,11 +51,13 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = list(_grad_of_leaves(func, (outputs, leaves), kwargs))
     found = {entry: grads[i] for i, entry in shown.items() if grads[i] is not None}
     with torch.set_grad_enabled(bool(kwargs.get("create_graph"))):
-        whole = _in_full(found, {entry: inputs[i].dtype for i, entry in shown.items()})
+        whole = _gather_gradients(found, {entry: inputs[i].dtype for i, entry in shown.items()})
     return tuple([whole.get(shown[i], g) if i in shown else g for i, g in enumerate(grads)])
 
 
-def _in_full(grads: dict[Entry, Any], dtypes: dict[Entry, torch.dtype]) -> dict[Entry, Any]:
+def _gather_gradients(
+    grads: dict[Entry, Any], dtypes: dict[Entry, torch.dtype]
+) -> dict[Entry, Any]:
     """Sharded gradients as those of the whole parameters: one gather per bucket."""
     by_bucket: dict[Bucket, list[Entry]] = {}
     for entry in sorted(grads, key=lambda e: (e.spec.unit, e.spec.fqn)):  # as on other ranks
@@ -73,7 +75,7 @@ def _in_full(grads: dict[Entry, Any], dtypes: dict[Entry, torch.dtype]) -> dict[
 
 def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = args[1]
-    units, entries = _traceable(inputs)
+    units, entries = _find_traceable(inputs)
     if not units:
         return _grad(func, args, kwargs)
     anchors = [u.traced.anchor for u in units if u.traced is not None]
@@ -85,7 +87,7 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for index, source in enumerate(inputs):
         value, entry = found[index], entries.get(index)
         if entry in results:
-            extra = run_gradient_hooks(entry.spec.hooks, _tagged(results[entry], entry))
+            extra = run_gradient_hooks(entry.spec.hooks, _tag_local(results[entry], entry))
             value = extra if value is None else value + extra
         if value is None and kwargs.get("materialize_grads"):
             value = torch.zeros_like(source)
@@ -98,12 +100,12 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return tuple(grads)
 
 
-def _tagged(local: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _tag_local(local: torch.Tensor, entry: Entry) -> torch.Tensor:
     with raw():
         return tag(local, entry.spec)
 
 
-def _traceable(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
+def _find_traceable(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
     """Units inside compiled graphs that read parameters among ``inputs``, and their entries."""
     units: list[Unit] = []
     entries: dict[int, Entry] = {}

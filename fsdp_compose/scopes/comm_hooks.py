@@ -80,8 +80,8 @@ def register_post_reduce_hook(
 def snapshot(module: nn.Module) -> dict[str, Any] | None:
     """For a checkpoint: what the hooks remember and the layout that it is for; None for nothing."""
     units = list(iter_units(module))
-    states = _states(units)
-    return {"layout": _layout(units), "states": states} if states else None
+    states = _collect_states(units)
+    return {"layout": _describe_layout(units), "states": states} if states else None
 
 
 def restore(module: nn.Module, saved: dict[str, Any]) -> bool:
@@ -90,9 +90,9 @@ def restore(module: nn.Module, saved: dict[str, Any]) -> bool:
     A module without hooks that remember something needs none of it.
     """
     units = list(iter_units(module))
-    if not _states(units):
+    if not _collect_states(units):
         return True
-    if saved["layout"] != _layout(units):
+    if saved["layout"] != _describe_layout(units):
         return False
     for unit in units:
         if unit.name in saved["states"] and _has_state(unit.switches.comm_state):
@@ -105,12 +105,12 @@ def remembers(module: nn.Module) -> bool:
     return any(_has_state(unit.switches.comm_state) for unit in iter_units(module))
 
 
-def _states(units: list[Unit]) -> dict[str, Any]:
+def _collect_states(units: list[Unit]) -> dict[str, Any]:
     found = {unit.name: unit.switches.comm_state for unit in units}
     return {name: state.state_dict() for name, state in found.items() if _has_state(state)}
 
 
-def _layout(units: list[Unit]) -> dict[str, Any]:
+def _describe_layout(units: list[Unit]) -> dict[str, Any]:
     """What a rank's packed gradients are, by unit."""
     return {
         unit.name: [
@@ -144,7 +144,7 @@ def fp16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> register_comm_hook(model, None, fp16_compress_hook)
     """
-    return _compressed(grads, torch.float16)
+    return _reduce_compressed(grads, torch.float16)
 
 
 def bf16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
@@ -154,10 +154,10 @@ def bf16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> register_comm_hook(model, None, bf16_compress_hook)
     """
-    return _compressed(grads, torch.bfloat16)
+    return _reduce_compressed(grads, torch.bfloat16)
 
 
-def _compressed(grads: GradBucket, dtype: torch.dtype) -> torch.Tensor:
+def _reduce_compressed(grads: GradBucket, dtype: torch.dtype) -> torch.Tensor:
     small = grads.flat.mul_(grads.scale).to(dtype)
     parts = list(small.chunk(grads.shard.size))
     part = comm.reduce_scatter_parts(small, parts, grads.shard).result(torch.float32, 1.0)

@@ -84,7 +84,7 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
         _require_traceable(unit)
     torch.compiler.allow_in_graph(_show)
     for unit in units:
-        unit.traced = _record(unit) if value else None
+        unit.traced = _record_unit(unit) if value else None
         for ref in unit.modules:
             if (member := ref()) is not None:
                 old, new = (_PLAIN, _TRACED) if value else (_TRACED, _PLAIN)
@@ -110,7 +110,7 @@ def _require_traceable(unit: Unit) -> None:
         )
 
 
-def _record(unit: Unit) -> Traced:
+def _record_unit(unit: Unit) -> Traced:
     with torch.enable_grad():
         trained = trained_entries(unit)
     shapes = [(e.spec.shape, e.spec.stride, e.spec.offset) for e in unit.entries]
@@ -120,19 +120,19 @@ def _record(unit: Unit) -> Traced:
     key = f"{next(_keys)}:{digest}"
     _units[key] = unit
     device = unit.gathered[0].mesh.device if unit.gathered else None
-    cuts = [_cut(bucket) for bucket in unit.gathered]
+    cuts = [_split_sizes(bucket) for bucket in unit.gathered]
     places = [(unit.gathered.index(owner_of(e)), e) for e in unit.entries]
     return Traced(
         key=key,
         anchor=torch.empty(0, device=device, requires_grad=bool(trained)),
         trained=tuple([index in trained for index in range(len(unit.entries))]),
         sizes=tuple([sizes for sizes, _ in cuts]),
-        views=tuple([(b, cuts[b][1][e.index], *_permutation(e)) for b, e in places]),
+        views=tuple([(b, cuts[b][1][e.index], *_storage_permutation(e)) for b, e in places]),
         epoch=unit.checks.epoch,
     )
 
 
-def _cut(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
+def _split_sizes(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
     """Sizes that split a full bucket, and the position of each entry's piece."""
     sizes: list[int] = []
     pieces = [0] * len(bucket.entries)
@@ -148,7 +148,7 @@ def _cut(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
     return tuple(sizes), pieces
 
 
-def _permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _storage_permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape in which an entry is stored, and the order that makes it the parameter's."""
     shape, stride = entry.spec.shape, entry.spec.stride
     order = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
@@ -156,7 +156,7 @@ def _permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple([shape[d] for d in order]), tuple(inverse)
 
 
-def _indices(traced: Traced) -> tuple[int, ...]:
+def _list_trained(traced: Traced) -> tuple[int, ...]:
     return tuple(itertools.compress(itertools.count(), traced.trained))
 
 
@@ -181,7 +181,7 @@ def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
         values[name] = shown[index]
     if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
         return None
-    return tree_map(partial(_cast, unit.mp.param_dtype), (args, kwargs))
+    return tree_map(partial(_cast_floating, unit.mp.param_dtype), (args, kwargs))
 
 
 @uncompiled_as_frame
@@ -194,7 +194,7 @@ def after_traced(module: nn.Module, args: Any, output: Any) -> Any:
         values[name] = unit.entries[index].held
     if unit.mp.output_dtype is None:
         return output
-    return tree_map(partial(_cast, unit.mp.output_dtype), output)
+    return tree_map(partial(_cast_floating, unit.mp.output_dtype), output)
 
 
 _PLAIN = (before_forward, after_forward)
@@ -211,7 +211,7 @@ class Show(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, key: str) -> tuple[torch.Tensor, ...]:
-        traced = _find(key)[1]
+        traced = _find_unit(key)[1]
         ctx.key = key
         ctx.set_materialize_grads(False)
         fulls = torch.ops.fsdp_compose.gather(anchor, key)
@@ -233,13 +233,13 @@ def _show(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
     return list(Show.apply(anchor, key))
 
 
-def _cast(dtype: torch.dtype, value: Any) -> Any:
+def _cast_floating(dtype: torch.dtype, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.to(dtype)
     return value
 
 
-def _find(key: str) -> tuple[Unit, Traced]:
+def _find_unit(key: str) -> tuple[Unit, Traced]:
     unit = _units.get(key)
     if unit is None or unit.traced is None:
         raise RuntimeError(
@@ -250,13 +250,13 @@ def _find(key: str) -> tuple[Unit, Traced]:
 
 
 def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
-    unit, traced = _find(key)
+    unit, traced = _find_unit(key)
     admit(unit)
     check_slots(unit)
     check_additions(unit)
     with torch.enable_grad():
         trained = trained_entries(unit)
-    if traced.epoch != unit.checks.epoch or trained != _indices(traced):
+    if traced.epoch != unit.checks.epoch or trained != _list_trained(traced):
         raise RuntimeError(
             f"parameters of unit {unit.name!r} were frozen, unfrozen or converted since a graph "
             "was compiled for it; call fsdp_compose.set_traceable(model) again on every rank."
@@ -271,11 +271,13 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
 
 
 def _fake_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
-    return [anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in _find(key)[0].gathered]
+    return [
+        anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in _find_unit(key)[0].gathered
+    ]
 
 
 def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
-    unit, traced = _find(key)
+    unit, traced = _find_unit(key)
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"unit {unit.name!r}: a graph over the backward of a compiled graph was asked for "
@@ -286,7 +288,7 @@ def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.
     asked = unit.run.asked
     if asked is None and wanted_leaves([node]) != [True]:
         return received  # gradients of other tensors were asked for
-    trained = _indices(traced)
+    trained = _list_trained(traced)
     by_entry: dict[int, torch.Tensor] = dict(zip(given, grads, strict=True))
     if asked is not None:
         by_entry = {i: g for i, g in by_entry.items() if unit.entries[i] in asked.entries}
@@ -302,7 +304,7 @@ def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.
 
 
 def _fake_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
-    return torch.empty(0, device=_find(key)[1].anchor.device)
+    return torch.empty(0, device=_find_unit(key)[1].anchor.device)
 
 
 _library.impl("gather", _run_gather, "CompositeExplicitAutograd")

@@ -22,7 +22,7 @@ from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, engines, find_state
-from fsdp_compose.scopes.module_edits import check_surgery, remember_modules
+from fsdp_compose.scopes.module_edits import check_edits, remember_modules
 from fsdp_compose.scopes.open_scope import (
     Scope,
     ScopeOptions,
@@ -91,14 +91,14 @@ def gathered(
     leaf_mode = with_grads or rank0_only or offload_to_cpu
     connected = torch.is_grad_enabled() and not leaf_mode
     options = ScopeOptions(writeback, with_grads, rank0_only, offload_to_cpu, connected)
-    units = _reading_units(module, recurse)
+    units = _find_units(module, recurse)
     _check_entry(units, options)
     with torch.inference_mode(False):
         scopes = open_units(units, options)
     before = remember_modules(module, units) if writeback else []
     try:
         yield module
-        check_surgery(module, before)
+        check_edits(module, before)
     except BaseException:
         restore_modules(scopes)
         agree_with_rank0(units, options, failed=True)
@@ -116,7 +116,7 @@ def gathered(
 summon_full_params = gathered
 
 
-def _reading_units(module: nn.Module, recurse: bool) -> list[Unit]:
+def _find_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
     by_slots = {
         id(values): unit

@@ -1,4 +1,4 @@
-"""Surgery inside a scope is taken over whole or not at all: modules are given back what they were.
+"""Edits of modules inside a scope are kept whole, or all of them are undone.
 
 Parametrisations replace a layer's weight by what they compute it from. Of a layer that tensor
 parallelism split, that may be a partial sum, which nothing could shard.
@@ -43,13 +43,13 @@ class Before:
 
 
 def remember_modules(module: nn.Module, units: Iterable[Unit]) -> list[Before]:
-    """What ``check_surgery`` gives back: nothing where tensor parallelism split no parameter."""
+    """What ``check_edits`` gives back: nothing where tensor parallelism split no parameter."""
     if not any(unit.links.dtensors for unit in units):
         return []
     return [Before.of(submodule) for submodule in module.modules()]
 
 
-def check_surgery(module: nn.Module, before: Sequence[Before]) -> None:
+def check_edits(module: nn.Module, before: Sequence[Before]) -> None:
     """Raise where a parameter that was put into a module is a partial sum.
 
     Raises:

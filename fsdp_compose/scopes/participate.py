@@ -70,9 +70,9 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
             "through, or nothing."
         )
     if find_state(module) is not None:
-        return _join(module, x)
+        return _join_module(module, x)
     engine = units[0].engine
-    visits = _upcoming(engine, set(units)) if engine.schedule.active else None
+    visits = _find_upcoming(engine, set(units)) if engine.schedule.active else None
     pending = deque(units if visits is None else visits)
     while pending:
         x = _join_unit(pending, x)
@@ -80,9 +80,13 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
     return x
 
 
-def _join(module: nn.Module, x: torch.Tensor | None, visits: deque[Unit] | None = None) -> Any:
+def _join_module(
+    module: nn.Module, x: torch.Tensor | None, visits: deque[Unit] | None = None
+) -> Any:
     """A forward of ``module``, which is a unit's, that computes nothing."""
-    return call_as_forward(module, partial(_body, module, visits), () if x is None else (x,), {})
+    return call_as_forward(
+        module, partial(_run_body, module, visits), () if x is None else (x,), {}
+    )
 
 
 def _join_unit(visits: deque[Unit], x: torch.Tensor | None) -> torch.Tensor | None:
@@ -91,11 +95,11 @@ def _join_unit(visits: deque[Unit], x: torch.Tensor | None) -> torch.Tensor | No
     for ref in unit.modules:
         module = ref()
         if module is not None:
-            x = _join(module, x, visits)
+            x = _join_module(module, x, visits)
     return x
 
 
-def _body(
+def _run_body(
     module: nn.Module, visits: deque[Unit] | None, x: torch.Tensor | None = None
 ) -> torch.Tensor:
     state = find_state(module)
@@ -107,11 +111,11 @@ def _body(
     inner = set(iter_units(module)) - {unit}
     if inner:
         if visits is None:
-            visits = deque(_recorded(unit, inner))
+            visits = deque(_find_last_order(unit, inner))
         while visits and visits[0] in inner:
             x = _join_unit(visits, x)
     if x is None:
-        x = _zero(unit)
+        x = _make_zero(unit)
     if not torch.is_grad_enabled():
         return x.view_as(x)  # not the caller's tensor, whose backward is not this unit's
     with torch.inference_mode(False):
@@ -119,17 +123,17 @@ def _body(
     return joined
 
 
-def _recorded(unit: Unit, inner: set[Unit]) -> list[Unit]:
+def _find_last_order(unit: Unit, inner: set[Unit]) -> list[Unit]:
     """The units of ``inner`` in the order of their last forwards, else as they are registered."""
     engine = unit.engine
-    found = _upcoming(engine, inner)
+    found = _find_upcoming(engine, inner)
     if found is not None:
         return found
     for order in filter(None, (engine.schedule.eval_order, engine.schedule.forward_order)):
         for refs in (*reversed(order.current[:-1]), *order.recorded):
-            visited = _existing(refs)
+            visited = _list_existing(refs)
             if unit in visited:
-                return _while_inside(visited[visited.index(unit) + 1 :], inner)
+                return _take_while_inside(visited[visited.index(unit) + 1 :], inner)
     members = [u for u in iter_units_of(unit) if u in inner]
     return list(dict.fromkeys(members))
 
@@ -139,7 +143,7 @@ def iter_units_of(unit: Unit) -> list[Unit]:
     return [u for ref in unit.modules if (m := ref()) is not None for u in iter_units(m)]
 
 
-def _upcoming(engine: Engine, inner: set[Unit]) -> list[Unit] | None:
+def _find_upcoming(engine: Engine, inner: set[Unit]) -> list[Unit] | None:
     """Those of ``inner`` that are expected next in the pass under way; None: nothing is known."""
     order = (
         engine.schedule.forward_order
@@ -148,19 +152,19 @@ def _upcoming(engine: Engine, inner: set[Unit]) -> list[Unit] | None:
     )
     if order.place is None:
         return None
-    return _while_inside(_existing(order.recorded[order.place][order.cursor :]), inner)
+    return _take_while_inside(_list_existing(order.recorded[order.place][order.cursor :]), inner)
 
 
-def _existing(refs: list[Ref]) -> list[Unit]:
+def _list_existing(refs: list[Ref]) -> list[Unit]:
     return [unit for ref in refs if (unit := ref()) is not None]
 
 
-def _while_inside(units: list[Unit], inner: set[Unit]) -> list[Unit]:
+def _take_while_inside(units: list[Unit], inner: set[Unit]) -> list[Unit]:
     stop = next((i for i, unit in enumerate(units) if unit not in inner), len(units))
     return units[:stop]
 
 
-def _zero(unit: Unit) -> torch.Tensor:
+def _make_zero(unit: Unit) -> torch.Tensor:
     """A scalar zero in the unit's compute dtype, where that is a floating-point one."""
     dtypes = [b.full.dtype for b in unit.gathered if b.full.dtype.is_floating_point]
     device = unit.gathered[0].mesh.device if unit.gathered else unit.engine.streams.device

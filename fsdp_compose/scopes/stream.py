@@ -67,7 +67,7 @@ def iter_full(
             bucket = owner_of(entry)
             spec = entry.spec
             if bucket.layout.numel * bucket.shard.element_size() > bucket_bytes:
-                tensor = _one_parameter(bucket, entry)
+                tensor = _gather_parameter(bucket, entry)
             else:
                 if bucket is not last or flat is None:
                     flat = last = None
@@ -75,17 +75,17 @@ def iter_full(
                 tensor = flat.as_strided(spec.shape, spec.stride, spec.offset)
             if spec.parallel is not None:
                 tensor = spec.parallel.assemble(tensor)
-        tensor = _whole(tensor)
+        tensor = _assemble_dtensor(tensor)
         kind = dtype if tensor.is_floating_point() else None
         yield full_name, tensor.to(device=device, dtype=kind, copy=True)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _assemble_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor that a scope shows, or that is not sharded, as the plain tensor it stands for."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _one_parameter(bucket: Bucket, entry: Entry) -> torch.Tensor:
+def _gather_parameter(bucket: Bucket, entry: Entry) -> torch.Tensor:
     """The full parameter from the ranks that own it, each sending its slice once."""
     spec, group = entry.spec, bucket.mesh.shard
     full = torch.empty(spec.numel, dtype=bucket.shard.dtype, device=bucket.mesh.device)

@@ -221,7 +221,7 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     if keep not in KEEPS:
         raise ValueError(f"accumulate: keep is {keep!r}; wanted one of {KEEPS}.")
     units = require_units(module, "accumulate")
-    found = [_flags(unit.switches) for unit in units]
+    found = [_read_flags(unit.switches) for unit in units]
     for unit in units:
         unit.switches.sync = keep != "unsharded"
         unit.switches.all_reduce = keep != "no_all_reduce"
@@ -233,16 +233,16 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
         for unit, (sync, all_reduce) in zip(units, found, strict=True):
             unit.switches.sync, unit.switches.all_reduce = sync, all_reduce
             if not done:
-                _discard(unit)
+                _discard_gradients(unit)
     if all(sync and all_reduce for sync, all_reduce in found):
         reduce_grads(module)
 
 
-def _flags(switches: Switches) -> tuple[bool, bool]:
+def _read_flags(switches: Switches) -> tuple[bool, bool]:
     return switches.sync, switches.all_reduce
 
 
-def _discard(unit: Unit) -> None:
+def _discard_gradients(unit: Unit) -> None:
     for bucket in unit.buckets:
         if bucket.arriving.packed:
             discard_packed(bucket)

@@ -64,7 +64,8 @@ def adopt(bucket: Bucket) -> None:
         bucket.residence.emptied = False
         bucket.history.unready = list(bucket.entries)
     if bucket.history.mirror is not None:
-        bucket.history.mirror.settle(None)  # an optimizer over it may step before the next backward
+        # An optimizer over it may step before the next backward.
+        bucket.history.mirror.join_gradients(None)
 
 
 take_over.append(adopt)
