@@ -17,7 +17,7 @@ from fsdp_compose.core.autograd import bound_inputs, is_current, trained_entries
 from fsdp_compose.core.gathering import admit, install, install_leaves
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.forward_writes import find_writes, forget_written, raise_lost
-from fsdp_compose.core.guards.functional_calls import close_stand_ins
+from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
 from fsdp_compose.core.guards.kept_views import note_users, watch_forwards
 from fsdp_compose.core.guards.order_changes import warn_of_change
@@ -146,7 +146,7 @@ def _close_forward(unit: Unit, backward: Backward) -> None:
     else:
         install_leaves(unit)
     if unit.opened is not None and unit.opened.for_call:
-        close_stand_ins(unit)
+        close_functional_call(unit)
     unit.engine.schedule.leave_forward(unit, backward, torch.is_grad_enabled(), recomputing)
 
 
@@ -159,7 +159,7 @@ def _abandon_forward(unit: Unit) -> None:
         install_leaves(unit)
         schedule.drop(unit, Hold.FORWARD)
     if unit.opened is not None and unit.opened.for_call:
-        close_stand_ins(unit)
+        close_functional_call(unit)
     if not schedule.active:
         schedule.eval_order = None
 

@@ -20,7 +20,11 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.core.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
 from fsdp_compose.core.guards.collective_log import Log
-from fsdp_compose.core.guards.moved_parameters import adopt, moved_before_backward, require_written
+from fsdp_compose.core.guards.moved_parameters import (
+    copy_moved_parameters,
+    moved_before_backward,
+    require_written,
+)
 from fsdp_compose.core.guards.weight_versions import check_lent, stamp_of, versions_of
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, resting, unit_of
@@ -112,7 +116,7 @@ def settle(bucket: Bucket) -> None:
     was_gathered = bucket.phase is not Phase.SHARDED
     _release(unit_of(bucket).engine, bucket)
     if bucket.residence.moved:
-        adopt(bucket)
+        copy_moved_parameters(bucket)
     if was_gathered:
         _gather_again(unit_of(bucket).engine, bucket)
 

@@ -29,17 +29,17 @@ from fsdp_compose.core.records import Opened
 from fsdp_compose.core.state import Unit, owner_of, resting
 from fsdp_compose.sharded import ShardedTensor, is_sharded, spec_of
 
-StandIns = dict[int, torch.Tensor]
+GivenTensors = dict[int, torch.Tensor]
 """Tensors in the place of parameters, by entry."""
 
 
-def find_stand_ins(unit: Unit) -> StandIns:
+def find_given_tensors(unit: Unit) -> GivenTensors:
     """What stands in the place of the unit's parameters for the call that begins.
 
     Raises:
         RuntimeError: a parameter was replaced for good (D5), or by what cannot stand for it.
     """
-    found: StandIns = {}
+    found: GivenTensors = {}
     places = replaced(unit)
     if not places:
         return found
@@ -84,8 +84,10 @@ def _check(unit: Unit, index: int, value: torch.Tensor) -> None:
         )
 
 
-def open_stand_ins(unit: Unit, found: StandIns, stored: bool = False) -> list[torch.Tensor] | None:
-    """Let the unit's modules hold what was given between its forwards, until ``close_stand_ins``.
+def open_functional_call(
+    unit: Unit, found: GivenTensors, stored: bool = False
+) -> list[torch.Tensor] | None:
+    """Let the unit's modules hold what was given, until ``close_functional_call``.
 
     Returns what the forward that begins reads, by entry, in the dtype it computes in; None where
     the unit is to be gathered as always, for what was not replaced.
@@ -128,7 +130,7 @@ def open_stand_ins(unit: Unit, found: StandIns, stored: bool = False) -> list[to
     return read
 
 
-def close_stand_ins(unit: Unit) -> None:
+def close_functional_call(unit: Unit) -> None:
     """The call is over; the unit's modules hold what was given until the caller takes it back."""
     assert unit.opened is not None
     unit.opened = unit.opened.outer
@@ -148,7 +150,7 @@ def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry,
     return connect(owners(unit), fulls, []) if torch.is_grad_enabled() else fulls
 
 
-def _gather_given(unit: Unit, found: StandIns) -> StandIns:
+def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
     """``found`` with what is sharded in full, gathered once per bucket."""
     by_bucket: dict[Bucket, list[int]] = {}
     for index, value in found.items():

@@ -1,9 +1,10 @@
-"""What was done to a unit's parameters between passes is taken over, or refused by name.
+"""Copies parameters that were given other memory back into their bucket, or refuses by name.
 
 ``module.to(dtype)``, ``p.data = x`` and the like give a parameter other storage than its slice of
-the bucket's shard. ``adopt`` makes that the bucket's: same objects, same layout, new buffers. It
-copies, and never into memory that parameters had before: whoever swaps weights for a while
-(``kept = p.data; p.data = average; ...; p.data = kept``) holds that memory to put it back.
+the bucket's shard. ``copy_moved_parameters`` copies that into the bucket: the objects and the
+layout stay, the buffers are new. It never writes into memory that parameters had before: whoever
+swaps weights for a while (``kept = p.data; p.data = average; ...; p.data = kept``) holds that
+memory to put it back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TAKEN = ("mesh dtypes stored full views aliases in_place inner counts").split()
 """What a rebuilt bucket takes from the bucket that was made around its new shard."""
 
 
-def adopt(bucket: Bucket) -> None:
+def copy_moved_parameters(bucket: Bucket) -> None:
     """Make the storage that the bucket's parameters have now the bucket's own.
 
     Raises:
@@ -68,7 +69,7 @@ def adopt(bucket: Bucket) -> None:
         bucket.history.mirror.join_gradients(None)
 
 
-take_over.append(adopt)
+take_over.append(copy_moved_parameters)
 
 
 def _make_shard(

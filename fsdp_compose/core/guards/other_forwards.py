@@ -29,10 +29,10 @@ from fsdp_compose.core.guards.forward_writes import (
     raise_lost,
 )
 from fsdp_compose.core.guards.functional_calls import (
-    StandIns,
-    close_stand_ins,
-    find_stand_ins,
-    open_stand_ins,
+    GivenTensors,
+    close_functional_call,
+    find_given_tensors,
+    open_functional_call,
 )
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Unit
@@ -42,7 +42,7 @@ def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Inside ``gathered``: compute on the scope's tensors, in the compute dtype."""
     opened = unit.opened
     assert opened is not None
-    given = {} if opened.calls else find_stand_ins(unit)
+    given = {} if opened.calls else find_given_tensors(unit)
     if given:
         return _enter_apart(unit, given, False, args, kwargs)
     if opened.leaf_versions and not opened.calls:
@@ -81,15 +81,15 @@ def _enter_transformed(unit: Unit, module: nn.Module, args: Any, kwargs: Any) ->
         with outside_transforms():
             recover(unit.engine)  # a backward failed
     is_at_rest = unit.run.task is None and not unit.run.finished
-    given = find_stand_ins(unit) if is_at_rest else {}
+    given = find_given_tensors(unit) if is_at_rest else {}
     return _enter_apart(unit, given, computes_as_stored(unit, module), args, kwargs)
 
 
 def _enter_functional(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Tensors of the caller's stand in the place of parameters, for all of them or for some."""
     trained = begin_call(unit)
-    given = find_stand_ins(unit)
-    shown = open_stand_ins(unit, given) if given else None
+    given = find_given_tensors(unit)
+    shown = open_functional_call(unit, given) if given else None
     if shown is None:
         return enter_gathered(unit, trained, args, kwargs)
     return _enter_shown(unit, shown, args, kwargs)
@@ -100,12 +100,12 @@ def _leave_functional(unit: Unit, module: nn.Module, output: Any) -> Any:
     return (_leave_opened if is_complete else leave_forward)(unit, module, output)
 
 
-def _enter_apart(unit: Unit, given: StandIns, stored: bool, args: Any, kwargs: Any) -> Any:
+def _enter_apart(unit: Unit, given: GivenTensors, stored: bool, args: Any, kwargs: Any) -> Any:
     """Compute on the caller's tensors or the call's own, which no pass of the unit is for."""
     if graph_task_id() == -1:
         with outside_transforms():
             admit(unit)
-    shown = open_stand_ins(unit, given, stored)
+    shown = open_functional_call(unit, given, stored)
     assert shown is not None
     return _enter_shown(unit, shown, args, kwargs)
 
@@ -126,7 +126,7 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) 
 def _leave_apart(unit: Unit) -> None:
     schedule = unit.engine.schedule
     install_leaves(unit)
-    close_stand_ins(unit)
+    close_functional_call(unit)
     while schedule.active and schedule.active.pop() is not unit:
         pass
     if not schedule.active and not transforms_active():
