@@ -87,8 +87,8 @@ if _is_used:
         state_dict,
         state_dict_type,
     )
-    from fsdp_compose.checkpoint.plain import attach_state_dict as _attach_state_dict
-    from fsdp_compose.checkpoint.plain import detach_state_dict as _detach_state_dict
+    from fsdp_compose.checkpoint.state_dict_hooks import attach_state_dict as _attach_state_dict
+    from fsdp_compose.checkpoint.state_dict_hooks import detach_state_dict as _detach_state_dict
     from fsdp_compose.comm.grad_bucket import GradBucket
     from fsdp_compose.construct.fully_shard import fully_shard
     from fsdp_compose.construct.initialise import seeded_init

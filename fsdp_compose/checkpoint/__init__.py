@@ -24,7 +24,7 @@ Files, each importing only from those above it:
     formats/safetensors   the safetensors format, read and written in pieces
     formats/export        files of a whole model, committed by one atomic step
     full                  save_full and load_full
-    plain                 model.state_dict() and model.load_state_dict(), through hooks
+    state_dict_hooks      model.state_dict() and model.load_state_dict(), through hooks
 """
 
 from fsdp_compose.checkpoint.dcp import Saving, load_checkpoint, save_checkpoint
@@ -35,7 +35,11 @@ from fsdp_compose.checkpoint.model import load_state_dict, state_dict
 from fsdp_compose.checkpoint.optimizer.read import optim_state_dict
 from fsdp_compose.checkpoint.optimizer.rekey import rekey_optim_state_dict
 from fsdp_compose.checkpoint.optimizer.write import load_optim_state_dict
-from fsdp_compose.checkpoint.plain import get_state_dict_type, set_state_dict_type, state_dict_type
+from fsdp_compose.checkpoint.state_dict_hooks import (
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
 from fsdp_compose.checkpoint.values import Outline
 
 __all__ = [

@@ -89,12 +89,12 @@ def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
     return found
 
 
-def each_full(
+def visit_full(
     leaves: Iterable[nn.Parameter], visit: Callable[[nn.Parameter, torch.Tensor], None]
 ) -> None:
     """Call ``visit`` with each leaf and its full tensor, in the parameter's shape and strides.
 
-    Of parameters that tensor parallelism split it is the whole too. The tensor is valid during the
+    A parameter that tensor parallelism split is put together too. The tensor is valid during the
     call only. Every rank must pass the same leaves.
     """
     by_bucket: dict[int, tuple[Bucket, list[nn.Parameter]]] = {}

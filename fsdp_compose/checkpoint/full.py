@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import contents_of, each_full
+from fsdp_compose.checkpoint.contents import contents_of, visit_full
 from fsdp_compose.checkpoint.files import Sum, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
@@ -116,7 +116,7 @@ def _write_full(values: Mapping[str, Any], writer: _Writer) -> None:
         for name in names[id(leaf)]:
             writer.put(name, full)
 
-    each_full([value for value in values.values() if is_sharded(value)], put)
+    visit_full([value for value in values.values() if is_sharded(value)], put)
     for name, value in values.items():
         if not is_sharded(value):
             writer.put(name, gather_whole(value.detach()))

@@ -22,8 +22,8 @@ from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
     copy_tensor,
-    each_full,
     gathered_leaves,
+    visit_full,
     without_our_hooks,
 )
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
@@ -130,7 +130,7 @@ def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> Order
         if keep:
             copies[id(leaf)] = copy_tensor(full, wanted.cpu_offload)
 
-    each_full(contents.leaves().values(), take)
+    visit_full(contents.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
         return result
@@ -278,18 +278,16 @@ def match(
     unexpected = [key for key in given if key not in names]
     missing = [name for name in names if name not in given and not _may_lack(name, versions)]
     values = {names[k]: v for k, v in given.items() if k in names}
-    problems = [p for n, v in values.items() if (p := _misfit(n, v, current[n])) is not None]
+    problems = [p for n, v in values.items() if (p := _find_misfit(n, v, current[n])) is not None]
     if strict and missing:
         problems.append(f"missing keys: {list_names(missing, unexpected)}")
     if strict and unexpected:
         problems.append(f"unexpected keys: {list_names(unexpected, missing or names)}")
     problem: Exception | None = None
     if problems:
-        shown = "\n  ".join(problems[:8])
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         problem = RuntimeError(
             f"load_state_dict: the state does not fit {type(module).__name__}, which is unchanged:"
-            f"\n  {shown}{more}"
+            f"{list_problems(problems)}"
         )
     facts = Facts(len(given), sum(needs_gather(v, _spec(current[n])) for n, v in values.items()))
     return Matched(values, missing, unexpected, problem, raw_shards, facts)
@@ -332,7 +330,25 @@ def _may_lack(name: str, versions: object) -> bool:
     return name.endswith("num_batches_tracked") and versions is None
 
 
-def _misfit(name: str, value: Any, current: Any) -> str | None:
+def list_problems(problems: list[str]) -> str:
+    """Write problems for a message, each on a line of its own; the first eight of them."""
+    more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+    return "".join(f"\n  {problem}" for problem in [*problems[:8], *more])
+
+
+def describe_lone_slice(value: Any) -> str | None:
+    """Say why a slice that was loaded from one rank's file cannot be gathered; None if it can."""
+    spec = value._shard_spec
+    if all(group.pg is not None or group.size == 1 for group in spec.whole_groups):
+        return None
+    return (
+        f"is the slice of rank {spec.group.rank} of {spec.group.size} ({spec.held}), loaded "
+        "without the other ranks, and this rank holds other elements: save kind='full' or use "
+        "save_checkpoint to load it anywhere"
+    )
+
+
+def _find_misfit(name: str, value: Any, current: Any) -> str | None:
     """Why ``value`` cannot be written into ``current``, or None."""
     if not isinstance(current, Tensor):
         return None
@@ -343,15 +359,9 @@ def _misfit(name: str, value: Any, current: Any) -> str | None:
         return f"{name!r} has global shape {shape}; wanted {want}"
     if value.is_complex() and not current.is_complex():
         return f"{name!r} is {value.dtype}; wanted {current.dtype}, which has no imaginary part"
-    if is_sharded(value) and needs_gather(value, _spec(current)):
-        spec = value._shard_spec
-        if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
-            return (
-                f"{name!r} is the slice of rank {spec.group.rank} of {spec.group.size} "
-                f"({spec.held}), loaded without the other ranks, and this rank holds other "
-                "elements: save kind='full' or use save_checkpoint to load it anywhere"
-            )
-    return None
+    gathers = is_sharded(value) and needs_gather(value, _spec(current))
+    lone = describe_lone_slice(value) if gathers else None
+    return None if lone is None else f"{name!r} {lone}"
 
 
 def prepare(value: Any, current: Any) -> Any:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import Contents, contents_of, each_full
+from fsdp_compose.checkpoint.contents import Contents, contents_of, visit_full
 from fsdp_compose.checkpoint.model import IncompatibleKeys, changes_keys_on_load, match
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
@@ -199,7 +199,7 @@ def _sums(values: Mapping[str, Any]) -> dict[str, Any]:
     def visit(leaf: nn.Parameter, full: Tensor) -> None:
         found.update((name, _sum(full)) for name in leaves[id(leaf)])
 
-    each_full([value for value in values.values() if is_sharded(value)], visit)
+    visit_full([value for value in values.values() if is_sharded(value)], visit)
     return found
 
 

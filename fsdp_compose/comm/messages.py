@@ -207,14 +207,15 @@ def _difference(facts: Sequence[object], ranks: Sequence[int]) -> Exception | No
 class SharedErrors:
     """Scope whose error, on any rank, is raised on all ranks; every rank must leave it.
 
-    Where no rank has an error, ``facts`` that differ between ranks are one, as in ``raise_on_all``.
+    Where no rank has an error, ``facts`` that differ between ranks are one, as in ``raise_on_all``;
+    they may be set inside the scope.
     """
 
     def __init__(self, *groups: Group, facts: object = None) -> None:
         self.groups, self.facts = groups, facts
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> SharedErrors:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Exception):

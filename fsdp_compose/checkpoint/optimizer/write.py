@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
@@ -43,7 +44,7 @@ from fsdp_compose.checkpoint.values import (
     needs_gather,
     whole_shape,
 )
-from fsdp_compose.comm.messages import SharedErrors, broadcast_object, raise_on_all
+from fsdp_compose.comm.messages import SharedErrors, broadcast_object
 from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
 from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
 
@@ -92,21 +93,13 @@ def load_optim_state_dict(
         targets = targets_of(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast_state(module, state_dict, targets)
-    problem: Exception | None = None
     given: dict[str, Any] = {}
-    facts: object = None
-    try:
+    with SharedErrors(*groups):
         given = _name_parameters(module, targets, state_dict)
-    except (RuntimeError, TypeError, ValueError) as error:
-        problem = error
     if any(part.owner is not None for part in parts_of(targets).values()):
-        raise_on_all(problem, groups)
         given["state"] = add_state_of_others(module, given["state"], parts_of(targets))
-    try:
-        facts = None if problem else _check_fit(module, targets, given)
-    except (RuntimeError, TypeError, ValueError) as error:
-        problem = error
-    raise_on_all(problem, groups, facts)
+    with SharedErrors(*groups) as shared:
+        shared.facts = _check_fit(module, targets, given)
     write_optim(targets, given)
 
 
@@ -217,7 +210,7 @@ def _check_fit(
                 )
                 break
     saved = {name for group in given["param_groups"] for name in group["params"]}
-    for one, groups in targets:
+    for _, groups in targets:
         for members in groups:
             parts = [part for member in members for part in member.parts]
             missing = [part.name for part in parts if part.name not in saved]
@@ -227,17 +220,15 @@ def _check_fit(
                 _find_settings(given, [part.name for part in parts], problems)
             for part in parts:
                 values = given["state"].get(part.name, {})
-                problems += _find_misfits(part, values, given, one)
+                problems += _find_misfits(part, values, given)
                 spec = None if part.owner is not None else part.spec
                 gathers += sum(
                     needs_gather(v, spec) for v in values.values() if isinstance(v, Tensor)
                 )
     if problems:
-        shown = "\n  ".join(problems[:8])
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise RuntimeError(
-            f"load_optim_state_dict: the state does not fit, the optimizer is unchanged:\n  "
-            f"{shown}{more}"
+            "load_optim_state_dict: the state does not fit, the optimizer is unchanged:"
+            f"{list_problems(problems)}"
         )
     return f"{len(given['state'])} parameters' state ({gathers} tensors to gather)"
 
@@ -264,9 +255,7 @@ def _find_settings(
     return chosen or {}
 
 
-def _find_misfits(
-    part: Part, values: Mapping[str, Any], given: Mapping[str, Any], optim: Optimizer
-) -> list[str]:
+def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for key, value in values.items():
         if part.spec is not None and find_object(value) is not None:
@@ -288,13 +277,8 @@ def _find_misfits(
         if shape != want and (cut or (shape and key in ELEMENTWISE)):  # () is a number of its own
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
         elif is_sharded(value) and (part.owner is not None or needs_gather(value, part.spec)):
-            spec = value._shard_spec
-            if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
-                found.append(
-                    f"{key!r} of {part.name!r} is the slice of rank {spec.group.rank} of "
-                    f"{spec.group.size} ({spec.held}), loaded without the other ranks; save "
-                    "kind='full' or use save_checkpoint to load it anywhere"
-                )
+            lone = describe_lone_slice(value)
+            found += [] if lone is None else [f"{key!r} of {part.name!r} {lone}"]
     return found
 
 

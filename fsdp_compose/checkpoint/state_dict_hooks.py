@@ -21,7 +21,7 @@ from fsdp_compose.checkpoint.contents import (
     CHECKPOINTED,
     are_our_hooks_off,
     copy_tensor,
-    each_full,
+    visit_full,
     without_our_hooks,
 )
 from fsdp_compose.checkpoint.model import (
@@ -175,7 +175,7 @@ def _gather(
             copy = copy_tensor(full, wanted.cpu_offload)
             state_dict.update((key, copy.detach()) for key in keys[id(leaf)])
 
-    each_full(leaves, take)
+    visit_full(leaves, take)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not keep:
             del state_dict[key]
