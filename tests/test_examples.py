@@ -93,7 +93,7 @@ def test_tensor_parallel_equals_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_dpo_learns_and_reduces_once_a_step() -> None:
     """DPO learns preferences and reduces the policy once a step."""
-    printed = run("dpo", "--base-steps", 40, "--steps", 30)
+    printed = run("dpo", "--base-steps", 24, "--steps", 21)
     loss = numbers(r"loss ([\d.]+)", printed)
     assert loss[0] == 0.6931 and loss[-1] < 0.6  # -log sigmoid(0) while policy is reference
     reduces, units = re.findall(r"reduce-scatters a step: (\d+), units: (\d+)", printed)[0]
