@@ -87,6 +87,7 @@ def _group_parameters(
                 f"{first!r} is on {device}; move the module to one device first: module.to(device)."
             )
         mp = precision_for(options.mp, name, param)
+        _check_gradient_dtype(plan, name, param, mp)
         chosen = MixedPrecision(
             mp.param_dtype,
             mp.reduce_dtype,
@@ -177,6 +178,25 @@ def unit_precision(plan: UnitPlan) -> MixedPrecision:
         return MixedPrecision()
     largest = max(plan.found, key=lambda item: item.param.numel())
     return precision_for(mp, plan.full_name(largest.names[0]), largest.param)
+
+
+def _check_gradient_dtype(
+    plan: UnitPlan, name: str, param: nn.Parameter, mp: MixedPrecision
+) -> None:
+    """Raise where a parameter asks for gradients of another dtype than its bucket's.
+
+    Raises:
+        ValueError: saying by which option they are kept so.
+    """
+    wanted, given = param.grad_dtype, mp.dtypes_for(param.dtype).grad
+    if param.requires_grad and wanted not in (None, param.dtype, given):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} of unit {plan.name!r} has grad_dtype {wanted}, and "
+            f"gradients of {param.dtype} parameters are kept in {given} here. They are reduced and "
+            "kept by bucket, so say it with mp_policy=MixedPrecision(reduce_dtype="
+            f"{wanted}, keep_low_precision_grads=True), or with a function (fqn, parameter) that "
+            "gives it for some; or set grad_dtype back to the parameter's own dtype."
+        )
 
 
 def precision_for(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> MixedPrecision:
