@@ -43,6 +43,7 @@ The folders; each imports only from those above it:
     base        the user's choices, meshes, streams, trees; torch's private names in one file
     comm        collectives, and how ranks agree on what they run
     sharded     what a parameter is between passes
+    buckets     parameters in one flat buffer, and everything a step needs of it
     core        the engine: gathers, releases and reduces units; its guards against wrong numbers
     construct   fully_shard, undo and refresh: choose units, compare ranks, build
     scopes      what users call between passes: full parameters, switches, hooks

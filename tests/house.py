@@ -20,6 +20,7 @@ FOLDERS = [
     "base",
     "comm",
     "sharded",
+    "buckets",
     "core",
     "construct",
     "scopes",
@@ -37,7 +38,7 @@ MAX_LINES = 500  # of a file of the package
 MAX_BODY = 50  # lines of a function without its docstring
 MAX_FIELDS = 22  # of a class of state
 ENGINE = "core"  # without the guards in it
-ENGINE_LINES = 3400
+ENGINE_LINES = 2850
 ENGINE_FILES = 11
 MAX_TEST_LINES = 600
 MAX_TEST_NAME = 50
@@ -236,7 +237,7 @@ def check_form(package: Path) -> list[str]:
 PROCESS = "base/process"  # what a process has one of stands there
 OUTSIDE_PROCESS = {
     "base/lazy:_under_way": "packages being imported, by name; the import lock guards it",
-    "core/bucket:take_over": "a function of a later file, added when that is imported",
+    "buckets/bucket:take_over": "a function of a later file, added when that is imported",
     "core/hooks:attachments": "functions that the package's __init__ lists",
     "scopes/compile:_keys": "numbers units in graphs, which torch's table of operators refers to",
     "sharded/advice:unit_finders": "a function of a later file, added when that is imported",

@@ -217,7 +217,7 @@ def thaw() -> None:
 
         return mutant
 
-    replace("place_parameters", make, "core.bucket")
+    replace("place_parameters", make, "buckets.build")
 
 
 def reduce_twice() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.buckets.bucket import Bucket
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
 from fsdp_compose.core.autograd import gather_flat
-from fsdp_compose.core.bucket import Bucket, find_entry
 from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
 

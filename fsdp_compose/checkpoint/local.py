@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.construct.names import walk_named
-from fsdp_compose.core.bucket import Bucket
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
 

@@ -21,10 +21,10 @@ from torch import nn
 from fsdp_compose.base.group import SELF, Group
 from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import messages, waiting
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameters_by_name
-from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.surroundings import check_surroundings
 from fsdp_compose.core.state import iter_units, owner_of

@@ -17,6 +17,9 @@ from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
 from fsdp_compose.base.unwritten import is_unwritten
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.build import make_bucket
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
 from fsdp_compose.construct.initialise import broadcast, initialise
@@ -24,7 +27,6 @@ from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core import hooks
 from fsdp_compose.core.autograd import EngineWork
-from fsdp_compose.core.bucket import Bucket, Entry, find_entry, make_bucket
 from fsdp_compose.core.guards.added_parameters import remember
 from fsdp_compose.core.guards.methods import attach_methods
 from fsdp_compose.core.guards.replicas import checksum

@@ -13,9 +13,9 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, check_fusable, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
-from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import spread_work
 from fsdp_compose.layout.planner import plan_layout, run_layout

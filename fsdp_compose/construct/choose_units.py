@@ -22,12 +22,12 @@ from fsdp_compose.base.policy import (
     place,
 )
 from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.construct.wrap import Decide, Policy, matches_nothing, near
-from fsdp_compose.core.bucket import Slot
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 

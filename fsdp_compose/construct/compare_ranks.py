@@ -14,12 +14,12 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.torch_private import buffer_slots
+from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.comm.messages import ErrorReport, describe_error, first_error
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
-from fsdp_compose.core.bucket import Slot
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.sharded import Parallel
 

@@ -22,7 +22,7 @@ from fsdp_compose.base.policy import (
     Placement,
     Prefetch,
 )
-from fsdp_compose.core.bucket import Slot
+from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Parallel, part_of

@@ -17,6 +17,9 @@ from torch import nn
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.policy import INITS, Init
 from fsdp_compose.base.torch_private import parameter_slots, raw
+from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
+from fsdp_compose.buckets.build import bind
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.build_unit import (
     MetaValues,
     build_bucket,
@@ -31,7 +34,6 @@ from fsdp_compose.construct.names import clean_name
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.construct.undo import restore_parameters
-from fsdp_compose.core.bucket import Bucket, Entry, Slot, bind, find_entry
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.units import require_units

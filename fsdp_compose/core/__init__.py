@@ -2,7 +2,6 @@
 
 Files, each importing only from those above it:
 
-    bucket                      parameters in one flat buffer, with every view a step needs
     guards/collective_log       ranks compare what they communicate (D2)
     schedule                    when units are gathered, kept, released and reduced: plain rules
     records                     what a unit remembers besides its buckets

@@ -32,8 +32,9 @@ from fsdp_compose.base.torch_private import (
     wanted_leaves,
 )
 from fsdp_compose.base.tree import find_tensors, map_tensors
+from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
+from fsdp_compose.buckets.entries import dress
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import Bucket, Entry, Phase, dress
 from fsdp_compose.core.gathering import (
     announce,
     forget_inner,

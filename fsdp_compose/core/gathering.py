@@ -16,9 +16,9 @@ from torch import nn
 
 from fsdp_compose.base.mesh import refuse_late_group
 from fsdp_compose.base.torch_private import flat_weights, graph_task_id, profiler_enabled
+from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
-from fsdp_compose.core.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.moved_parameters import (
     copy_moved_parameters,

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm.grad_bucket import GradBucket
-from fsdp_compose.core.bucket import Bucket
-
-
-class Hold(Enum):
-    """Why a unit must stay gathered."""
-
-    __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
-
-    FORWARD = auto()  # its forward is running
-    BACKWARD = auto()  # its backward is running, or a recomputation for it
-    KEPT = auto()  # from forward to backward, by strategy
-    PREFETCH = auto()  # gathered ahead, not used yet
-    RETAINED = auto()  # a graph over its weights was created in backward (create_graph)
-    USER = auto()  # between the user's unshard and reshard
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -15,10 +15,11 @@ import torch
 
 from fsdp_compose.base.policy import Offload
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.build import make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket
-from fsdp_compose.core.bucket import Bucket, Entry, make_grad_buffer
 from fsdp_compose.core.gathering import noted
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.scope_parameters import at_rest

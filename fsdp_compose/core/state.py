@@ -23,20 +23,14 @@ from fsdp_compose.base.policy import MixedPrecision, Prefetch
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, make_streams
 from fsdp_compose.base.torch_private import untraced
+from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
+from fsdp_compose.buckets.copies import copy_bucket, copy_slot
+from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
-from fsdp_compose.core.bucket import (
-    Bucket,
-    Entry,
-    Mirror,
-    Slot,
-    attributes_of,
-    has_attributes,
-    make_bucket,
-)
 from fsdp_compose.core.guards.collective_log import Log, code_of, is_alive, log_key
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
 from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
-from fsdp_compose.sharded import Hooks, Parallel, Residence, unit_finders
+from fsdp_compose.sharded import Parallel, unit_finders
 
 STATE_KEY = "_fsdp_compose_state"
 
@@ -214,7 +208,7 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         self.checks.copies += 1
         modules = [copy.deepcopy(ref(), memo) for ref in self.modules]
-        buckets = [_copy_bucket(bucket, memo) for bucket in self.buckets]
+        buckets = [copy_bucket(bucket, memo) for bucket in self.buckets]
         copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
         for old, new in zip(self.buckets, buckets, strict=True):
             copied.update(zip(map(id, old.entries), new.entries, strict=True))
@@ -228,12 +222,12 @@ class Unit:
             prefetch=self.prefetch,
             switches=replace(self.switches),
             number=self.number and (*self.number, "copy", self.checks.copies),
-            slots=[(_copy_slot(slot, memo), index) for slot, index in self.slots],
+            slots=[(copy_slot(slot, memo), index) for slot, index in self.slots],
             options=self.options,
         )
         unit.checks.groupless = self.checks.groupless
         for name, slot in self.checks.unready_buffers:
-            unit.checks.unready_buffers.append((name, _copy_slot(slot, memo)))
+            unit.checks.unready_buffers.append((name, copy_slot(slot, memo)))
         for ref in self.checks.left_alone.values():
             twin = memo.get(id(ref()))
             if twin is not None:
@@ -289,42 +283,6 @@ def owner_of(entry: Entry) -> Bucket:
     bucket = entry.owner() if entry.owner is not None else None
     assert bucket is not None, f"parameter {entry.spec.fqn!r}: its bucket is gone"
     return bucket
-
-
-def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
-    """The same place in the copied module, which may still be without its own dictionaries."""
-    module = copy.deepcopy(slot.module(), memo)
-    assert module is not None
-    return Slot(weakref.ref(module), slot.name, copy.deepcopy(slot.values, memo))
-
-
-def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
-    """An independent bucket around the copies that ``memo`` has or makes of the parameters."""
-    shard = bucket.shard.detach().clone()  # first, as it may make the bucket's buffers anew
-    residence = Residence()
-    entries = []
-    for entry in bucket.entries:
-        param = copy.deepcopy(entry.param, memo)
-        spec = replace(entry.spec, residence=residence, hooks=Hooks())
-        if entry.kind is not torch.nn.Parameter:
-            param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
-        entries.append(Entry(param, spec, entry.names, [], kind=entry.kind))
-    copied = make_bucket(
-        entries,
-        bucket.layout,
-        bucket.mesh,
-        shard,
-        bucket.mp,
-        bucket.offload,
-        bucket.spread,
-    )
-    copied.history.unready = [copied.entries[entry.index] for entry in bucket.history.unready]
-    for entry, old in zip(copied.entries, bucket.entries, strict=True):
-        entry.slots = [_copy_slot(slot, memo) for slot in old.slots]
-        if old.layers:  # a scope shows it in full, which a copy of the model does not inherit
-            for slot in entry.slots:
-                slot.values[slot.name] = entry.param
-    return copied
 
 
 @dataclass(eq=False, repr=False)

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.construct.tensor_parallel import find_parallel
-from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_once

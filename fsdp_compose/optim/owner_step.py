@@ -31,9 +31,10 @@ from torch.optim import Optimizer
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.strides import flatten
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Entry
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.collectives import move_pieces
-from fsdp_compose.core.bucket import Entry, find_entry
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import balance, matrix_work

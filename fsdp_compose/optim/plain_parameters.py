@@ -25,8 +25,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.entries import find_entry, mark_entry
 from fsdp_compose.construct.names import named_leaves
-from fsdp_compose.core.bucket import Bucket, Entry, find_entry, mark_entry
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.reducing import get_grad, requires_grad, set_grad
 from fsdp_compose.core.state import owner_of

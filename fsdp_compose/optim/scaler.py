@@ -8,8 +8,8 @@ import torch
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import find_entry
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded_parameter, spec_of
 

@@ -12,7 +12,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_compose.core.bucket import Entry, find_entry
+from fsdp_compose.buckets.bucket import Entry
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.reducing import get_grad, requires_grad
 from fsdp_compose.core.state import engines, owner_of

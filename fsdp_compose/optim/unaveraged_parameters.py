@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.torch_private import clipped_parameters, parameter_slots
-from fsdp_compose.core.bucket import entry_of
+from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.added_parameters import listed
 from fsdp_compose.core.state import engines, owner_of
 from fsdp_compose.optim.plain_parameters import source_of

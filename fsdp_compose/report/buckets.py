@@ -10,9 +10,9 @@ import torch
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm.messages import is_point_to_point
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
-from fsdp_compose.core.bucket import Bucket
 from fsdp_compose.layout.matrix_work import whole_owners
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.core.bucket import Bucket, Phase
+from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.guards.weight_versions import stamp_of
 from fsdp_compose.core.reducing import get_grad

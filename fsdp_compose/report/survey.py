@@ -15,10 +15,10 @@ from torch import nn
 
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.base.torch_private import buffer_slots, parameter_slots, raw
+from fsdp_compose.buckets.bucket import Entry, Slot
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.names import is_wrapped, walk_named
 from fsdp_compose.construct.plans import UnitPlan
-from fsdp_compose.core.bucket import Entry, Slot
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.report.buckets import PlannedBucket, describe_bucket, describe_plan
 from fsdp_compose.sharded import Parallel

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.core.autograd import Spread
-from fsdp_compose.core.bucket import Bucket, Entry, entry_of, find_entry
 from fsdp_compose.core.guards.scope_parameters import is_connected, leaf_of
 from fsdp_compose.core.state import Asked, Unit, owner_of, unit_of
 from fsdp_compose.scopes.compile import set_traceable as set_traceable

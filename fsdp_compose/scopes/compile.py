@@ -36,8 +36,8 @@ from fsdp_compose.base.torch_private import (
     uncompiled_as_frame,
     wanted_leaves,
 )
+from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.core.autograd import Tensors, gather_flat, reduce_at_once, take, trained_entries
-from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import admit, find_recurrent
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.replaced_parameters import check_slots

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots, raw
+from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.scope_parameters import hide

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.core.autograd import gather_flat
-from fsdp_compose.core.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.connect import connect
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of

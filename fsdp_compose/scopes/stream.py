@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.state import engines, owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
 from fsdp_compose.sharded import to_local

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_compose.core.bucket import Bucket, Entry, find_entry
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose.core.bucket import find_entry
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import balance, matrix_work, spread_work, whole_work
 from fsdp_compose.layout.planner import plan_layout

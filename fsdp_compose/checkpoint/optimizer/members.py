@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint.values import whole_shape
 from fsdp_compose.construct.names import parameter_names
-from fsdp_compose.core.bucket import Bucket, Entry, find_entry
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.optim.owner_step import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded

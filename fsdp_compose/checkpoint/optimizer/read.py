@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.checkpoint.contents import copy_tensor, gather_bucket, view_full
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_state
@@ -36,7 +37,6 @@ from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import gather_whole, show_whole
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameter_names
-from fsdp_compose.core.bucket import Bucket
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
 

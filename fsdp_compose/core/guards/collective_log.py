@@ -27,8 +27,8 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams
+from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import Bucket
 
 Event = tuple[int, str, str, str]
 """(its number, a verb, name of the unit, for what); the number tells events apart."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.core.autograd import receive
-from fsdp_compose.core.bucket import Entry
 from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.sharded import part_of

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_compose.base.torch_private import read_version
-from fsdp_compose.core.bucket import Entry, alias
+from fsdp_compose.buckets.bucket import Entry, alias
 from fsdp_compose.core.guards.collective_log import WRITE, code_of, is_debugging
 from fsdp_compose.core.guards.kept_views import guard_attributes
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another

@@ -21,8 +21,9 @@ from fsdp_compose.base.torch_private import (
     transforms_active,
 )
 from fsdp_compose.base.torch_stack import in_functional_call
+from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
+from fsdp_compose.buckets.entries import dress
 from fsdp_compose.core.autograd import Spread, gather_flat
-from fsdp_compose.core.bucket import Bucket, Entry, dress, full_tensor
 from fsdp_compose.core.guards.connect import connect, owners
 from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
 from fsdp_compose.core.records import Opened

@@ -30,7 +30,7 @@ from fsdp_compose.base.torch_private import (
     storage_use_count,
     untraced,
 )
-from fsdp_compose.core.bucket import Bucket, Entry, Phase
+from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Engine, Unit
 

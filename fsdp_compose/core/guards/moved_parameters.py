@@ -18,15 +18,9 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, group_of, with_transport
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.unwritten import is_unwritten
+from fsdp_compose.buckets.bucket import Bucket, Phase, take_over
+from fsdp_compose.buckets.build import make_bucket, make_grad_buffer, place_parameters
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import (
-    Bucket,
-    Phase,
-    make_bucket,
-    make_grad_buffer,
-    place_parameters,
-    take_over,
-)
 from fsdp_compose.core.state import Unit, engine_of, units_with
 from fsdp_compose.sharded import tag, to_local
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_compose.base.policy import FullPrecision
 from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, transforms_active
-from fsdp_compose.core.bucket import dress
+from fsdp_compose.buckets.entries import dress
 from fsdp_compose.core.forward import (
     Mode,
     begin_call,

@@ -14,8 +14,8 @@ from torch import nn
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.strides import flatten, storage_order
+from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.bucket import Bucket, Entry
 from fsdp_compose.core.gathering import settle
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import part_of, to_local

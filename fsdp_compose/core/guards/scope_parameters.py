@@ -32,7 +32,8 @@ from fsdp_compose.base.torch_private import (
     swap_dtensor_slots,
 )
 from fsdp_compose.base.torch_stack import is_asked_for_gradient, is_called_by_parameter, is_in_call
-from fsdp_compose.core.bucket import Entry, find_entry
+from fsdp_compose.buckets.bucket import Entry
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.sharded import EDGE, HANDLERS, ShardedWeightError, refuse_export
 
 _plain: Any = torch.Tensor

@@ -10,9 +10,9 @@ compare what each of them went by, at the end of the next step, and raise where 
 from __future__ import annotations
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.collectives import Flags
-from fsdp_compose.core.bucket import Bucket
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.state import unit_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.core.bucket import Bucket, Entry, Phase
+from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Unit
 

@@ -1,0 +1,9 @@
+"""What a bucket is: its parameters, its flat buffers with all their views, and how it is copied.
+
+Files, each importing only from those above it:
+
+    bucket   parameters of one dtype, trainability and mesh in one flat buffer
+    entries  which entry a parameter stands for, and what a module may read from it
+    build    a bucket's buffers, with every view of them that a step needs
+    copies   independent buckets around the copies of a model's parameters
+"""

@@ -1,0 +1,141 @@
+"""A bucket's buffers, built around its shard, with every view of them that a step needs."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.base.policy import MixedPrecision, Offload
+from fsdp_compose.base.torch_private import raw, read_version
+from fsdp_compose.buckets.bucket import Bucket, Dtypes, Entry, GradBuffer, Inner, Views, alias
+from fsdp_compose.buckets.entries import mark_entry
+from fsdp_compose.layout.shards import Layout
+from fsdp_compose.sharded import set_local, tag
+
+
+def make_bucket(
+    entries: list[Entry],
+    layout: Layout,
+    mesh: Mesh,
+    shard: torch.Tensor,
+    mp: MixedPrecision,
+    offload: Offload,
+    spread: Group | None,
+) -> Bucket:
+    """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
+    device = mesh.device
+    dtypes = Dtypes(*mp.dtypes_for(shard.dtype))
+    in_place = layout.world_size == 1 and dtypes.compute == shard.dtype and device == shard.device
+    with torch.inference_mode(False), torch.no_grad():
+        full = shard if in_place else torch.empty(layout.numel, dtype=dtypes.compute, device=device)
+        aliases = [alias(full, entry.spec.offset, entry.spec) for entry in entries]
+        bucket = Bucket(
+            entries=entries,
+            layout=layout,
+            mesh=mesh,
+            residence=entries[0].spec.residence,
+            mp=mp,
+            dtypes=dtypes,
+            stored=shard,
+            full=full,
+            views=_make_views(full, shard, layout, mesh.shard.rank),
+            aliases=aliases,
+            counts=list(map(read_version, aliases)),
+            in_place=in_place,
+            offload=offload,
+            inner=_make_inner(full, mesh, spread),
+        )
+        place_parameters(bucket)
+        if not in_place:
+            full.untyped_storage().resize_(0)
+    for index, entry in enumerate(entries):
+        bind(bucket, entry, index)
+    return bucket
+
+
+def bind(bucket: Bucket, entry: Entry, index: int) -> None:
+    """Let ``entry`` be the one at ``index`` of the bucket."""
+    entry.owner, entry.index = weakref.ref(bucket), index
+    entry.pin = weakref.ref(entry.param)
+    mark_entry(entry.param, entry)
+
+
+def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner | None:
+    group, source = (spread, None) if mesh.axes is None else mesh.axes
+    if group is None or not full.numel():
+        return None
+    parts = list(full.view(torch.uint8).chunk(group.size))
+    own = list(full.chunk(group.size))[group.rank]
+    return Inner(group, parts, own, source, None if source is None else torch.empty_like(own))
+
+
+def place_parameters(bucket: Bucket) -> None:
+    """Make every parameter of the bucket a slice of its shard; the objects stay the same."""
+    slices = bucket.stored.split(bucket.views.splits) if bucket.views.splits else ()
+    with raw():
+        for entry, piece in zip(bucket.entries, bucket.views.pieces, strict=True):
+            set_local(entry.param, slices[piece])
+            if bucket.dtypes.grad != bucket.stored.dtype:
+                entry.param.grad_dtype = bucket.dtypes.grad
+            tag(entry.param, entry.spec)
+
+
+def make_grad_buffer(bucket: Bucket) -> GradBuffer:
+    """A flat gradient buffer with its views; its storage is allocated."""
+    layout, dtype = bucket.layout, bucket.dtypes.reduce
+    per_element = 2 if bucket.stored.is_complex() else 1
+    with torch.inference_mode(False):
+        flat = torch.empty(layout.numel * per_element, dtype=dtype, device=bucket.mesh.device)
+        typed = torch.view_as_complex(flat.view(-1, 2)) if per_element == 2 else flat
+        spans = [
+            (e.spec.offset, e.spec.offset + e.spec.numel) for e in bucket.entries if e.spec.numel
+        ]
+        starts = [start for start, _ in sorted(spans)] + [layout.numel]
+        ends = [0] + [stop for _, stop in sorted(spans)]
+        return GradBuffer(
+            flat=flat,
+            parts=list(flat.chunk(bucket.mesh.gather_axis.size)) if flat.numel() else [],
+            views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
+            gaps=[
+                flat[stop * per_element : start * per_element]
+                for stop, start in zip(ends, starts, strict=True)
+                if start > stop
+            ],
+        )
+
+
+def _make_views(full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int) -> Views:
+    whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
+    is_ready = shard.dtype == full.dtype and shard.device == full.device
+    splits, pieces = _cut(layout, rank)
+    return Views(
+        own=full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel],
+        whole_bytes=whole_bytes,
+        part_bytes=list(whole_bytes.chunk(layout.world_size)) if whole_bytes.numel() else [],
+        shard_bytes=shard.view(torch.uint8) if is_ready else None,
+        splits=splits,
+        pieces=pieces,
+    )
+
+
+def _cut(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
+    """The sizes that ``split`` a shard into slices and gaps, and by entry its place among them."""
+    slices = [layout.slice_of(i, rank) for i in range(len(layout.extents))]
+    order = sorted(range(len(slices)), key=lambda i: (slices[i].shard_offset, slices[i].numel))
+    splits: list[int] = []
+    pieces = [0] * len(slices)
+    position = 0
+    for index in order:
+        piece = slices[index]
+        offset = piece.shard_offset if piece.numel else position
+        if offset > position:
+            splits.append(offset - position)
+        pieces[index] = len(splits)
+        splits.append(piece.numel)
+        position = offset + piece.numel
+    if position < layout.shard_numel or not splits:
+        splits.append(layout.shard_numel - position)
+    return splits, pieces

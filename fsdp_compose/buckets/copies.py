@@ -1,0 +1,51 @@
+"""A deep copy of a model: independent buckets around the copies of its parameters."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
+from fsdp_compose.buckets.build import make_bucket
+from fsdp_compose.buckets.entries import attributes_of
+from fsdp_compose.sharded import Hooks, Residence
+
+
+def copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
+    """The same place in the copied module, which may still be without its own dictionaries."""
+    module = copy.deepcopy(slot.module(), memo)
+    assert module is not None
+    return Slot(weakref.ref(module), slot.name, copy.deepcopy(slot.values, memo))
+
+
+def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
+    """An independent bucket around the copies that ``memo`` has or makes of the parameters."""
+    shard = bucket.shard.detach().clone()  # first, as it may make the bucket's buffers anew
+    residence = Residence()
+    entries = []
+    for entry in bucket.entries:
+        param = copy.deepcopy(entry.param, memo)
+        spec = replace(entry.spec, residence=residence, hooks=Hooks())
+        if entry.kind is not torch.nn.Parameter:
+            param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
+        entries.append(Entry(param, spec, entry.names, [], kind=entry.kind))
+    copied = make_bucket(
+        entries,
+        bucket.layout,
+        bucket.mesh,
+        shard,
+        bucket.mp,
+        bucket.offload,
+        bucket.spread,
+    )
+    copied.history.unready = [copied.entries[entry.index] for entry in bucket.history.unready]
+    for entry, old in zip(copied.entries, bucket.entries, strict=True):
+        entry.slots = [copy_slot(slot, memo) for slot in old.slots]
+        if old.layers:  # a scope shows it in full, which a copy of the model does not inherit
+            for slot in entry.slots:
+                slot.values[slot.name] = entry.param
+    return copied

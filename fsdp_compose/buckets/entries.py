@@ -1,0 +1,71 @@
+"""Which entry a parameter stands for, and what a module may read from it besides its values."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.buckets.bucket import Entry
+from fsdp_compose.sharded import spec_of
+
+_ENTRY_KEY = "_fsdp_compose_entry"
+
+
+def mark_entry(param: nn.Parameter, entry: Entry) -> None:
+    """Note on a parameter, or on a plain one over its slice, which entry it stands for."""
+    param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
+
+
+def find_entry(param: nn.Parameter) -> Entry:
+    """The entry of a sharded parameter.
+
+    Raises:
+        ValueError: it is a copy of one, or was computed from one, and is in no bucket.
+    """
+    entry = entry_of(param)
+    if entry is None:
+        spec = spec_of(param)
+        raise ValueError(
+            f"a slice of {spec.fqn!r} (unit {spec.unit!r}) that belongs to no unit, since it was "
+            "copied by copy.deepcopy of a part of one, or computed from slices. Copy the whole "
+            "unit, which is sharded alike then; or put a plain parameter in its place, "
+            "nn.Parameter(p.full_tensor()), which every rank calls."
+        )
+    return entry
+
+
+def entry_of(param: nn.Parameter) -> Entry | None:
+    """The entry of a parameter; None if it lies in no bucket."""
+    ref = param.__dict__.get(_ENTRY_KEY)
+    return None if ref is None else ref()
+
+
+def forget_entry(param: nn.Parameter) -> None:
+    """The parameter is plain again."""
+    param.__dict__.pop(_ENTRY_KEY, None)
+
+
+_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))
+
+
+def has_attributes(entry: Entry) -> bool:
+    """Whether its module may read more from it than a tensor: a class or attributes of its own."""
+    return entry.kind is not nn.Parameter or bool(attributes_of(entry.param))
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """What others than this library put on a parameter."""
+    return {name: value for name, value in param.__dict__.items() if name not in _OURS}
+
+
+def dress(tensor: torch.Tensor, entry: Entry) -> None:
+    """Let a full tensor read as the parameter: its class, and its attributes, which they share."""
+    if entry.kind is not nn.Parameter:
+        tensor.__class__ = entry.kind
+    is_parameter = "_is_param" in tensor.__dict__  # for isinstance
+    tensor.__dict__ = entry.param.__dict__
+    if is_parameter:
+        tensor._is_param = True
