@@ -343,7 +343,7 @@ def test_collective_budget() -> None:
         calls: list[str] = []
         from fsdp_compose.sharded import reduce
 
-        for name in ("all_reduce", "all_gather_uneven"):
+        for name in ("reduce_alike", "all_gather_uneven"):
             real = getattr(reduce, name)
             setattr(reduce, name, lambda *a, _r=real, _n=name: (calls.append(_n), _r(*a))[1])
         with torch.no_grad():
