@@ -33,6 +33,7 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.core.guards import scope_parameters
+from fsdp_compose.core.schedule import Schedule
 from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
@@ -57,15 +58,18 @@ from saved import Code
 pytestmark = pytest.mark.slow
 
 
-def replace(name: str, make: Callable[[Any], Any], module: str | None = None) -> None:
-    """Put ``make(original)`` wherever the package has bound the function of this name."""
-    homes = ("core.gathering", "core.reducing", "core.passes") if module is None else (module,)
-    loaded = [vars(sys.modules[f"fsdp_compose.{home}"]) for home in homes]
-    original = next(names[name] for names in loaded if name in names)
+def replace(name: str, make: Callable[[Any], Any], home: str = "") -> None:
+    """Put ``make(original)`` wherever the package has bound the function of this name.
+
+    ``home`` is the file that defines it, where several define one of that name.
+    """
+    loaded = [vars(m) for key, m in sys.modules.items() if key.startswith("fsdp_compose.")]
+    found = {n[name] for n in loaded if name in n and n["__name__"] == n[name].__module__}
+    (original,) = (f for f in found if not home or f.__module__ == f"fsdp_compose.{home}")
     mutant = make(original)
-    for key, loaded in list(sys.modules.items()):
-        if key.startswith("fsdp_compose") and vars(loaded).get(name) is original:
-            setattr(loaded, name, mutant)
+    for names in loaded:
+        if names.get(name) is original:
+            names[name] = mutant
 
 
 # Checks
@@ -217,7 +221,7 @@ def thaw() -> None:
 
         return mutant
 
-    replace("place_parameters", make, "buckets.build")
+    replace("place_parameters", make)
 
 
 def reduce_twice() -> None:
@@ -338,7 +342,7 @@ def adopt_in_place() -> None:
 
         return mutant
 
-    replace("_make_shard", make, "core.guards.moved_parameters")
+    replace("_make_shard", make)
 
 
 def forget_the_unit() -> None:
@@ -354,7 +358,7 @@ def check_full_names(rank: int) -> None:
 
 def forget_what_is_empty() -> None:
     """``module.to_empty()`` leaves memory that looks written."""
-    replace("mark_unwritten", lambda original: lambda tensor: None, "sharded.calls")
+    replace("mark_unwritten", lambda original: lambda tensor: None)
 
 
 def check_emptied(rank: int) -> None:
@@ -469,10 +473,10 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sync flag ignored": (no_sync_flag, check_no_sync, 2),
     "never released": (never_release, check_released, 2),
     "prefetch ignored": (
-        lambda: replace("prefetch", lambda original: lambda *args, **kwargs: None), check_ahead, 2,
+        lambda: setattr(Schedule, "prefetch", lambda *_: None), check_ahead, 2,
     ),
     "always gathered again": (
-        lambda: replace("keep", lambda original: lambda unit, reason: None), check_budget, 2,
+        lambda: setattr(Schedule, "keep", lambda *_: None), check_budget, 2,
     ),
     "reduce dtype ignored": (reduce_in_compute_dtype, check_reduce_dtype, 2),
     "frozen made trainable": (thaw, check_frozen, 2),
@@ -481,7 +485,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "accumulation lost": (lose_accumulation, check_accumulation, 2),
     "other ranks' use not heard of": (keep_own_flags, check_unused, 2),
     "parts of a gradient reduced alone": (
-        lambda: replace("_is_awaited", lambda original: lambda *_: False, "core.receiving"),
+        lambda: replace("_is_awaited", lambda original: lambda *_: False),
         check_parts, 2,
     ),
     "memory handed out": (hand_out_memory, check_memory, 2),
@@ -497,13 +501,11 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
     ),
     "start not verified": (
-        lambda: replace(
-            "sum_bytes", lambda of: lambda t: of(torch.zeros(1)), "construct.compare_ranks"
-        ),
+        lambda: replace("sum_bytes", lambda of: lambda t: of(torch.zeros(1))),
         check_replicas_verified, 2,
     ),
     "writes in forward lost": (
-        lambda: replace("find_writes", lambda _: lambda *_: None, "core.guards.forward_writes"),
+        lambda: replace("find_writes", lambda _: lambda *_: None),
         check_forward_writes, 2,
     ),
     "old weights in backward": (
@@ -512,7 +514,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     ),
     "swapped weights overwritten": (adopt_in_place, check_swap, 2),
     "plain siblings not looked for": (
-        lambda: replace("find_surroundings", lambda original: lambda unit: None, "core.hooks"),
+        lambda: replace("find_surroundings", lambda original: lambda unit: None),
         check_siblings, 2,
     ),
     "copies not compared": (
@@ -521,11 +523,11 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     ),
     "gradients hidden in a scope": (hide_gradients, check_scope, 2),
     "a scope read after a step": (
-        lambda: replace("check_scope_is_current", lambda original: lambda *_: None, "core.hooks"),
+        lambda: replace("check_scope_is_current", lambda original: lambda *_: None),
         check_stale_scope, 2,
     ),
     "shallow copies not looked at": (
-        lambda: replace("check_copy", lambda original: lambda *_: None, "core.hooks"),
+        lambda: replace("check_copy", lambda original: lambda *_: None),
         check_shallow_copy, 2,
     ),
     "one reader of released weights": (release_after_one, check_two_graphs, 2),
