@@ -134,6 +134,25 @@ class MoE(nn.Module):
         return torch.cat(out)
 
 
+class Sparing(Expert):
+    """An expert that reads one parameter only where it has tokens, and another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bonus = nn.Parameter(torch.randn(WIDTH))
+        self.spare = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out + self.bonus if len(x) else out
+
+
+class SparingMoE(MoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({str(i): Sparing() for i in range(EXPERTS)})
+
+
 class Grouped(nn.Module):
     """All experts of a rank in two parameters, by expert."""
 
@@ -260,6 +279,35 @@ def test_experts_that_some_ranks_have_no_tokens_for() -> None:
     skipped = run_ranks(train, WORLD, 2, sgd, idle=True)
     assert skipped[1] > 2 * STEPS or skipped[3] > 2 * STEPS  # more than the last expert alone
     assert len(set(skipped)) > 2  # and not the same on ranks that share experts
+
+
+def test_unused_parameters_of_experts_are_left_alone() -> None:
+    """One that no rank used keeps no gradient, so that weight decay does not move it."""
+
+    def ranks(rank: int) -> tuple[int, int]:
+        models = [seeded(lambda: Model(SparingMoE)) for _ in range(2)]
+        for model in models:
+            for layer in model.layers:
+                layer.router.bias.data.copy_(torch.tensor([2.0, 0.0, 1.0, -99.0]))
+        shard(models[0], 2)
+        optims = [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.5) for m in models]
+        for seed in range(2):
+            models[0](inputs(seed)[rank]).square().mean().backward()
+            torch.stack([models[1](x).square().mean() for x in inputs(seed)]).mean().backward()
+            theirs = dict(models[1].named_parameters())
+            none = [n for n, p in models[0].named_parameters() if p.grad is None]
+            assert none == [n for n in none if theirs[n].grad is None or not theirs[n].grad.any()]
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        for name, param in models[0].named_parameters():
+            if name.endswith(("spare", "bonus")):
+                compare(name, whole(param), theirs[name].detach(), Tolerance())
+        return sum(n.endswith("spare") for n in none), sum(n.endswith("bonus") for n in none)
+
+    spare, bonus = zip(*run_ranks(ranks, WORLD), strict=True)
+    assert spare == (4,) * WORLD  # two layers of two experts each on every rank
+    assert bonus[:2] == bonus[2:] and min(bonus) >= 2  # of experts that had no token anywhere
 
 
 def test_recomputed_layers_exchange_their_tokens_again() -> None:
