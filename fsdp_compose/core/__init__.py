@@ -6,8 +6,8 @@ Files, each importing only from those above it:
     schedule                    when units are gathered, kept, released and reduced: plain rules
     records                     what a unit remembers besides its buckets
     state                       everything the library remembers, per module, unit and device
-    guards/units                a module that is no unit, and has none, is an error
-    guards/moved_parameters     takes over what was done to parameters between passes
+    guards/units                the error for a module that is no unit and contains none
+    guards/moved_parameters     copies moved parameters back into their flat shards
     guards/weight_versions      whether weights were written since they were gathered
     gathering                   gathers and releases units, and sets what their modules read
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
@@ -21,7 +21,7 @@ Files, each importing only from those above it:
     passes                      begins and ends a forward or backward pass
     autograd                    gathering as a function; the one way for gradients to arrive
     guards/added_parameters     parameters added to a unit since it was sharded (D5)
-    guards/callers              threads, forks and recorders that may not run a unit
+    guards/callers              threads, child processes and recorders that may not run a unit
     guards/connect              full tensors at hand, connected to the sharded parameters
     guards/surroundings         trainable parameters beside sharded ones (D18)
     guards/inner_backward       backward that reaches a unit through an inner tensor
@@ -37,11 +37,15 @@ Words, besides the field's own (gather, release, unit, bucket, shard, reduce, re
 
 - ``entry``: a parameter in a bucket: the caller's object, its slice, and its place
 - ``full``: a bucket's gathered buffer; its storage holds 0 bytes while it is released
-- ``hold``: a reason for which a unit stays gathered; nobody's reason left means release
+- ``hold``: a reason for which a unit stays gathered; a unit without any is released
+- ``leaf``: a sharded parameter, which autograd accumulates into; modules hold it between passes
+- ``alias``: a view of ``full``, which modules read in place of a leaf while the unit is gathered
 - ``pass``: an outermost forward, or a backward, with all units that it runs
 - ``engine``: what the units of one device share: streams, the schedule, what is under way
+- ``task``: one run of autograd that reached a unit, from ``backward()`` to its end
 - ``mode``: how one call of a module computes: normally, in a scope, functional, transformed
 - ``fill``: what ``full`` was gathered from: a new one for each gather
 - ``stamp``: a value that changes whenever a bucket's shard is written
 - ``spread``: kept from forward to backward over fewer ranks than hold the shards
+- ``handed out``: ``p.data`` gave the user an alias of a shard, whose writes autograd does not count
 """

@@ -1,8 +1,8 @@
-"""Gathering and reducing as differentiable functions, and the one way for gradients to arrive.
+"""Gathers and reduces as differentiable functions, and receives gradients from autograd.
 
-``Gather`` takes a unit's sharded leaves and gives the aliases that compute reads. It is the unit's
-first node, so by its sequence number autograd runs its backward after every other operation of the
-unit and before those of the unit that ran before. Its backward receives all gradients at once.
+``Gather`` takes a unit's sharded leaves and returns the aliases that its modules read. It is the
+unit's first node in the graph. Autograd runs later nodes first: ``Gather.backward`` runs after all
+other operations of the unit, before those of earlier units, and gets all gradients at once.
 
 An ordinary backward hands the gradients to the engine, which reduces them while backward goes on
 and sets ``.grad`` itself; autograd is told None. When the caller asked for the gradients
@@ -11,8 +11,8 @@ and sets ``.grad`` itself; autograd is told None. When the caller asked for the 
 ``Reduce``. With the loss averaged over ranks, ``Reduce`` averages and ``Spread`` does not scale.
 
 A parameter's gradient may arrive in parts: from units that share it, or from several forwards.
-Where somebody looks at gradients as they come (a hook), or units share the bucket, the parts of one
-backward are added up and reduced once.
+Where a hook looks at the gradient, or units share the bucket, the parts of one backward are added
+up and reduced once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> Tensors:
-    """Take gradients of the unit's entries ``trained`` from autograd, at ``node``.
+    """Receive gradients of the unit's entries ``trained`` from autograd, at ``node``.
 
     Returns:
         what the leaves receive: None where the engine sets the gradient.
@@ -89,7 +89,7 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
 
 
 def take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any) -> None:
-    """Add gradients to what is reduced in this backward, and reduce what is complete.
+    """Pack gradients into their buckets, and reduce the buckets that are complete.
 
     Args:
         node: where they arrived; None: in a compiled graph.
@@ -160,15 +160,15 @@ def _end_pass(unit: Unit, node: Any) -> None:
 
 
 def _is_awaited(bucket: Bucket, node: Any) -> bool:
-    """Whether more gradients of the bucket arrive in this backward, that these have to wait for."""
+    """Whether this backward brings more gradients of the bucket, to be reduced with these."""
     unit = unit_of(bucket)
     is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks)
     if node is not None and not node.ends_pass:
-        is_seen = True  # few, and what a forward brings may follow
+        is_seen = True  # only some gradients, and those of a forward may follow
     if not (is_seen or bucket.users.borrowers):
         return False
     if node is None or len(unit.engine.tasks) > 1:
-        return True  # a compiled graph, or a backward inside another: no telling what may follow
+        return True  # in a compiled graph, or in a backward inside another, more may follow
     users = unit, *bucket.users.borrowers
     return any(_is_expected(node) for user in users for node in tuple(user.graphs.nodes))
 
@@ -180,7 +180,7 @@ def _is_expected(node: Any) -> bool:
 def _reduce_now(
     unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any
 ) -> Tensors:
-    """Reduce at once and return the sharded gradients, with a graph over them if asked for."""
+    """Reduce now, and return the sharded gradients with a graph over them if one is wanted."""
     results = reduce_at_once(unit, task, trained, grads)
     if node.ends_pass and torch.is_grad_enabled():
         retain(unit, node)
@@ -222,7 +222,7 @@ def zero_gradient(entry: Entry, bucket: Bucket) -> torch.Tensor:
 
 
 class Reduce(torch.autograd.Function):
-    """Full gradients of some entries of a bucket to this rank's slices of their average."""
+    """Averages full gradients of some entries over the ranks; returns this rank's slices."""
 
     @staticmethod
     @untraced
@@ -244,7 +244,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Spread(torch.autograd.Function):
-    """Slices of some entries of a bucket to the full tensors, gathered over the shard group."""
+    """Gathers slices of some entries over the shard group; returns the full tensors."""
 
     @staticmethod
     @untraced
@@ -269,7 +269,7 @@ class Spread(torch.autograd.Function):
 
 
 def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer of its own with every rank's ``shard``, in ``dtype``."""
+    """A new buffer with the ``shard`` of every rank, in ``dtype``."""
     group = bucket.mesh.shard
     full = shard.new_empty(bucket.layout.numel, dtype=dtype)
     if full.numel():
@@ -295,7 +295,7 @@ UNSEEN = (
 
 
 def trained_entries(unit: Unit) -> tuple[int, ...]:
-    """Entries whose parameter needs a gradient now; none where grad mode is off."""
+    """Entries whose parameters need gradients now; none where grad mode is off."""
     if not torch.is_grad_enabled():
         return ()
     with raw():
@@ -329,13 +329,13 @@ def is_current(unit: Unit, live: Live) -> bool:
 
 
 def dress_all(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """Let full tensors, by entry, have the classes and attributes that modules look for on them."""
+    """Give full tensors, by entry, the classes and attributes of their parameters."""
     for index in unit.links.with_attributes:
         dress(tensors[index], unit.entries[index])
 
 
 class Gather(torch.autograd.Function):
-    """Sharded leaves to the unit's aliases; gradients of the aliases to the reduction."""
+    """Turns sharded leaves into the unit's aliases, and reduces the gradients of the aliases."""
 
     @staticmethod
     @untraced
@@ -366,11 +366,11 @@ class Gather(torch.autograd.Function):
 
 
 class Reader:
-    """Lives as long as a graph over the backward of a unit that trains nothing."""
+    """An object that lives as long as a graph over the backward of a frozen unit."""
 
 
 def _retain_frozen(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
-    """Keep the unit for backwards over the graph that is being made of ``grads``."""
+    """Keep the unit gathered for backwards over the graph of ``grads`` that is being made."""
     ref, reader = weakref.ref(unit), Reader()
 
     @untraced
@@ -410,7 +410,7 @@ class Boundary(torch.autograd.Function):
 
 
 def bound_inputs(unit: Unit, inputs: Any) -> Any:
-    """Pass the inputs that need gradients through one node, so that a frozen unit knows its end."""
+    """Pass inputs that need gradients through one node, which ends a frozen unit's backward."""
     tensors, _ = find_tensors(inputs)
     needing = {id(t): t for t in tensors if t.requires_grad}
     unit.checks.bound_at = -1

@@ -45,7 +45,7 @@ class Mode:
 
 
 def enter_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Gather the unit, let its modules read full parameters, and gather ahead what comes next."""
+    """Before forward: gather the unit, show its modules full parameters, and gather ahead."""
     trained = begin_call(unit)
     return enter_gathered(unit, trained, args, kwargs)
 
@@ -69,9 +69,10 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
 
 
 def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
-    """Put the sharded parameters back, release the unit, and watch for its backward.
+    """After forward: put the sharded parameters back, and release the unit.
 
-    Runs also when forward raised: non-reentrant checkpointing ends a recomputation so.
+    A hook on the outputs gathers it again in backward. This runs also when forward raised, since
+    non-reentrant checkpointing ends a recomputation with an exception.
     """
     schedule = unit.engine.schedule
     unit.run.calls -= 1
@@ -98,7 +99,7 @@ NORMAL = Mode(enter_forward, leave_forward)
 
 
 def begin_call(unit: Unit) -> tuple[int, ...]:
-    """Take over what was done to the unit since, begin a pass, and find what is to be trained."""
+    """Copy moved parameters into shards, begin a pass, and return the entries to train."""
     engine, recomputing = unit.engine, graph_task_id() != -1
     if unit.run.calls == 0 and not recomputing:
         admit(unit)
@@ -139,7 +140,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
 
 def _close_forward(unit: Unit, backward: Backward) -> None:
     recomputing = graph_task_id() != -1
-    if recomputing:  # inside a backward that will need it; released when its gradients arrive
+    if recomputing:  # in a backward that needs it, and releases it when its gradients arrive
         running_task(unit).units.append(unit)
     if recomputing and unit.run.task is not None and unit.run.live is not None:
         install(unit, unit.run.live.tensors)
@@ -151,7 +152,7 @@ def _close_forward(unit: Unit, backward: Backward) -> None:
 
 
 def _abandon_forward(unit: Unit) -> None:
-    """The unit could not be opened: as if its forward had not been called."""
+    """Undo ``enter_gathered`` where the unit could not be opened."""
     schedule = unit.engine.schedule
     unit.run.calls -= 1
     schedule.active.pop()
@@ -165,7 +166,7 @@ def _abandon_forward(unit: Unit) -> None:
 
 
 def end_pass(unit: Unit, failed: bool) -> None:
-    """The outermost forward, of ``unit``, is over."""
+    """End the outermost forward, which was that of ``unit``."""
     engine, schedule = unit.engine, unit.engine.schedule
     if graph_task_id() == -1:
         order, training = schedule.order, torch.is_grad_enabled()
@@ -183,17 +184,14 @@ def end_pass(unit: Unit, failed: bool) -> None:
 
 
 def follow_order(unit: Unit) -> None:
-    """Training has one order per device; an inference forward has that of its outermost unit."""
+    """Choose the order to follow: one per device in training, the outermost unit's otherwise."""
     schedule = unit.engine.schedule
     if schedule.eval_order is None and len(schedule.active) == 1 and not torch.is_grad_enabled():
         schedule.eval_order = unit.expected.eval_order
 
 
 def _continues_pass(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
-    """Whether an outermost forward continues the one before: the same unit, with none inside it.
-
-    A head that is called on chunks of its input: the gradients of all calls are reduced together.
-    """
+    """Whether an outermost forward continues the pass before, as of a head called on chunks."""
     order = unit.engine.schedule.forward_order
     return (
         live.pass_id == unit.engine.pass_id

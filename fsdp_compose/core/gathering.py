@@ -1,6 +1,6 @@
-"""Where a unit's parameters are: gathering, releasing, and what its modules read meanwhile.
+"""Gathers and releases units, and sets what their modules read as their parameters.
 
-A unit is gathered while it has a reason to be (``Hold``), and a bucket while some unit holds it.
+A unit stays gathered while it has a reason to (``Hold``), a bucket while some unit holds it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PURPOSE = {
 
 
 def announce(unit: Unit, reason: Hold) -> None:
-    """Note what is about to be gathered where ranks compare it; raises before anything changed."""
+    """Tell the other ranks what is about to be gathered; raises before anything is changed."""
     for bucket, events, code in unit.links.gather_events:
         if bucket.phase is Phase.SHARDED:
             _note(events, bucket, code, unit.name, _PURPOSE[reason])
@@ -75,12 +75,12 @@ def gather(unit: Unit, is_first: bool) -> None:
 
 
 def gathered_nbytes(bucket: Bucket) -> int:
-    """What gathering the bucket allocates."""
+    """Bytes that gathering the bucket allocates."""
     return 0 if bucket.in_place else bucket.full_nbytes
 
 
 def release(unit: Unit) -> None:
-    """Nobody holds the unit any more: release its buckets that no other unit holds."""
+    """Free the unit's buckets that no other unit holds."""
     for bucket in unit.gathered:
         bucket.holders -= 1
         if bucket.holders == 0:
@@ -95,7 +95,7 @@ def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> No
 
 
 def admit(unit: Unit) -> None:
-    """Before a forward outside backward: take over what was done to the parameters since."""
+    """Before forward: copy moved parameters back into the buckets' flat shards."""
     if unit.checks.groupless and dist.is_initialized():
         refuse_late_group(unit.name)
     waiting = bool(unit.checks.unready_buffers)
@@ -108,7 +108,7 @@ def admit(unit: Unit) -> None:
 
 
 def settle(bucket: Bucket) -> None:
-    """Take over what was done to the parameters of a bucket, and gather it again if it was."""
+    """Copy moved parameters into the bucket's flat shard; gather again what was gathered."""
     if graph_task_id() != -1:
         if bucket.residence.moved:
             raise RuntimeError(moved_before_backward(bucket))
@@ -122,7 +122,7 @@ def settle(bucket: Bucket) -> None:
 
 
 def _gather_again(engine: Engine, bucket: Bucket) -> None:
-    """Gather anew what is held; where it was kept for a later pass, it still is."""
+    """Gather a held bucket again; one that was kept for a later pass stays kept."""
     kept = bucket.fill.stamp is not None
     if bucket.phase is Phase.GATHERING:
         _finish_gather(engine, bucket)
@@ -139,13 +139,13 @@ def wait_gathered(unit: Unit) -> None:
 
 
 def note_kept(unit: Unit) -> None:
-    """Note what was gathered: a later pass must not read it once its shard has changed."""
+    """Note the shards' versions: a later pass must not read weights from before a write."""
     for bucket in unit.gathered:
         bucket.fill.stamp = stamp_of(bucket)
 
 
 def refresh_stale(unit: Unit) -> None:
-    """Gather again what was kept gathered while its shard changed."""
+    """Gather again the buckets whose shards changed while they were kept."""
     stale = [b for b in unit.gathered if b.fill.stamp is not None and _is_stale(b)]
     for bucket in unit.gathered:
         if bucket.residence.lent and bucket.fill.stamp is not None and bucket not in stale:
@@ -158,9 +158,9 @@ def refresh_stale(unit: Unit) -> None:
 
 
 def refresh_handed_out(unit: Unit) -> None:
-    """Before backward: gather again where ``p.data`` was handed out since, as a write would show.
+    """Before backward: gather again where the user read ``p.data`` after forward.
 
-    Backward of a plain module reads what was written through ``.data`` between the two.
+    Autograd does not count writes through ``.data``, and a plain module's backward reads them.
     """
     for bucket in unit.gathered:
         if bucket.fill.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
@@ -225,7 +225,7 @@ def _fill(bucket: Bucket) -> None:
 
 
 def _is_stored(bucket: Bucket, inner: Inner) -> bool:
-    """Whether ``inner.store`` holds what a gather is to read, from now on if it can be filled."""
+    """Whether a gather reads ``inner.store``; fills it over the replicas where it is outdated."""
     if inner.store is None:
         return False
     if inner.source is None:
@@ -244,13 +244,13 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
 
 
 def is_outdated(bucket: Bucket) -> bool:
-    """Whether a gather begins with one over the replicas, since the optimizer wrote its shards."""
+    """Whether a gather over the replicas comes first, since the optimizer wrote their shards."""
     inner = bucket.inner
     return inner is not None and inner.source is not None and inner.stamp != stamp_of(bucket)
 
 
 def _resident_shard(bucket: Bucket) -> torch.Tensor:
-    """What a gather reads: the shard, or of an offloaded one the copy kept on the device."""
+    """What a gather reads: the shard, or the copy on the device of an offloaded one."""
     if not bucket.offload.optimizer or bucket.offload.params:
         return bucket.stored
     stamp = stamp_of(bucket)
@@ -273,7 +273,7 @@ def spread_inner(unit: Unit) -> None:
 
 
 def forget_inner(unit: Unit) -> None:
-    """Backward is done: free what was kept for it."""
+    """After backward: free the parts that ``spread_inner`` kept for it."""
     for bucket in unit.buckets:
         if bucket.spread is not None and bucket.inner is not None:
             bucket.inner.store = None
@@ -330,17 +330,17 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def install_leaves(unit: Unit) -> None:
-    """Let the unit's modules hold their sharded parameters again, or what a scope put there."""
+    """Put the sharded parameters back into the unit's modules, or those of an open scope."""
     install(unit, resting(unit))
     unit.run.showing = None
     for ref in unit.links.sharers:
         other = ref()
         if other is not None and other.run.showing is not None:
-            install(other, other.run.showing)  # a pass of a unit that reads the same module goes on
+            install(other, other.run.showing)  # this unit shares a module, and its pass goes on
 
 
 def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
-    """Recurrent modules read a second list of parameters: (module, [(position, entry)])."""
+    """(module, [(position, entry)]) of recurrent modules, which read a second list."""
     if unit.links.recurrent is not None:
         return unit.links.recurrent
     found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}

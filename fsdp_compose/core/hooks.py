@@ -1,7 +1,7 @@
-"""What a module's forward triggers: plain functions that find their state through the module.
+"""Hooks around a module's forward: plain functions that find their state through the module.
 
-Nothing is captured, so a deep copy of a module drives its own state, and hooks keep no module
-alive. How a call computes is chosen once, before it; see ``forward.py`` for the normal way.
+The functions hold no module, so a deep copy uses its own state, and hooks keep no module alive.
+``choose_mode`` decides once how a call computes; ``forward.py`` has the normal way.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Unit, get_state
 
 attachments: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
-"""(attach, detach) of further hooks, which layers below this file add when they are imported."""
+"""(attach, detach) of further hooks, which the package's ``__init__`` lists."""
 
 
 def attach(module: nn.Module) -> None:
-    """Gather around ``module``'s forward; ``get_state(module)`` must exist."""
+    """Register the hooks that gather around ``module``'s forward; its state must exist."""
     module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
     module.register_forward_hook(after_forward, always_call=True)
     refuse_script(module)
@@ -63,7 +63,7 @@ def detach(module: nn.Module) -> None:
 
 @untraced
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Choose how this call computes, and begin it."""
+    """Choose how this call computes, and enter that mode."""
     unit = get_state(module).unit
     check_caller(unit)
     unit.run.modes.append(REFUSED)  # until the call has begun: ``after_forward`` runs in any case
@@ -78,7 +78,7 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @untraced
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    """End the call as it began."""
+    """Leave the mode that the call entered."""
     unit = get_state(module).unit
     if is_foreign(unit.engine) or not unit.run.modes:
         return None  # it was refused before it began, or cleared away with what failed
@@ -103,7 +103,7 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
 
 
 def clear_failed(unit: Unit, module: nn.Module) -> None:
-    """Clear what an interrupted forward or a failed backward left."""
+    """Clear up after a forward or a backward that was interrupted."""
     engine = unit.engine
     if engine.schedule.active:
         has_failed = engine.schedule.active[0] is unit and not is_running(module)

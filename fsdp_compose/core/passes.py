@@ -1,4 +1,4 @@
-"""Passes: what a forward or backward does to the units it reaches, and what its end settles.
+"""Begins and ends forward and backward passes, and clears up after one that failed.
 
 A unit's ``full`` is freed before its reduction allocates, so that at most two gathered units, one
 unit's gradients and one flat buffer exist at a time.
@@ -23,7 +23,7 @@ from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 
 
 def begin_forward_pass(engine: Engine) -> None:
-    """An outermost forward starts: clear what a failed step left, then count it."""
+    """Begin an outermost forward: clear what a failed step left, then count the pass."""
     if engine.tasks and not any(task.alive for task in engine.tasks.values()):
         recover(engine)
     if engine.retained:
@@ -33,7 +33,7 @@ def begin_forward_pass(engine: Engine) -> None:
 
 
 def _start_over_if_ranks_differed(engine: Engine) -> None:
-    """What each rank gathered ahead and recorded may differ, and so would what follows from it."""
+    """After ranks differed: clear the engine and its recorded orders, which may differ too."""
     disagreements = sum(log.epoch for log in engine.logs.values())
     if disagreements == engine.disagreements:
         return
@@ -45,7 +45,7 @@ def _start_over_if_ranks_differed(engine: Engine) -> None:
 
 
 def running_task(unit: Unit) -> Task:
-    """The autograd run under way, which has reached ``unit``; known to the engine from then on."""
+    """The autograd run that has reached ``unit``; the engine knows it from its first unit on."""
     engine, task_id = unit.engine, graph_task_id()
     engine.reached.update(unit.links.logs)
     task = engine.tasks.get(task_id)
@@ -79,9 +79,9 @@ def running_task(unit: Unit) -> Task:
 
 
 def show_leaves(task: Task) -> None:
-    """The run ended with an exception: what follows, such as ``zero_grad``, is for the leaves.
+    """Put the sharded parameters back after a run that ended with an exception.
 
-    The rest of the clean-up communicates and waits for the next pass, in ``recover``.
+    ``recover`` does the rest at the next pass, since it communicates.
     """
     for unit in task.units:
         if not unit.run.calls:
@@ -89,7 +89,7 @@ def show_leaves(task: Task) -> None:
 
 
 def end_task(engine: Engine, task_id: int) -> None:
-    """An autograd run ended: reduce what is left, hand out gradients, release every unit."""
+    """After an autograd run: reduce what is left, set the gradients, release every unit."""
     task = engine.tasks.pop(task_id)
     with torch.no_grad():  # as in the pass itself, for the hooks of users
         engine.schedule.reduce_rest(
@@ -120,10 +120,10 @@ def end_task(engine: Engine, task_id: int) -> None:
 
 
 def end_step(engine: Engine, trained: bool) -> None:
-    """A backward, or a forward without one, is over: let the ranks compare what they ran (D2).
+    """After a backward, or a forward without one: the ranks compare what they ran (D2).
 
-    Only over the groups of what ran. Ranks that shared a group for another model may be in
-    different stages of a pipeline now, and would wait for each other for ever.
+    They compare over the groups of the units that ran. Ranks that share a group of another model
+    may be in different stages of a pipeline now, and would wait for each other for ever.
     """
     if engine.inspected:
         guard_everywhere(engine)
@@ -137,7 +137,7 @@ def end_step(engine: Engine, trained: bool) -> None:
 
 
 def _reach_frozen(engine: Engine) -> None:
-    """Count units whose forward ran and that no backward will reach among what the step ran."""
+    """Count units that ran forward only, which no backward reaches, among what the step ran."""
     for unit in engine.schedule.forward_order.visited():
         live = unit.run.live
         if live is None or not live.pass_id or not live.trained:
@@ -145,7 +145,7 @@ def _reach_frozen(engine: Engine) -> None:
 
 
 def open_backward(unit: Unit, task: Task) -> None:
-    """Gather the unit for its backward and let its modules read the parameters forward used."""
+    """Gather the unit for its backward, and show its modules the parameters of its forward."""
     schedule = unit.engine.schedule
     if unit.run.task is not None and unit.run.task.alive:
         schedule.hold(unit, Hold.BACKWARD)
@@ -173,13 +173,13 @@ def retain(unit: Unit, *readers: Any) -> None:
 
 
 def consume(unit: Unit, reader: Any) -> None:
-    """A backward over a graph that ``retain`` was called for reached its end in the unit."""
+    """Note that a backward has read the unit for a graph that ``retain`` was called for."""
     if reader in unit.graphs.readers and not graph_is_kept():
         running_task(unit).consumed.append((unit, reader))
 
 
 def drop_unread(engine: Engine) -> None:
-    """Release units whose graphs over backward were consumed, or are gone."""
+    """Release units whose graphs over backward were run, or were deleted."""
     for unit in list(engine.retained):
         if not unit.graphs.readers:
             engine.retained.discard(unit)
@@ -187,13 +187,13 @@ def drop_unread(engine: Engine) -> None:
 
 
 def close_backward(unit: Unit, ended: bool = False) -> None:
-    """The unit's gradients have arrived, or autograd's run ended: back to leaves, and release."""
+    """After the unit's backward: puts the sharded parameters back and releases the unit."""
     show_leaves_after_backward(unit)
     unit.engine.schedule.leave_backward(unit, ended)
 
 
 def show_leaves_after_backward(unit: Unit) -> None:
-    """The unit's backward is over: its modules hold their sharded parameters again."""
+    """After the unit's backward: puts the sharded parameters back into its modules."""
     if unit.run.live is not None:
         unit.run.live.pass_id = 0
         if not unit.run.calls:
@@ -202,8 +202,7 @@ def show_leaves_after_backward(unit: Unit) -> None:
 
 
 def _return_leaves(unit: Unit) -> None:
-    """As ``install_leaves``, but what the user put there stays: for the call that begins
-    (``functional_call``), or for ``check_slots`` to see."""
+    """Put the sharded parameters back, but not over tensors that the user put into modules."""
     shown = unit.run.showing  # what the failed pass put there, if its end did not take it away
     given = [
         (values, name, value)
@@ -218,8 +217,7 @@ def _return_leaves(unit: Unit) -> None:
 
 
 def recover(engine: Engine) -> None:
-    """Return every unit to rest after a step that ended with an exception; gradients that were
-    complete stay, those under way are dropped."""
+    """After an exception: release every unit, clear its run, and drop gradients under way."""
     for reduction in engine.reductions:
         discard_reduction(reduction)
     engine.reductions.clear()

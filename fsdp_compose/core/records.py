@@ -1,4 +1,4 @@
-"""What units remember besides their buckets: small records, each of one matter, all declared."""
+"""What units remember besides their buckets, as small records of declared fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_compose.comm.grad_bucket import GradBucket
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Route:
-    """Where the gradients of a set of trained entries go: one bucket of them."""
+    """Which gradients of a set of trained entries go to one bucket."""
 
     bucket: Bucket
     sources: list[int]  # by entry of the bucket: position among the gradients, -1 for none

@@ -1,7 +1,7 @@
-"""Gradients: packed once into a flat buffer, reduced, cut, and handed to the parameters.
+"""Packs gradients into a flat buffer, reduces it, and sets ``.grad`` of the parameters.
 
-The previous reduction is finished before the next pack, so that one flat buffer exists at a time,
-and its buffer is freed only behind the reduction that reads it.
+A reduction is finished before the next gradients are packed, so that one flat buffer exists at a
+time. The buffer is freed only after the reduction that reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _descriptor(name: str) -> Any:
     return torch.Tensor.__dict__.get(name) or getattr(torch.Tensor, name)
 
 
-# Attribute access without the detour through a sharded tensor's own properties; use under raw().
+# Attributes of a sharded tensor without its own properties, which are slower; use under raw().
 get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _descriptor("grad").__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("grad").__set__
 requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
@@ -84,10 +84,10 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
 
 
 def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
-    """Start averaging the packed gradients over the ranks; ``finish_reduce`` gives the result.
+    """Start averaging the packed gradients over the ranks; ``finish_reduce`` returns them.
 
     Args:
-        unites: find out which of the parameters any rank used.
+        unites: also find out which of the parameters any rank used.
     """
     assert bucket.grads is not None
     unit = unit_of(bucket)
@@ -134,7 +134,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
 def reduce_apart(
     bucket: Bucket, grads: Sequence[torch.Tensor | None], trained: int
 ) -> torch.Tensor:
-    """Average ``grads`` over all ranks now, leaving alone what waits for a later reduction."""
+    """Average ``grads`` over all ranks now, without what waits for a later reduction."""
     switches = unit_of(bucket).switches
     packed, buffer, partial = bucket.arriving.packed, bucket.grads, bucket.arriving.partial
     used, all_reduces = (bucket.arriving.used, bucket.arriving.trained), switches.all_reduce
@@ -157,7 +157,7 @@ def _take_used(bucket: Bucket) -> comm.Flags:
 
 
 def start_all_reduce(bucket: Bucket) -> Reduction:
-    """Finish over the replicas what was reduced over the shard group only."""
+    """Start adding up over the replicas what was reduced over the shard group alone."""
     assert bucket.arriving.partial is not None
     unit = unit_of(bucket)
     streams = unit.engine.streams
@@ -191,7 +191,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
 
 
 def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
-    """The sum over the replicas of what each summed over its own ranks; of it, what is held."""
+    """This rank's part of the sum over the replicas, each of which summed over its own ranks."""
     mesh = bucket.mesh
     if mesh.axes is None:
         return comm.all_reduce(grad, mesh.replicate, caller=bucket.users.caller, flags=used)
@@ -203,7 +203,7 @@ def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torc
 
 
 def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
-    """Gradients travel as real numbers; complex parameters get theirs back as complex ones."""
+    """Gradients travel as real numbers; those of complex parameters are complex again here."""
     return torch.view_as_complex(grad.view(-1, 2)) if bucket.stored.is_complex() else grad
 
 
@@ -260,7 +260,7 @@ def discard_reduction(reduction: Reduction) -> None:
 
 
 def drain(engine: Engine) -> None:
-    """Finish every reduction under way and hand its gradients to the parameters."""
+    """Finish every reduction under way, and set or add to ``.grad`` of its parameters."""
     while engine.reductions:
         reduction = engine.reductions.pop(0)
         grad = finish_reduce(reduction)
@@ -271,7 +271,7 @@ def drain(engine: Engine) -> None:
 
 
 def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
-    """Bring a reduced gradient to where the shards are, now or in the last backward of a step."""
+    """Copy a reduced gradient to where the shards are, now or in the last backward of a step."""
     bucket, last = reduction.bucket, reduction.unit.switches.last_backward
     offload = bucket.offload
     if not (offload.shards or offload.grads):
@@ -306,13 +306,13 @@ def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
 
 
 def _settle(engine: Engine) -> None:
-    """Let the host see gradients that are being copied to it."""
+    """Wait on the host for gradients that are being copied to it."""
     if engine.streams.current is not None:
         engine.streams.current.synchronize()
 
 
 def land(engine: Engine) -> None:
-    """Hand out gradients that were copied to the host, which has to wait for them here."""
+    """Set the gradients that were copied to the host, which waits for them here."""
     while engine.landing:
         reduction, grad, mark = engine.landing.pop(0)
         if mark is not None:
@@ -321,7 +321,7 @@ def land(engine: Engine) -> None:
 
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Slices of a sharded flat tensor by entry, each tagged as what it is."""
+    """Slices of a sharded flat tensor by entry, each as a sharded tensor of its parameter."""
     slices = flat.split_with_sizes(bucket.views.splits)
     grads = [slices[piece] for piece in bucket.views.pieces]
     tag_all(grads, [entry.spec for entry in bucket.entries])
@@ -373,7 +373,7 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def discard_packed(bucket: Bucket) -> None:
-    """Forget gradients that were packed and not reduced."""
+    """Drop gradients that were packed and not reduced."""
     bucket.arriving.packed = False
     bucket.arriving.used = bucket.arriving.trained = 0
     assert bucket.grads is not None

@@ -3,10 +3,10 @@
 The engine runs these rules over its units, ``plan`` over integers, and a test over every order of
 events in small worlds. What they decide is carried out by a ``Work``.
 
-A sequence of visits is what runs between two resets of the recorder, a training step for instance.
-It is made of passes, each an outermost forward: which passes follow each other is the caller's
-loop, which may vary freely (another model, another number of microbatches), while the visits inside
-a pass are the model's own, which are expected to repeat.
+An ``Order`` records which units ran, to know which come next. A sequence of visits is what runs
+between two resets, such as a training step. It is made of passes, each an outermost forward. Which
+passes follow each other is up to the caller's loop and may vary (another model, more microbatches);
+the visits inside a pass are the model's own and are expected to repeat.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 Ref = weakref.ref[Any]
 
 MAX_PASSES = 256
-"""A sequence that nobody ends, as inference without ``no_grad``, is cut after so many passes."""
+"""After so many passes a sequence that nobody ends, as in inference, is ended here."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A pass that differs from its last run; ``found`` is None where it ended early."""
+    """How a pass differs from its last run; ``found`` is None where it ended early."""
 
     expected: Any
     found: Any | None
@@ -52,7 +52,7 @@ class Order:
     is_open: bool = False  # a pass is under way
 
     def begin(self, visitor: Any) -> None:
-        """``visitor`` starts a pass."""
+        """Start a pass with ``visitor``."""
         if self.is_open:
             self.end(complete=False)
         if len(self.current) >= MAX_PASSES:
@@ -65,7 +65,7 @@ class Order:
         self.cursor = 0 if self.place is None else 1
 
     def visit(self, visitor: Any) -> Change | None:
-        """``visitor`` runs inside the pass under way; tells when another was expected to."""
+        """Note that ``visitor`` runs in the pass under way; return a change since last time."""
         if not self.is_open:
             self.begin(visitor)
             return None
@@ -81,7 +81,7 @@ class Order:
         return _change(known, at, visitor)
 
     def end(self, complete: bool = True) -> Change | None:
-        """The pass under way is over; one that failed is forgotten."""
+        """End the pass under way, or forget one that failed; return a change since last time."""
         if not self.is_open:
             return None
         self.is_open = False
@@ -119,9 +119,10 @@ class Order:
         self.recorded, self.latest = passes + older, len(passes)
 
     def assume(self, visitors: Sequence[Any]) -> None:
-        """Expect of the pass that has just begun, and is not recorded, ``visitors`` in reverse.
+        """Expect ``visitors`` in reverse of the pass that has just begun, if it is not recorded.
 
-        Those behind its first visitor come before those in front of it: they ran inside it.
+        Visitors that ran after the pass's first one ran inside it, so they come next; those that
+        ran before it come last.
         """
         begun = self.current[-1][0]()
         at = next((i for i, v in enumerate(visitors) if v is begun), len(visitors))
@@ -130,12 +131,12 @@ class Order:
         self.place, self.cursor = len(self.recorded) - 1, 1
 
     def forget(self) -> None:
-        """Forget the pass under way, which did not come to its end."""
+        """Forget the pass under way, which was interrupted."""
         self.end(complete=False)
         self.place, self.cursor = None, 0
 
     def visited(self) -> list[Any]:
-        """The visitors of the sequence under way or, where none is, of the last one."""
+        """The visitors of the sequence under way, or of the last one."""
         passes = self.current or self.recorded[: self.latest]
         return [v for refs in passes for ref in refs if (v := ref()) is not None]
 
@@ -146,7 +147,7 @@ def _change(known: list[Ref], at: int, found: Any | None) -> Change | None:
 
 
 Backward = Literal["seen", "hidden", "none"]
-"""Whether a backward may reach a unit: announced by a hook, unannounced, or not at all."""
+"""Whether backward may reach a unit: through its outputs' hook, without one, or not at all."""
 
 
 class Hold(Enum):
@@ -187,7 +188,7 @@ class Keeping(Protocol):
 
 @dataclass(eq=False)
 class Expected:
-    """What runs after a unit: lists of units to gather ahead, and an order without gradients.
+    """What runs after a unit: lists of units to gather ahead, and the order of inference.
 
     Attributes:
         forward_list, backward_list: given by the user, as weak references; None: by the order.
@@ -200,7 +201,7 @@ class Expected:
 
 
 class Scheduled(Protocol):
-    """What the rules read of a unit, and the reasons to hold it, which they keep there."""
+    """What the rules read of a unit; they store the reasons to hold it in ``holds``."""
 
     holds: set[Hold]
 
@@ -221,16 +222,16 @@ P_in = TypeVar("P_in", contravariant=True)
 
 
 class Work(Protocol[U_in, P_in]):
-    """What carries out decisions about units, and about parts: gradients of a bucket."""
+    """Carries out decisions about units, and about parts, which are gradients of a bucket."""
 
     def announce(self, unit: U_in, reason: Hold) -> None:
-        """Say that the unit is about to be gathered; an error here leaves all as it was."""
+        """Say that the unit is about to be gathered; an error here leaves everything as it was."""
 
     def gather(self, unit: U_in, is_first: bool) -> None:
-        """Start gathering what of the unit is not gathered; ``is_first``: nobody held it."""
+        """Start gathering the unit's buckets that are released; ``is_first``: nobody held it."""
 
     def gathered_nbytes(self, unit: U_in) -> int:
-        """What gathering the unit takes."""
+        """Bytes that gathering the unit allocates."""
 
     def held_nbytes(self) -> int:
         """Bytes of gathered parameters on the device now."""
@@ -239,13 +240,13 @@ class Work(Protocol[U_in, P_in]):
         """Make what was gathered readable."""
 
     def release(self, unit: U_in) -> None:
-        """Nobody holds the unit any more."""
+        """Free the unit's gathered parameters, since nobody holds it any more."""
 
     def note_kept(self, unit: U_in) -> None:
-        """Note from what the unit was gathered, since it stays so for another pass."""
+        """Note the version of the shards, since the unit stays gathered for another pass."""
 
     def reread(self, unit: U_in, in_backward: bool) -> None:
-        """Gather again what was written since it was kept."""
+        """Gather again the buckets whose shards were written since they were kept."""
 
     def spread(self, unit: U_in) -> None:
         """Keep a part of the unit, so that backward gathers over fewer ranks."""
@@ -257,29 +258,28 @@ class Work(Protocol[U_in, P_in]):
         """Copy or add gradients into their flat buffer."""
 
     def is_complete(self, part: P_in) -> bool:
-        """Whether no further gradients of this backward belong to the same buffer."""
+        """Whether this backward brings no further gradients of the same buffer."""
 
     def postpone(self, part: P_in) -> None:
-        """Reduce the buffer when more has arrived, at the end of this backward at the latest."""
+        """Reduce the buffer later: when more has arrived, or at the end of this backward."""
 
     def reduce(self, part: P_in) -> None:
         """Start reducing a flat buffer."""
 
     def finish_reductions(self) -> None:
-        """Wait for the reductions under way, free their buffers, hand out what they brought."""
+        """Wait for the reductions under way, free their buffers, and set the gradients."""
 
 
 class Schedule(Generic[U, P]):
-    """The rules, and what they remember between events.
+    """The rules of a step, and what they remember between events.
 
     Attributes:
         work: carries out what is decided.
         active: units whose forward is running, outermost first.
-        prefetched: units gathered ahead; those of them that were used meanwhile hold no
-            ``PREFETCH`` any more.
+        prefetched: units gathered ahead; once one is used, it is not held by ``PREFETCH``.
         carried: units gathered ahead in an earlier forward.
-        forward_order, backward_order: of training.
-        eval_order: of the outermost unit, while a forward without gradients runs.
+        forward_order, backward_order: in which units run in training.
+        eval_order: that of the outermost unit, while a forward without gradients runs.
     """
 
     def __init__(self, work: Work[U, P]) -> None:
@@ -300,14 +300,14 @@ class Schedule(Generic[U, P]):
         self.work.gather(unit, is_first)
 
     def drop(self, unit: U, reason: Hold) -> None:
-        """Withdraw a reason; a unit that nobody holds any more is released."""
+        """Withdraw a reason, and release a unit that is left without any."""
         if reason in unit.holds:
             unit.holds.remove(reason)
             if not unit.holds:
                 self.work.release(unit)
 
     def keep(self, unit: U, reason: Hold) -> None:
-        """Hold a gathered unit for a later pass, which rereads it if it was written meanwhile."""
+        """Hold a unit for a later pass, which gathers it again if it was written meanwhile."""
         self.hold(unit, reason)
         self.work.note_kept(unit)
 
@@ -319,7 +319,7 @@ class Schedule(Generic[U, P]):
         return self.forward_order if self.eval_order is None else self.eval_order
 
     def enter_forward(self, unit: U, recomputing: bool) -> None:
-        """The unit's forward begins: gather it, unless it is gathered, and wait for it."""
+        """Before forward: gather the unit, unless it is gathered, and wait for it."""
         if not recomputing or Hold.BACKWARD not in unit.holds:
             self.work.reread(unit, in_backward=False)
         if self.carried and unit in self.carried:
@@ -329,7 +329,7 @@ class Schedule(Generic[U, P]):
         self.work.wait(unit)
 
     def look_ahead(self, unit: U) -> Change | None:
-        """The unit runs: gather ahead what is expected next; tells when another was expected."""
+        """Gather ahead what is expected after the unit; return how the order changed, if it did."""
         order, change = self.order, None
         if len(self.active) == 1:
             order.begin(unit)
@@ -341,7 +341,7 @@ class Schedule(Generic[U, P]):
         return change
 
     def leave_forward(self, unit: U, backward: Backward, training: bool, recomputing: bool) -> None:
-        """The unit's forward ended: release it, unless it is kept for its backward."""
+        """After forward: release the unit, unless it is kept for its backward."""
         if recomputing:
             self.hold(unit, Hold.BACKWARD)  # which is under way; its gradients release the unit
         else:
@@ -355,7 +355,7 @@ class Schedule(Generic[U, P]):
         self.drop(unit, Hold.FORWARD)
 
     def end_forward(self, complete: bool, training: bool) -> Change | None:
-        """The outermost forward ended; tells when it was expected to go on."""
+        """End the outermost forward; return a change where it was expected to go on."""
         change = self.order.end(complete)
         if not training:
             self.drop_prefetched()
@@ -370,7 +370,7 @@ class Schedule(Generic[U, P]):
         return change
 
     def _use_carried(self, unit: U) -> None:
-        """The unit was gathered ahead in an earlier forward: gather again if it changed since."""
+        """Use a unit that an earlier forward gathered ahead; gather it again if it changed."""
         self.carried.remove(unit)
         if Hold.PREFETCH in unit.holds:
             self.work.wait(unit)
@@ -379,14 +379,14 @@ class Schedule(Generic[U, P]):
     # Backward
 
     def enter_backward(self, unit: U) -> None:
-        """Backward reached the unit: gather it and wait for it."""
+        """Before the unit's backward: gather the unit and wait for it."""
         self.hold(unit, Hold.BACKWARD)
         self.drop(unit, Hold.PREFETCH)
         self.work.reread(unit, in_backward=True)
         self.work.wait(unit)
 
     def look_back(self, unit: U) -> None:
-        """The unit runs in backward: gather ahead what is expected next."""
+        """Gather ahead what is expected after the unit in backward."""
         order = self.backward_order
         if order.is_open:
             order.visit(unit)
@@ -398,7 +398,7 @@ class Schedule(Generic[U, P]):
             self._prefetch_backward(unit)
 
     def receive(self, unit: U, parts: Sequence[P], ends_backward: bool) -> None:
-        """Gradients arrived: pack them, release their unit, reduce what is complete.
+        """When gradients arrive: pack them, release their unit, and reduce complete buffers.
 
         Reductions under way are finished first, so that one flat buffer exists at a time.
         """
@@ -414,7 +414,7 @@ class Schedule(Generic[U, P]):
                 self.work.postpone(part)
 
     def leave_backward(self, unit: U, ended: bool = False) -> None:
-        """The unit's backward is over, or the whole backward has ``ended``: release it."""
+        """Release the unit after its backward, or when the whole backward has ``ended``."""
         self.work.forget_spread(unit)
         switches = unit.switches
         if switches.reshard_after_backward and (
@@ -428,14 +428,14 @@ class Schedule(Generic[U, P]):
             self._prefetch_backward(unit)
 
     def reduce_rest(self, parts: Iterable[P]) -> None:
-        """Backward is at its end: reduce what waited for more, and finish every reduction."""
+        """At the end of backward: reduce what waited for more, and finish every reduction."""
         for part in parts:
             self.work.finish_reductions()
             self.work.reduce(part)
         self.work.finish_reductions()
 
     def end_backward(self) -> None:
-        """The last backward under way ended."""
+        """After the last backward: release what was gathered ahead, and end the orders."""
         self.drop_prefetched()
         self.forward_order.close()
         self.backward_order.close()
@@ -475,7 +475,7 @@ class Schedule(Generic[U, P]):
             self.prefetched.append(unit)
 
     def drop_prefetched(self) -> None:
-        """Release what was gathered ahead and not used."""
+        """Release units that were gathered ahead and not used."""
         for unit in self.prefetched:
             self.drop(unit, Hold.PREFETCH)
         self.prefetched.clear()
@@ -484,7 +484,7 @@ class Schedule(Generic[U, P]):
     # Failure
 
     def fail(self, units: Iterable[U]) -> None:
-        """A pass ended with an exception: every unit is released, but for the user's own holds."""
+        """After an exception: release every unit that the user does not hold."""
         self.active.clear()
         self.prefetched.clear()
         self.carried.clear()

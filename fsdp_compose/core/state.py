@@ -37,7 +37,7 @@ STATE_KEY = "_fsdp_compose_state"
 
 @dataclass(eq=False, repr=False)
 class Asked:
-    """A scope in which gradients of ``entries`` alone arrive; see scopes/chosen_gradients.py."""
+    """A scope in which only ``entries`` receive gradients; see scopes/chosen_gradients.py."""
 
     units: list[Unit]
     entries: frozenset[Entry]
@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """What a unit does in the pass under way; a new one when a pass failed."""
+    """What a unit does in the pass under way; replaced by a new one when a pass failed."""
 
     calls: int = 0  # forwards of its modules that are running
     modes: list[Any] = field(default_factory=list)  # of these calls, see hooks.py
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(eq=False, repr=False)
 class Links:
-    """What follows from a unit's buckets and modules; made again when one of them was rebuilt."""
+    """What follows from a unit's buckets and modules; made again when a bucket is rebuilt."""
 
     aliases: list[torch.Tensor]  # by entry
     with_attributes: list[int]  # entries whose parameters have a class or attributes of their own
@@ -76,7 +76,7 @@ class Links:
     places: list[tuple[dict[str, Any], str, int]]  # (values, name, entry) of every slot
     heads: frozenset[int]  # ids of its modules
     recurrent: list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] | None = None
-    """See ``find_recurrent``: at first use, since a module that is being copied is empty."""
+    """Found at first use (``find_recurrent``), since a module that is being copied is empty."""
     sharers: list[weakref.ref[Unit]] = field(default_factory=list)
     """Units that read a parameter from the same place: a module reachable from both."""
     pointers: list[int] | None = None  # of the aliases if they never move, see forward_writes.py
@@ -88,7 +88,7 @@ class Links:
 
 @dataclass(eq=False, repr=False)
 class Checks:
-    """What the guards noted of a unit."""
+    """What the guards noted about a unit."""
 
     warned: set[str] = field(default_factory=set)
     unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
@@ -114,9 +114,9 @@ class Graphs:
     """Autograd graphs that a unit is part of."""
 
     nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """At which gradients of its parameters arrive."""
+    """Nodes at which gradients of its parameters arrive."""
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """Live as long as graphs over its backward do, which read its weights (create_graph)."""
+    """Objects that live as long as graphs over its backward, which read its weights."""
 
 
 @dataclass(eq=False, repr=False)
@@ -154,7 +154,7 @@ class Unit:
         return f"Unit({self.name!r}, {self.buckets}, held by {holds})"
 
     def link(self) -> None:
-        """Work out what follows from the buckets; again after one of them was rebuilt."""
+        """Work out what follows from the buckets; called again when one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
@@ -188,7 +188,7 @@ class Unit:
                     other.links.sharers.append(weakref.ref(self))
 
     def _number_events(self) -> None:
-        """Number what the unit will communicate, alike on every rank."""
+        """Number what the unit will communicate, with the same numbers on every rank."""
         links = self.links
         for index, bucket in enumerate(self.gathered):
             log = log_of(self.engine, bucket.mesh)
@@ -242,7 +242,7 @@ class Unit:
 
 
 def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """What modules read, by entry, for full tensors: DTensors where tensor parallelism split."""
+    """What modules read for full tensors, by entry: DTensors where tensor parallelism split."""
     if not unit.links.dtensors:
         return tensors
     read = list(tensors)
@@ -253,7 +253,7 @@ def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
 
 
 def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
-    """Routes for the gradients of the entries ``trained``, worked out once."""
+    """Which gradients go to which bucket, for the entries ``trained``; worked out once."""
     routes = unit.links.routes.get(trained)
     if routes is None:
         position = {unit.entries[i]: k for k, i in enumerate(trained)}
@@ -313,7 +313,7 @@ class Task:
     reached: set[Unit] = field(default_factory=set)
     packed: list[Bucket] = field(default_factory=list)  # to reduce at its end, unless before
     consumed: list[tuple[Unit, Any]] = field(default_factory=list)
-    """Units whose weights it read last on behalf of a graph over an earlier backward."""
+    """Units whose weights it read last for a graph over an earlier backward."""
     mirrors: list[Mirror] = field(default_factory=list)  # of gradients that autograd accumulates
 
     @property
@@ -390,7 +390,7 @@ def log_of(engine: Engine, mesh: Mesh) -> Log | None:
 
 
 def _frozen(engine_ref: weakref.ref[Engine], log: Log) -> list[tuple[str, str]]:
-    """(unit, parameter) of all that is not trained, of units whose collectives ``log`` notes."""
+    """(unit, parameter) of the frozen parameters of units whose collectives ``log`` notes."""
     engine = engine_ref()
     units = [] if engine is None else list(engine.units)
     return [
