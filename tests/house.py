@@ -219,7 +219,7 @@ def check_collectives(package: Path) -> list[str]:
             and node.func.attr != "reduce_scatter"  # comm.reduce_scatter is ours
         ]
         for node, name in found:
-            wrong.add(f"{at(path, package, node)}: {name} is a collective; it belongs in comm.py")
+            wrong.add(f"{at(path, package, node)}: {name} is a collective; it belongs in comm/")
     return sorted(wrong)
 
 

@@ -24,6 +24,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 README = (ROOT / "README.md").read_text("utf-8")
 MAX_FILES = {"How a unit's forward runs": 8, "How a gradient reaches `.grad`": 7}
 FOLDERS = (ROOT, PACKAGE, ROOT / "tests", ROOT / "examples" / "change_one_thing")
+SOURCES = ("fsdp_compose", "tests", "examples", "benchmarks")
 QUOTED = re.compile(r"`([^`\n]+)`")
 NAME = re.compile(r"_?[A-Za-z]\w*(\.\w+)?")
 
@@ -71,6 +72,14 @@ def test_the_files_that_are_named_exist(text: str) -> None:
         places = [folder / path for folder in FOLDERS if (folder / path).exists()]
         assert places, path
         assert not test or f"def {test}(" in places[0].read_text("utf-8"), f"{path}::{test}"
+
+
+def test_the_package_names_files_that_exist() -> None:
+    """In its docstrings, comments and errors, by their path or by their name alone."""
+    known = {f"/{p.relative_to(ROOT)}" for f in SOURCES for p in (ROOT / f).rglob("*.py")}
+    for path in PACKAGE.rglob("*.py"):
+        for name in re.findall(r"[\w/]+\.py\b", path.read_text("utf-8")):
+            assert any(file.endswith(f"/{name}") for file in known), f"{path}: {name}"
 
 
 @pytest.mark.parametrize("title", MAX_FILES)

@@ -96,7 +96,7 @@ class GradBuffer:
 
 @dataclass(eq=False, repr=False)
 class Inner:
-    """A bucket can be gathered from fewer ranks than it is sharded over, which hold more of it.
+    """How a bucket is gathered from fewer ranks than it is sharded over, each of which holds more.
 
     ``store`` is this rank's part, in the compute dtype: kept from forward to backward, or, where
     there is a ``source``, for good, and filled from its ranks' shards when these have changed.
@@ -117,7 +117,7 @@ class Mirror(Protocol):
         """Clear what was cleared on either side since the last backward."""
 
     def join_gradients(self, flat: torch.Tensor | None) -> None:
-        """Gradients of the parameters were set, as slices of ``flat`` or, if None, one by one."""
+        """Take over gradients that were set, as slices of ``flat`` or, if None, one by one."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class Arriving:
 
     Attributes:
         packed: the flat buffer holds gradients that were not reduced.
-        used: bits, by entry: have a part in these gradients.
-        trained: bits, by entry: could have had one when they arrived.
+        used: bits, by entry: some gradient of it is among these.
+        trained: bits, by entry: it could have had a gradient when these arrived.
         partial: summed over ``shard`` ranks, not yet over ``replicate``.
         waiting: of microbatches, on their way to host memory.
     """
@@ -201,13 +201,13 @@ class Users:
 
 @dataclass(eq=False, repr=False)
 class History:
-    """What outlives a step, and a rebuilding of the bucket.
+    """What a bucket remembers from step to step, also when it is built again.
 
     Attributes:
         earlier: versions of the shards that it had before this one.
         agreed: entries used here, and by some rank, when ranks last compared it, as bits.
         unready: entries left for loading, see moved_parameters.py.
-        mirror: plain tensors over its memory, see optim/flat.py.
+        mirror: plain tensors over its memory, see optim/plain_parameters.py.
     """
 
     earlier: int = 0
@@ -226,13 +226,13 @@ class DeviceCopy:
 
 @dataclass(eq=False, repr=False)
 class Bucket:
-    """Parameters of one dtype, trainability and mesh; see the top of this file."""
+    """Parameters of one dtype, trainability and mesh, in one flat buffer."""
 
     entries: list[Entry]
     layout: Layout
     mesh: Mesh
     residence: Residence
-    mp: MixedPrecision  # what it computes and reduces in, by the dtype of ``shard``
+    mp: MixedPrecision  # gives the dtypes it computes and reduces in
     dtypes: Dtypes
     stored: torch.Tensor  # as it was last placed; read ``shard``, which follows its parameters
     full: torch.Tensor
@@ -270,7 +270,7 @@ class Bucket:
         return self.stored
 
     def move_to(self, phase: Phase) -> None:
-        """The one place where a bucket changes phase."""
+        """Change the phase, which happens nowhere else."""
         assert (self.phase, phase) in _LEGAL, f"illegal phase change {self.phase} -> {phase}"
         self.phase = phase
 

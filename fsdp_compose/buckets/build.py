@@ -57,7 +57,7 @@ def make_bucket(
 
 
 def bind(bucket: Bucket, entry: Entry, index: int) -> None:
-    """Let ``entry`` be the one at ``index`` of the bucket."""
+    """Put ``entry`` at ``index`` of the bucket."""
     entry.owner, entry.index = weakref.ref(bucket), index
     entry.pin = weakref.ref(entry.param)
     mark_entry(entry.param, entry)

@@ -1,4 +1,4 @@
-"""Which entry a parameter stands for, and what a module may read from it besides its values."""
+"""The entry of a parameter, and the class and attributes that modules read from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENTRY_KEY = "_fsdp_compose_entry"
 
 
 def mark_entry(param: nn.Parameter, entry: Entry) -> None:
-    """Note on a parameter, or on a plain one over its slice, which entry it stands for."""
+    """Note the entry on a parameter, or on a plain parameter over its slice."""
     param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
 
 
@@ -44,7 +44,7 @@ def entry_of(param: nn.Parameter) -> Entry | None:
 
 
 def forget_entry(param: nn.Parameter) -> None:
-    """The parameter is plain again."""
+    """Remove the entry from a parameter that is plain again."""
     param.__dict__.pop(_ENTRY_KEY, None)
 
 
@@ -52,17 +52,17 @@ _OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))
 
 
 def has_attributes(entry: Entry) -> bool:
-    """Whether its module may read more from it than a tensor: a class or attributes of its own."""
+    """Whether the parameter has a class or attributes that its module may read."""
     return entry.kind is not nn.Parameter or bool(attributes_of(entry.param))
 
 
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:
-    """What others than this library put on a parameter."""
+    """Attributes of a parameter that this library did not set."""
     return {name: value for name, value in param.__dict__.items() if name not in _OURS}
 
 
 def dress(tensor: torch.Tensor, entry: Entry) -> None:
-    """Let a full tensor read as the parameter: its class, and its attributes, which they share."""
+    """Give a full tensor the parameter's class, and its attributes, which they share."""
     if entry.kind is not nn.Parameter:
         tensor.__class__ = entry.kind
     is_parameter = "_is_param" in tensor.__dict__  # for isinstance

@@ -86,7 +86,7 @@ class Watch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Traced:
-    """What compiled graphs that a unit is part of refer to it by, and rest on; see traced.py."""
+    """How compiled graphs refer to a unit that is part of them; see scopes/compile.py."""
 
     key: str
     anchor: torch.Tensor  # empty; its gradient stands for those of the leaves

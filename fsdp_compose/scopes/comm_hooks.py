@@ -29,7 +29,9 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
     Args:
         state: passed to every call of ``hook``, None if it needs none. One with ``state_dict`` and
             ``load_state_dict`` methods is saved in checkpoints, each rank's own.
-        hook: see the top of this file; runs in backward, on the reduce stream of a device.
+        hook: ``hook(state, grads)``: returns part ``grads.shard.rank`` of ``grads.flat``, summed
+            over all ranks and times ``grads.scale``. It runs in backward, on the reduce stream of a
+            device, and may overwrite ``grads.flat``.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.

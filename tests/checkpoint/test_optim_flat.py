@@ -1,4 +1,4 @@
-"""Optimizer state by name, for optimizers over the plain tensors of ``flat.py``."""
+"""Optimizer state by name, for optimizers over the tensors of ``plain_parameters.py``."""
 
 from __future__ import annotations
 
