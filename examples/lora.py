@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/lora.py
 
 A base model learns Python's documentation, then adapters on its upper blocks learn Python source.
-At last they are merged into the base, which is a plain GPT again and can be exported as one.
+At the end they are merged into the base, which is then a plain GPT and can be exported as one.
 """
 
 from __future__ import annotations

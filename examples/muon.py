@@ -3,9 +3,9 @@
     python examples/muon.py                          # two ranks on this machine
     torchrun --nproc-per-node 8 examples/muon.py
 
-Each matrix is orthogonalised on one rank only: ``owner_step`` gives torch's own Muon whole
-matrices, levels the work over the ranks and puts the updates back. ``--whole`` keeps the matrices
-uncut instead, so that the optimizer communicates nothing, for more padding.
+Each matrix is orthogonalised on one rank only: ``owner_step`` gives whole matrices to torch's own
+Muon, balances the work over the ranks and sends the updates back. With ``--whole`` the matrices are
+not cut, so that the optimizer communicates nothing, at the cost of more padding.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 examples/stream_weights.py
 
 Rank 0 starts the server, a process without ranks, and sends it one tensor at a time as raw bytes
-through a pipe; no rank holds more than a bucket in full. The server has no other weights, so that
-its held-out loss equals the trainer's only if all of them arrived.
+through a pipe; no rank holds more than a bucket in full. The server has no other weights: its
+held-out loss equals the trainer's only if all of them arrived.
 """
 
 from __future__ import annotations

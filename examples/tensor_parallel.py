@@ -3,8 +3,8 @@
     python examples/tensor_parallel.py               # 2 x 2 ranks on this machine
     torchrun --nproc-per-node 8 examples/tensor_parallel.py --tp 4
 
-Rank 0 trains the plain model on the whole batch beside it, to show that the losses are equal. The
-checkpoint at the end is one of the plain model: it loads without ranks, or on any other mesh.
+Rank 0 also trains the plain model on the whole batch, to show that the losses are equal. The
+checkpoint at the end is that of a plain model: it loads in one process, or on any other mesh.
 """
 
 from __future__ import annotations

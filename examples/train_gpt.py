@@ -6,7 +6,7 @@ Two ranks on a laptop, or the same file on two nodes of eight GPUs::
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
         examples/train_gpt.py --steps 2000
 
-Then it checks what it promises: the first losses equal one process's on the concatenated batch, a
+Then it checks three things: the first losses equal those of one process on the whole batch, a
 run resumed from a checkpoint repeats the losses of the uninterrupted one, and the exported weights
 load into a plain GPT. A report, a picture of the losses and the weights land in ``--out``, a folder
 that all nodes must share.

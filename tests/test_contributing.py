@@ -74,6 +74,11 @@ def test_the_files_that_are_named_exist(text: str) -> None:
         assert not test or f"def {test}(" in places[0].read_text("utf-8"), f"{path}::{test}"
 
 
+def test_readme_calls_public_names() -> None:
+    for name in re.findall(r"\bfc\.([a-zA-Z_]+)", README):
+        assert name in fc.__all__, name
+
+
 def test_the_package_names_files_that_exist() -> None:
     """In its docstrings, comments and errors, by their path or by their name alone."""
     known = {f"/{p.relative_to(ROOT)}" for f in SOURCES for p in (ROOT / f).rglob("*.py")}
