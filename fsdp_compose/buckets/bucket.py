@@ -160,7 +160,7 @@ class Fill:
         exchange: the collective, until it was waited for.
         mark: of the stream behind it.
         stamp: of the shard, where a pass left ``full`` for a later one.
-        outrun: parameters were given other memory since.
+        is_superseded: parameters were given other memory since.
     """
 
     versions: tuple[int, ...] = ()
@@ -168,7 +168,7 @@ class Fill:
     exchange: Exchange = field(default_factory=Exchange)
     mark: Any = None
     stamp: object = None
-    outrun: bool = False
+    is_superseded: bool = False
 
 
 @dataclass(eq=False, repr=False)

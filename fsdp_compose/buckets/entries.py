@@ -61,7 +61,7 @@ def attributes_of(param: nn.Parameter) -> dict[str, Any]:
     return {name: value for name, value in param.__dict__.items() if name not in _OURS}
 
 
-def dress(tensor: torch.Tensor, entry: Entry) -> None:
+def copy_attributes(tensor: torch.Tensor, entry: Entry) -> None:
     """Give a full tensor the parameter's class, and its attributes, which they share."""
     if entry.kind is not nn.Parameter:
         tensor.__class__ = entry.kind

@@ -33,7 +33,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.tree import find_tensors, map_tensors
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
-from fsdp_compose.buckets.entries import dress
+from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import (
     announce,
@@ -306,7 +306,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     if not trained:
         read = as_read(unit, unit.links.aliases)
-        dress_all(unit, read)
+        copy_all_attributes(unit, read)
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
             unit.run.live = Live(read, unit.engine.pass_id, ())
         return read
@@ -318,7 +318,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     read = as_read(unit, tensors)
-    dress_all(unit, read)
+    copy_all_attributes(unit, read)
     unit.run.live = Live(read, unit.engine.pass_id, trained, read_versions(unit))
     return read
 
@@ -328,10 +328,10 @@ def is_current(unit: Unit, live: Live) -> bool:
     return live.versions == read_versions(unit)
 
 
-def dress_all(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+def copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Give full tensors, by entry, the classes and attributes of their parameters."""
     for index in unit.links.with_attributes:
-        dress(tensors[index], unit.entries[index])
+        copy_attributes(tensors[index], unit.entries[index])
 
 
 class Gather(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.base.tree import map_tensors
 from fsdp_compose.core.autograd import bound_inputs, is_current, trained_entries, view_parameters
-from fsdp_compose.core.gathering import admit, install, install_leaves
+from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.forward_writes import find_writes, forget_written, raise_lost
 from fsdp_compose.core.guards.functional_calls import close_functional_call
@@ -102,7 +102,7 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
     """Copy moved parameters into shards, begin a pass, and return the entries to train."""
     engine, recomputing = unit.engine, graph_task_id() != -1
     if unit.run.calls == 0 and not recomputing:
-        admit(unit)
+        take_over_changes(unit)
     trained = trained_entries(unit)
     if engine.schedule.active:
         return trained
@@ -115,8 +115,8 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
 
 def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     recomputing = graph_task_id() != -1
-    standing_in = unit.opened is not None and unit.opened.for_call
-    if unit.run.task is None and not standing_in:
+    is_functional = unit.opened is not None and unit.opened.for_call
+    if unit.run.task is None and not is_functional:
         check_additions(unit)
     if trained and not unit.checks.looked_around:
         find_surroundings(unit)
@@ -128,7 +128,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
         tensors = view_parameters(unit, trained)
-    if standing_in:
+    if is_functional:
         assert unit.opened is not None
         given = unit.opened.given
         tensors = [given.get(index, tensor) for index, tensor in enumerate(tensors)]

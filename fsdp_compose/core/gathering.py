@@ -68,8 +68,8 @@ def gather(unit: Unit, is_first: bool) -> None:
         for bucket in unit.gathered:
             bucket.holders += 1
     for bucket in unit.gathered:
-        if bucket.residence.moved or bucket.fill.outrun:
-            settle(bucket)
+        if bucket.residence.moved or bucket.fill.is_superseded:
+            renew_bucket(bucket)
         if bucket.phase is Phase.SHARDED:
             _start_gather(unit.engine, bucket)
 
@@ -94,20 +94,20 @@ def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> No
         events.note((code, "gather", unit, purpose))
 
 
-def admit(unit: Unit) -> None:
+def take_over_changes(unit: Unit) -> None:
     """Before forward: copy moved parameters back into the buckets' flat shards."""
     if unit.checks.groupless and dist.is_initialized():
         refuse_late_group(unit.name)
     waiting = bool(unit.checks.unready_buffers)
     for bucket in unit.gathered:
-        if bucket.residence.moved or bucket.fill.outrun:
-            settle(bucket)
+        if bucket.residence.moved or bucket.fill.is_superseded:
+            renew_bucket(bucket)
         waiting = waiting or bool(bucket.history.unready)
     if waiting:
         require_written(unit)
 
 
-def settle(bucket: Bucket) -> None:
+def renew_bucket(bucket: Bucket) -> None:
     """Copy moved parameters into the bucket's flat shard; gather again what was gathered."""
     if graph_task_id() != -1:
         if bucket.residence.moved:
@@ -148,7 +148,7 @@ def refresh_stale(unit: Unit) -> None:
     """Gather again the buckets whose shards changed while they were kept."""
     stale = [b for b in unit.gathered if b.fill.stamp is not None and _is_stale(b)]
     for bucket in unit.gathered:
-        if bucket.residence.lent and bucket.fill.stamp is not None and bucket not in stale:
+        if bucket.residence.is_shared and bucket.fill.stamp is not None and bucket not in stale:
             check_lent(unit, bucket)
     for bucket, events, code in unit.links.gather_events if stale else ():
         if bucket in stale:
@@ -168,7 +168,7 @@ def refresh_handed_out(unit: Unit) -> None:
                 if other is bucket:
                     _note(events, bucket, code, unit.name, "again, since p.data was handed out")
             _gather_again(unit.engine, bucket)
-        elif bucket.residence.lent and bucket.fill.stamp is not None:
+        elif bucket.residence.is_shared and bucket.fill.stamp is not None:
             check_lent(unit, bucket)
 
 
@@ -301,7 +301,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
     if bucket.phase is Phase.GATHERING:
         _finish_gather(engine, bucket)
     bucket.move_to(Phase.SHARDED)
-    bucket.fill.outrun = False
+    bucket.fill.is_superseded = False
     if bucket.in_place:
         return
     if log.isEnabledFor(logging.INFO):

@@ -282,11 +282,11 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
     if not last:
         bucket.arriving.used |= reduction.used.bits
         waiting = bucket.arriving.waiting
-        _settle(engine)
+        _wait_for_host_copies(engine)
         bucket.arriving.waiting = grad if waiting is None else waiting.add_(grad)
         return
     if bucket.arriving.waiting is not None:
-        _settle(engine)
+        _wait_for_host_copies(engine)
         grad = bucket.arriving.waiting.add_(grad.to(bucket.arriving.waiting.device))
         bucket.arriving.waiting = None
     if offload.shards:
@@ -305,7 +305,7 @@ def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _settle(engine: Engine) -> None:
+def _wait_for_host_copies(engine: Engine) -> None:
     """Wait on the host for gradients that are being copied to it."""
     if engine.streams.current is not None:
         engine.streams.current.synchronize()

@@ -36,7 +36,7 @@ STATE_KEY = "_fsdp_compose_state"
 
 
 @dataclass(eq=False, repr=False)
-class Asked:
+class ChosenGradients:
     """A scope in which only ``entries`` receive gradients; see scopes/chosen_gradients.py."""
 
     units: list[Unit]
@@ -45,11 +45,11 @@ class Asked:
 
     def __enter__(self) -> None:
         for unit in self.units:
-            unit.run.asked = self
+            unit.run.chosen = self
 
     def __exit__(self, *_: object) -> None:
         for unit in self.units:
-            unit.run.asked = None
+            unit.run.chosen = None
 
 
 @dataclass(eq=False, repr=False)
@@ -63,7 +63,7 @@ class Run:
     live: Live | None = None
     task: Task | None = None  # the backward that opened the unit
     shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
-    asked: Asked | None = None
+    chosen: ChosenGradients | None = None
 
 
 @dataclass(eq=False, repr=False)

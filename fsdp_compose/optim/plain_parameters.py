@@ -183,7 +183,7 @@ class _Mirror:
         bucket = self.bucket()
         assert bucket is not None
         with torch.inference_mode(False):
-            bucket.residence.lent = True
+            bucket.residence.is_shared = True
             flat = nn.Parameter(bucket.shard)  # shares the version counter, unlike .data
         _expect_gradient(flat, bucket)
         _sources[flat] = Source(self.bucket, None)
@@ -197,7 +197,7 @@ class _Mirror:
         if known is not None:
             return known
         with torch.inference_mode(False):
-            entry.spec.residence.lent = True
+            entry.spec.residence.is_shared = True
             local = nn.Parameter(to_local(entry.param))
         mark_entry(local, entry)  # an empty slice has no storage to be recognised by
         _expect_gradient(local, owner_of(entry))

@@ -22,7 +22,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.core.autograd import Spread
 from fsdp_compose.core.guards.scope_parameters import is_connected, leaf_of
-from fsdp_compose.core.state import Asked, Unit, owner_of, unit_of
+from fsdp_compose.core.state import ChosenGradients, Unit, owner_of, unit_of
 from fsdp_compose.scopes.compile import set_traceable as set_traceable
 from fsdp_compose.sharded import HANDLERS, is_sharded_parameter, run_gradient_hooks, tag
 
@@ -38,7 +38,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not units:
         return _backward(func, args, {**kwargs, "inputs": given})
     inputs = (*given, *(u.traced.anchor for u in units if u.traced is not None))
-    with Asked(units, frozenset(entries.values()), None):
+    with ChosenGradients(units, frozenset(entries.values()), None):
         return _backward(func, args, {**kwargs, "inputs": inputs})
 
 
@@ -82,7 +82,7 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     anchors = [u.traced.anchor for u in units if u.traced is not None]
     changed = {"allow_unused": True, "materialize_grads": False}
     results: dict[Entry, torch.Tensor] = {}
-    with Asked(units, frozenset(entries.values()), results):
+    with ChosenGradients(units, frozenset(entries.values()), results):
         found = _grad(func, (args[0], (*inputs, *anchors)), {**kwargs, **changed})
     grads = []
     for index, source in enumerate(inputs):

@@ -38,7 +38,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.core.autograd import Tensors, gather_flat, reduce_at_once, take, trained_entries
-from fsdp_compose.core.gathering import admit, find_recurrent
+from fsdp_compose.core.gathering import find_recurrent, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.units import require_units
@@ -251,7 +251,7 @@ def _find_unit(key: str) -> tuple[Unit, Traced]:
 
 def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
     unit, traced = _find_unit(key)
-    admit(unit)
+    take_over_changes(unit)
     check_slots(unit)
     check_additions(unit)
     with torch.enable_grad():
@@ -285,7 +285,7 @@ def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.
         )
     received = torch.zeros_like(traced.anchor, requires_grad=False)
     node = torch.autograd.graph.get_gradient_edge(traced.anchor).node
-    asked = unit.run.asked
+    asked = unit.run.chosen
     if asked is None and wanted_leaves([node]) != [True]:
         return received  # gradients of other tensors were asked for
     trained = _list_trained(traced)

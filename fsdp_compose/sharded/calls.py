@@ -235,9 +235,8 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse(func, first_spec(args, kwargs))
     spec = tensor._shard_spec
     require_group(spec, getattr(func, "__name__", "a reduction"))
-    if not tensor._is_parameter:
-        spec = replace(spec, fqn=name_of(tensor, spec))
-    out = REDUCTIONS[func](tensor.to_local(), spec, *rest, **kwargs)
+    named = spec if tensor._is_parameter else replace(spec, fqn=name_of(tensor, spec))
+    out = REDUCTIONS[func](tensor.to_local(), named, *rest, **kwargs)
     return refuse(func, spec, "along a dimension") if out is NotImplemented else out
 
 

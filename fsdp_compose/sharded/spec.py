@@ -71,7 +71,7 @@ class Residence:
     written: int = 0
     emptied: bool = False
     is_hooked: bool = False
-    lent: bool = False
+    is_shared: bool = False
 
 
 @dataclass(slots=True)

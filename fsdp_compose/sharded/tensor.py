@@ -206,7 +206,7 @@ class _Sharded(TorchState):
         With grad mode on it is part of the graph, as a view of this tensor.
         """
         if self._is_parameter:
-            self._shard_spec.residence.lent = True
+            self._shard_spec.residence.is_shared = True
         if torch.is_grad_enabled() and self.requires_grad:
             with raw():
                 return self.as_subclass(Tensor)

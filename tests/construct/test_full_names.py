@@ -20,7 +20,7 @@ from models import Block, Tower, by_block, nested, seeded, units
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
 
-class Asked:
+class ChosenGradients:
     """A policy of any kind that records the names it is asked about."""
 
     def __init__(self, answer: Any = None) -> None:
@@ -40,7 +40,7 @@ def test_functions_get_full_names() -> None:
         wanted = {name for name, _ in plain.named_parameters()}
         model = copy.deepcopy(plain)
         model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-        mp, granularity, chosen = Asked(), Asked(), Asked(False)
+        mp, granularity, chosen = ChosenGradients(), ChosenGradients(), ChosenGradients(False)
         units_ = wrap.by_class({Block}) | wrap.by_fn(chosen)
         options = {"mp_policy": mp, "granularity": granularity, "units": units_}
         plan(model, world_size=4, **options)

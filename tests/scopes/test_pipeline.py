@@ -343,7 +343,9 @@ def test_a_stage_without_units_is_an_error() -> None:
         pipeline_stage(stage)
 
     for error in rank_errors(ranks):
-        assert error is not None and error.startswith("ValueError: pipeline_stage: Part contains")
+        assert error is not None and error.startswith(
+            "ValueError: pipeline_stage: Part is not a unit"
+        )
 
 
 def test_an_earlier_pipeline_does_not_hold_up_the_next() -> None:

@@ -54,8 +54,8 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
                 kept += written
             else:
                 lost = lost or written[0]
-    standing_in = unit.opened is not None and unit.opened.for_call
-    shown = unit.links.aliases if unit.run.showing is None or standing_in else unit.run.showing
+    is_functional = unit.opened is not None and unit.opened.for_call
+    shown = unit.links.aliases if unit.run.showing is None or is_functional else unit.run.showing
     try:
         if unit.links.pointers is None:
             fixed = not unit.links.dtensors and all(bucket.in_place for bucket in unit.gathered)

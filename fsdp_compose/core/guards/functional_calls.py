@@ -22,7 +22,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.torch_stack import in_functional_call
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
-from fsdp_compose.buckets.entries import dress
+from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.core.autograd import Spread, gather_flat
 from fsdp_compose.core.guards.connect import connect, owners
 from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
@@ -127,7 +127,7 @@ def open_functional_call(
     ]
     for index in unit.links.with_attributes:
         if index not in given:
-            dress(read[index], unit.entries[index])
+            copy_attributes(read[index], unit.entries[index])
     return read
 
 

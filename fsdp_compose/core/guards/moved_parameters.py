@@ -53,7 +53,7 @@ def copy_moved_parameters(bucket: Bucket) -> None:
         else:
             _rebuild(bucket, shard)
         bucket.history.earlier = earlier
-    bucket.fill.outrun = bucket.phase is not Phase.SHARDED
+    bucket.fill.is_superseded = bucket.phase is not Phase.SHARDED
     bucket.residence.moved = False
     if bucket.residence.emptied:  # on every rank, so all of them look whether it was written since
         bucket.residence.emptied = False

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_compose.base.policy import FullPrecision
 from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, transforms_active
-from fsdp_compose.buckets.entries import dress
+from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.core.forward import (
     Mode,
     begin_call,
@@ -21,7 +21,7 @@ from fsdp_compose.core.forward import (
     follow_order,
     leave_forward,
 )
-from fsdp_compose.core.gathering import admit, install, install_leaves
+from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.forward_writes import (
     check_scope_is_current,
     find_lost_copies,
@@ -54,7 +54,7 @@ def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         note_copies(opened, tensors)
         for index in unit.links.with_attributes:
             if tensors[index] is not opened.tensors[index]:
-                dress(tensors[index], unit.entries[index])
+                copy_attributes(tensors[index], unit.entries[index])
         install(unit, tensors)
     is_outermost = not unit.engine.schedule.active
     return None if opened.stored else cast_inputs(unit, args, kwargs, is_outermost)
@@ -104,7 +104,7 @@ def _enter_apart(unit: Unit, given: GivenTensors, stored: bool, args: Any, kwarg
     """Compute on the caller's tensors or the call's own, which no pass of the unit is for."""
     if graph_task_id() == -1:
         with outside_transforms():
-            admit(unit)
+            take_over_changes(unit)
     shown = open_functional_call(unit, given, stored)
     assert shown is not None
     return _enter_shown(unit, shown, args, kwargs)

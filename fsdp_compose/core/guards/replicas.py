@@ -16,7 +16,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.gathering import settle
+from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import part_of, to_local
 
@@ -71,7 +71,7 @@ def verify_units(units: Iterable[Unit], caller: str) -> None:
 def _copies(unit: Unit, bucket: Bucket) -> Iterable[tuple[Group, Copies]]:
     """Groups whose ranks hold copies of parameters of the bucket, and those of this rank."""
     if bucket.residence.moved:
-        settle(bucket)
+        renew_bucket(bucket)
     found: dict[Group, list[Entry]] = {}
     for entry in bucket.entries:
         for group in groups_of_copies(bucket, entry):
