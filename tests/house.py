@@ -236,6 +236,7 @@ def check_form(package: Path) -> list[str]:
 
 PROCESS = "base/process"  # what a process has one of stands there
 OUTSIDE_PROCESS = {
+    "comm/collectives:NOTHING_SENT": "a constant: waiting for it changes nothing",
     "base/lazy:_under_way": "packages being imported, by name; the import lock guards it",
     "buckets/bucket:take_over": "a function of a later file, added when that is imported",
     "core/hooks:attachments": "functions that the package's __init__ lists",

@@ -24,7 +24,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import parameter_slots
-from fsdp_compose.comm.collectives import Caller, Exchange
+from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Residence, ShardSpec
 
@@ -150,7 +150,7 @@ class Views:
     pieces: list[int]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class Fill:
     """What a bucket's ``full`` was gathered from; a new one for each gather.
 
@@ -165,7 +165,7 @@ class Fill:
 
     versions: tuple[int, ...] = ()
     handed_out: int = 0
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: Exchange = NOTHING_SENT
     mark: Any = None
     stamp: object = None
     is_superseded: bool = False

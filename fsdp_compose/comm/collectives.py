@@ -29,7 +29,7 @@ from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
 from fsdp_compose.comm.transports import transport_of as transport_of
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Exchange:
     """Communication under way; ``wait`` makes its data safe to read on the current stream.
 
@@ -51,6 +51,10 @@ class Exchange:
             wait_for(works, self.peers, self.purpose)
             if finish is not None:
                 finish()
+
+
+NOTHING_SENT = Exchange()
+"""One that is over, for whoever communicates nothing."""
 
 
 @dataclass(slots=True)

@@ -178,16 +178,16 @@ def _is_stale(bucket: Bucket) -> bool:
 
 def _start_gather(engine: Engine, bucket: Bucket) -> None:
     bucket.move_to(Phase.GATHERING)
-    bucket.fill = Fill()
     if bucket.in_place:
+        bucket.fill = Fill()
         return
-    bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
+    fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
     streams = engine.streams
     with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
         _fill(bucket)
-        bucket.fill.mark = streams.record(streams.gather)
-    if bucket.fill.mark is not None:
-        waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, bucket.fill.mark)
+        fill.mark = streams.record(streams.gather)
+    if fill.mark is not None:
+        waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, fill.mark)
 
 
 def _purpose(bucket: Bucket) -> str:
@@ -318,10 +318,13 @@ def _release(engine: Engine, bucket: Bucket) -> None:
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Let the unit's modules read ``tensors``, by entry, as their parameters."""
+    links = unit.links
     unit.run.showing = tensors
-    for values, name, index in unit.links.places:
+    for values, name, index in links.places:
         values[name] = tensors[index]
-    for ref, positions in find_recurrent(unit):
+    if links.recurrent is None:
+        find_recurrent(unit)
+    for ref, positions in links.recurrent or ():
         module = ref()
         assert isinstance(module, torch.nn.RNNBase)
         weights = flat_weights(module)

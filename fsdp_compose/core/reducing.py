@@ -38,7 +38,7 @@ set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("gra
 requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Arrival:
     """Gradients of a bucket's entries that arrived together.
 

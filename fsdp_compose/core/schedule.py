@@ -465,14 +465,18 @@ class Schedule(Generic[U, P]):
         that says how many of them.
         """
         self.prefetched = [unit for unit in self.prefetched if Hold.PREFETCH in unit.holds]
-        room = None if limit is None else max(0, limit - len(self.prefetched))
-        upcoming = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]
-        if upcoming and policy is not None and policy.rule is not None:
-            sizes = [(unit.name, self.work.gathered_nbytes(unit)) for unit in upcoming]
-            del upcoming[policy.count_ahead(sizes, self.work.held_nbytes()) :]
-        for unit in upcoming:
-            self.hold(unit, Hold.PREFETCH)
-            self.prefetched.append(unit)
+        if policy is not None and policy.rule is not None and limit is not None:
+            room = max(0, limit - len(self.prefetched))
+            units = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]
+            sizes = [(unit.name, self.work.gathered_nbytes(unit)) for unit in units]
+            count = policy.count_ahead(sizes, self.work.held_nbytes()) if units else 0
+            units = units[:count]
+        for unit in units:
+            if limit is not None and len(self.prefetched) >= limit:
+                break
+            if not unit.holds:
+                self.hold(unit, Hold.PREFETCH)
+                self.prefetched.append(unit)
 
     def drop_prefetched(self) -> None:
         """Release units that were gathered ahead and not used."""
