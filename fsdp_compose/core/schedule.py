@@ -461,16 +461,14 @@ class Schedule(Generic[U, P]):
         """Start gathering ``units``, while fewer than ``limit`` wait gathered for their use.
 
         The limit bounds memory without blocking the host: where there are streams, a gather is
-        queued behind the free of an earlier unit on the gather stream. ``policy`` may have a rule
-        that says how many of them.
+        queued behind the free of an earlier unit on the gather stream. A rule may gather fewer.
         """
         self.prefetched = [unit for unit in self.prefetched if Hold.PREFETCH in unit.holds]
         if policy is not None and policy.rule is not None and limit is not None:
             room = max(0, limit - len(self.prefetched))
-            units = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]
-            sizes = [(unit.name, self.work.gathered_nbytes(unit)) for unit in units]
-            count = policy.count_ahead(sizes, self.work.held_nbytes()) if units else 0
-            units = units[:count]
+            ahead = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]
+            sizes = [(unit.name, self.work.gathered_nbytes(unit)) for unit in ahead]
+            units = ahead[: policy.count_ahead(sizes, self.work.held_nbytes())] if ahead else ()
         for unit in units:
             if limit is not None and len(self.prefetched) >= limit:
                 break
