@@ -11,7 +11,7 @@ from fuzz_operations import operations
 from fuzz_programs import OPS, Case, Leaf, Node, draw, leaves, smaller
 from harness import run_ranks
 
-SHORT = {1: range(40), 2: range(60), 3: range(15), 4: range(15)}
+SHORT = {1: range(30), 2: range(40), 3: range(10), 4: range(10)}
 
 FOUND = {
     "data assigned, then a full state dict": Case(

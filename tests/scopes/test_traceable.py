@@ -23,7 +23,6 @@ from compiling import (
     Checkpointed,
     Line,
     Trial,
-    shard_then_compile,
 )
 from harness import rank_errors, run_ranks
 from models import (
@@ -415,7 +414,7 @@ def test_operators_have_fake_implementations() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepare", [shard_then_compile, traceable])
+@pytest.mark.parametrize("prepare", [traceable])  # shard_then_compile: tests/scopes/test_compile.py
 def test_inductor(prepare: Any) -> None:
     def run(rank: int) -> None:
         torch._inductor.config.compile_threads = 1
