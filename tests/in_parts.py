@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,7 @@ def main(parts: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # parts end with it
     with contextlib.suppress(KeyboardInterrupt):
         sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
     sys.exit(130)
