@@ -20,9 +20,9 @@ test: $(READY)
 	$(MAKE) test-models
 
 test-models: $(MODELS)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m models
+	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m models tests/libraries
 	if PYTHONPATH=$(TITAN):tests $(BIN)/python -c "import titan_models" 2>/dev/null; \
-	then OMP_NUM_THREADS=1 PYTHONPATH=$(TITAN) $(BIN)/python -m pytest -m torchtitan; \
+	then OMP_NUM_THREADS=1 PYTHONPATH=$(TITAN) $(BIN)/python -m pytest -m torchtitan tests/libraries; \
 	else echo "torchtitan cannot be imported here: its tests are left out"; fi
 
 lint: $(READY)
