@@ -8,6 +8,7 @@ Files, each importing only from those above it:
     state                       everything the library remembers, per module, unit and device
     guards/units                the error for a module that is no unit and contains none
     guards/moved_parameters     copies moved parameters back into their flat shards
+    guards/gathered_memory      whether tensors lie in memory that a release frees
     guards/weight_versions      whether weights were written since they were gathered
     gathering                   gathers and releases units, and sets what their modules read
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)

@@ -47,6 +47,7 @@ from fsdp_compose.core.gathering import (
     spread_inner,
     wait_gathered,
 )
+from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.used_parameters import unite
 from fsdp_compose.core.guards.weight_versions import check_unwritten, read_versions
 from fsdp_compose.core.passes import (
@@ -135,6 +136,9 @@ class EngineWork:
 
     def reread(self, unit: Unit, in_backward: bool) -> None:
         (refresh_handed_out if in_backward else refresh_stale)(unit)
+
+    def reads_gathered(self, unit: Unit, parts: Sequence[Arrival]) -> bool:
+        return any_lies_in(unit.gathered, [grad for part in parts for grad in part.grads])
 
     def pack(self, part: Arrival) -> None:
         pack(part.bucket, part.grads)

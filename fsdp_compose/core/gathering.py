@@ -28,7 +28,6 @@ from fsdp_compose.core.guards.moved_parameters import (
 from fsdp_compose.core.guards.weight_versions import check_lent, stamp_of, versions_of
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, resting, unit_of
-from fsdp_compose.sharded import part_of
 
 log = logging.getLogger("fsdp_compose")
 _QUIET = nullcontext()
@@ -277,15 +276,6 @@ def forget_inner(unit: Unit) -> None:
     for bucket in unit.buckets:
         if bucket.spread is not None and bucket.inner is not None:
             bucket.inner.store = None
-
-
-def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is in the memory of the bucket's gathered parameters."""
-    try:
-        start = part_of(tensor).data_ptr()
-    except RuntimeError:
-        return False  # a tensor without memory of its own: fake, functional, or not strided
-    return 0 <= start - bucket.full.data_ptr() < bucket.full_nbytes
 
 
 def _finish_gather(engine: Engine, bucket: Bucket) -> None:

@@ -121,8 +121,7 @@ class Order:
     def assume(self, visitors: Sequence[Any]) -> None:
         """Expect ``visitors`` in reverse of the pass that has just begun, if it is not recorded.
 
-        Visitors that ran after the pass's first one ran inside it, so they come next; those that
-        ran before it come last.
+        Those that ran after the pass's first one ran inside it and come next; the others come last.
         """
         begun = self.current[-1][0]()
         at = next((i for i, v in enumerate(visitors) if v is begun), len(visitors))
@@ -253,6 +252,9 @@ class Work(Protocol[U_in, P_in]):
 
     def forget_spread(self, unit: U_in) -> None:
         """Free what ``spread`` kept."""
+
+    def reads_gathered(self, unit: U_in, parts: Sequence[P_in]) -> bool:
+        """Whether gradients of the parts lie in the unit's gathered parameters."""
 
     def pack(self, part: P_in) -> None:
         """Copy or add gradients into their flat buffer."""
@@ -398,14 +400,18 @@ class Schedule(Generic[U, P]):
             self._prefetch_backward(unit)
 
     def receive(self, unit: U, parts: Sequence[P], ends_backward: bool) -> None:
-        """When gradients arrive: pack them, release their unit, and reduce complete buffers.
+        """When gradients arrive: release their unit, pack them, and reduce complete buffers.
 
-        Reductions under way are finished first, so that one flat buffer exists at a time.
+        Reductions under way are finished and the unit is released before a buffer is allocated,
+        but not a unit whose gathered parameters a gradient lies in.
         """
         self.work.finish_reductions()
+        last = ends_backward and self.work.reads_gathered(unit, parts)
+        if ends_backward and not last:
+            self.leave_backward(unit)
         for part in parts:
             self.work.pack(part)
-        if ends_backward:
+        if last:
             self.leave_backward(unit)
         for part in parts:
             if self.work.is_complete(part):
@@ -417,9 +423,8 @@ class Schedule(Generic[U, P]):
         """Release the unit after its backward, or when the whole backward has ``ended``."""
         self.work.forget_spread(unit)
         switches = unit.switches
-        if switches.reshard_after_backward and (
-            switches.sync or not switches.keep_over_microbatches
-        ):
+        stays = switches.keep_over_microbatches and not switches.sync
+        if switches.reshard_after_backward and not stays:
             self.drop(unit, Hold.KEPT)
         elif Hold.BACKWARD in unit.holds:
             self.keep(unit, Hold.KEPT)
@@ -458,11 +463,7 @@ class Schedule(Generic[U, P]):
     def prefetch(
         self, units: Iterable[U], limit: int | None = None, policy: Ahead | None = None
     ) -> None:
-        """Start gathering ``units``, while fewer than ``limit`` wait gathered for their use.
-
-        The limit bounds memory without blocking the host: where there are streams, a gather is
-        queued behind the free of an earlier unit on the gather stream. A rule may gather fewer.
-        """
+        """Start gathering ``units``, while fewer than ``limit`` wait; a rule may gather fewer."""
         self.prefetched = [unit for unit in self.prefetched if Hold.PREFETCH in unit.holds]
         if policy is not None and policy.rule is not None and limit is not None:
             room = max(0, limit - len(self.prefetched))

@@ -191,6 +191,9 @@ class _Ledger:
 
     # Gradients; a part is a bucket and the unit that made its gradients
 
+    def reads_gathered(self, node: _Node, parts: Sequence[tuple[int, _Node]]) -> bool:
+        return False
+
     def pack(self, part: tuple[int, _Node]) -> None:
         i, node = part
         self.received.add((node, i))

@@ -47,6 +47,7 @@ class Checker:
     reducing: list[str] = field(default_factory=list)
     reduced: list[str] = field(default_factory=list)  # in the backward under way
     members: list[Member] = field(default_factory=list)
+    aliased: str = "1"  # the unit whose gradients lie in its parameters
 
     def announce(self, unit: Member, reason: Hold) -> None:
         pass
@@ -94,7 +95,13 @@ class Checker:
         if self.full.get(unit.name) != "gathered":
             raise Broken(f"{unit.name} is read while {self.full.get(unit.name, 'released')}")
 
+    def reads_gathered(self, unit: Member, parts: Any) -> bool:
+        return unit.name == self.aliased
+
     def pack(self, part: str) -> None:
+        held = any(m.name == part and Hold.BACKWARD in m.holds for m in self.members)
+        if held != (part == self.aliased):
+            raise Broken(f"{part} is packed while {'held' if held else 'released'}")
         if self.reducing:
             raise Broken(f"{part} is packed while {self.reducing} is reduced")
 
@@ -356,10 +363,21 @@ class ReducesTwice(Schedule[Any, Any]):
 
 class PacksEarly(Schedule[Any, Any]):
     def receive(self, unit: Any, parts: Any, ends_backward: bool) -> None:
+        self.work.finish_reductions = lambda: None
+        super().receive(unit, parts, ends_backward)
+        del self.work.finish_reductions
+
+
+class PacksBeforeRelease(Schedule[Any, Any]):
+    def receive(self, unit: Any, parts: Any, ends_backward: bool) -> None:
+        super().receive(unit, parts, ends_backward=False)
         self.leave_backward(unit)
-        for part in parts:
-            self.work.pack(part)
-            self.work.reduce(part)
+
+
+class ReleasesBeforePack(Schedule[Any, Any]):
+    def receive(self, unit: Any, parts: Any, ends_backward: bool) -> None:
+        self.leave_backward(unit)
+        super().receive(unit, parts, ends_backward=False)
 
 
 class ReleasesWhileHeld(Schedule[Any, Any]):
@@ -384,9 +402,11 @@ BROKEN = {
     OneTooMany: "gathered ahead",
     NeverWaits: "is read while gathering",
     ReducesTwice: "reduced twice",
-    PacksEarly: "is packed while",
+    PacksEarly: "is reduced$",
+    PacksBeforeRelease: "is packed while held",
+    ReleasesBeforePack: "is packed while released",
     ReleasesWhileHeld: "is released while held",
-    KeepsForEver: "at rest",
+    KeepsForEver: "is packed while held",
     ForgetsFailures: "at rest",
 }
 

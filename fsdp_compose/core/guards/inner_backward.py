@@ -27,8 +27,8 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.autograd import DELETED
-from fsdp_compose.core.gathering import lies_in
 from fsdp_compose.core.guards.added_parameters import managed
+from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.kept_views import opened_at
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted

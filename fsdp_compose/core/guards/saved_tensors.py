@@ -18,7 +18,7 @@ from fsdp_compose.base.torch_private import (
     push_saved_tensor_hooks,
     saved_tensor_hooks,
 )
-from fsdp_compose.core.gathering import lies_in
+from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.state import Engine, Unit
 
 
