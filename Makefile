@@ -10,6 +10,9 @@ READY := $(VENV)/.ready
 MODELS := $(VENV)/.models
 TITAN := $(VENV)/torchtitan
 
+# Python keeps what it compiles: the tests start some hundred processes that import the package.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-models lint bench clean
 
 demo: $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -15,6 +16,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if sys.platform == "linux":
+    # A batch thread that wakes up lets the running one go on. Otherwise gloo's thread often
+    # interrupts the thread that holds the lock it needs, and spins until that one runs again.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # inherited by every rank
 
 HARD_TIMEOUT = 300.0  # seconds per test, then stacks are printed and the whole run dies
 
