@@ -23,7 +23,8 @@ class Group:
     """Ranks that communicate; ``pg`` is None for a group of one rank, which never communicates.
 
     A group over which one call exchanges messages has the name of that call as ``purpose``, and in
-    ``note`` the key of the store below which a rank says that it left the call.
+    ``note`` the key of the store below which a rank says that it left the call. ``reductions`` is a
+    communicator of the same ranks for reductions alone; None: they share ``pg`` with gathers.
     """
 
     pg: dist.ProcessGroup | None = field(repr=False)
@@ -34,6 +35,7 @@ class Group:
     purpose: str = field(default="", compare=False)
     note: str = field(default="", compare=False)
     transport: Transport | None = field(default=None, compare=False)  # None: the backend's own
+    reductions: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
 
 SELF = Group(pg=None, rank=0, size=1, backend="none", ranks=(0,))

@@ -231,6 +231,25 @@ def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
     return Mesh(both, SELF, mesh.device, (shard, replicate))
 
 
+QUEUES = ("nccl",)
+"""Backends whose groups work in order: a gather waits for a reduction asked for before it."""
+
+
+def with_own_reductions(mesh: Mesh) -> Mesh:
+    """``mesh`` with a communicator for reductions where a gather would wait behind them.
+
+    Every rank of it must call. Parameters that are cut over both axes are gathered over all ranks
+    and reduced over one axis: over two communicators already.
+    """
+    shard = mesh.shard
+    if shard.pg is None or mesh.axes is not None or shard.backend not in QUEUES:
+        return mesh
+    known = _subgroups.setdefault(shard.pg, {})
+    if "reductions" not in known:
+        known["reductions"] = replace(shard, pg=ordered_group(shard.ranks))
+    return replace(mesh, shard=replace(shard, reductions=known["reductions"].pg))
+
+
 def is_outside(mesh: object) -> bool:
     """Whether this rank takes no part in ``mesh``, so that its other ranks do not wait for it."""
     if isinstance(mesh, DeviceMesh):

@@ -23,6 +23,7 @@ class Streams:
     device: torch.device
     gather: Any
     reduce: Any
+    behind: Any = None  # the event by which a side stream waits for the current one; reused
 
     @property
     def current(self) -> Any:
@@ -30,9 +31,14 @@ class Streams:
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Issue work on ``stream``, ordered behind what the current stream was given so far."""
+        if stream is not None:
+            stream.wait_event(self.current.record_event(self.behind))
+        return self.beside(stream)
+
+    def beside(self, stream: Any) -> AbstractContextManager[object]:
+        """Issue work on ``stream``, ordered behind nothing but what it was given itself."""
         if stream is None:
             return _HERE
-        stream.wait_stream(self.current)
         scope: AbstractContextManager[object] = _module(self.device).stream(stream)
         return scope
 
@@ -48,10 +54,16 @@ class Streams:
 
 def make_streams(device: torch.device) -> Streams:
     """Side streams for ``device``; high priority, so that gathers are not queued behind compute."""
-    if device.type in ("cpu", "meta"):
+    if device.type in ("cpu", "meta", "mps"):  # torch.mps has no streams
         return Streams(device, None, None)
     module = _module(device)
-    return Streams(device, module.Stream(device, priority=-1), module.Stream(device, priority=-1))
+    first, second = (module.Stream(device, priority=-1) for _ in range(2))
+    return Streams(device, first, second, module.Event())
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured: the host must not ask what the device has done."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _module(device: torch.device) -> Any:

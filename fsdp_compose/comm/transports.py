@@ -73,7 +73,8 @@ def _gather_at_once(
 
 def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
     total = torch.empty_like(parts[call.group.rank])
-    work = reduce_scatter_single(call.group.pg, total, whole, REDUCE_OPTIONS)
+    pg = call.group.reductions or call.group.pg
+    work = reduce_scatter_single(pg, total, whole, REDUCE_OPTIONS)
     return _begun(work, whole, (total,))
 
 
@@ -84,17 +85,11 @@ def _all_reduce_at_once(tensor: torch.Tensor, op: Op, call: Call) -> None:
 def _exchange_at_once(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], call: Call
 ) -> Started:
-    group = call.group
-    sizes = [
-        [piece.numel() * (rank != group.rank) for rank, piece in enumerate(pieces)]
-        for pieces in (outgoing, incoming)
-    ]
-    sent = torch.cat([p for r, p in enumerate(outgoing) if r != group.rank])
-    received = sent.new_empty(sum(sizes[1]))
-    dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group.pg)
-    for piece, part in zip(incoming, received.split(sizes[1]), strict=True):
-        if part.numel():
-            piece.copy_(part)
+    # By lists: the pieces travel from and to where they lie, without a copy into one buffer.
+    rank = call.group.rank
+    sent, received = list(outgoing), list(incoming)
+    sent[rank], received[rank] = sent[rank][:0], received[rank][:0]
+    dist.all_to_all(received, sent, group=call.group.pg)
     return Started()
 
 

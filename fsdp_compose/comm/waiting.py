@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_compose.base.process import here, once
+from fsdp_compose.base.streams import is_capturing
 from fsdp_compose.base.torch_private import default_store
 
 WARN_AFTER = 10.0
@@ -138,8 +139,11 @@ def leave() -> None:
 def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
     """Note that the device waits for ``ranks`` until it passes ``mark``; the host goes on.
 
-    The oldest mark that is not known to have passed is kept, and the newest one.
+    The oldest mark that is not known to have passed is kept, and the newest one; none of those in a
+    graph, which the device passes when it is replayed.
     """
+    if is_capturing():
+        return
     watch = the_watch()
     wait = watch.newest = Wait(purpose, ranks, mark)
     watch.waits.setdefault(_DEVICE, wait)

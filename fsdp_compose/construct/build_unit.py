@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import SELF
-from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of
+from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_reductions
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
@@ -130,6 +130,7 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     mesh = bucket_plan.mesh
     if plan.options.placement.fused:
         mesh = fuse(mesh, plan.options.mesh)
+    mesh = with_own_reductions(mesh)
     shard, entries = _cut_shard(plan, bucket_plan, mesh)
     params = [entry.param for entry in entries]
     leaf_hooks = [take_leaf_hooks(param) for param in params]

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import GatherCodec, MixedPrecision, Offload, ShardingStrategy, fully_shard
+from fsdp_compose.base import mesh
+from fsdp_compose.base.group import Call
 from fsdp_compose.base.process import here
+from fsdp_compose.comm import transports
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
 from harness import rank_errors, run_ranks
@@ -67,6 +71,55 @@ def test_an_exact_codec_and_a_transport_change_nothing(way: str) -> None:
             assert bytes_moved == moved, more
 
     run_ranks(ranks, 4)
+
+
+def test_reductions_have_a_communicator_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a communicator works in order, no gather waits behind a reduction."""
+    reduced: list[Any] = []
+
+    def reduce_scatter(pg: Any, own: Tensor, whole: Tensor, options: Any) -> None:
+        reduced.append(pg)
+        dist.all_reduce(whole, group=pg)
+        own.copy_(whole.chunk(2)[dist.get_rank(pg)])
+
+    def ranks(rank: int) -> None:
+        wanted, _ = train({}, False)
+        monkeypatch.setattr(mesh, "QUEUES", ("gloo",))
+        monkeypatch.setattr(transports, "reduce_scatter_single", reduce_scatter)
+        found, _ = train({"transport": replace(AT_ONCE, may_wait=True)}, False)
+        assert len(set(reduced)) == 1 and reduced[0] is not dist.group.WORLD
+        for value, other in zip(found, wanted):
+            torch.testing.assert_close(value, other)
+
+    run_ranks(ranks, 2)
+
+
+def test_pieces_travel_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange of the collective transport sends no copies, and nothing to the rank itself."""
+
+    def all_to_all(received: list[Tensor], sent: list[Tensor], group: Any) -> None:
+        me = dist.get_rank(group)
+        assert not sent[me].numel() and not received[me].numel()
+        works = [dist.isend(piece, r) for r, piece in enumerate(sent) if piece.numel()]
+        for r, piece in enumerate(received):
+            if piece.numel():
+                dist.recv(piece, r)
+        for work in works:
+            work.wait()
+
+    def ranks(rank: int) -> None:
+        monkeypatch.setattr(dist, "all_to_all", all_to_all)
+        world = mesh.group_of(dist.group.WORLD, torch.device("cpu"))
+        buffer = torch.arange(10, dtype=torch.uint8) + 10 * rank
+        outgoing = list(buffer.split([3, 2, 5]))
+        incoming = [torch.zeros(len(outgoing[rank]), dtype=torch.uint8) for _ in range(3)]
+        AT_ONCE.exchange(outgoing, incoming, Call(world, 0, "exchange"))
+        begin = (0, 3, 5)[rank]
+        for r, piece in enumerate(incoming):
+            sent = torch.arange(begin, begin + len(piece), dtype=torch.uint8) + 10 * r
+            assert torch.equal(piece, sent if r != rank else torch.zeros_like(piece))
+
+    run_ranks(ranks, 3)
 
 
 def test_ranks_that_chose_others_raise() -> None:

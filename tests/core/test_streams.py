@@ -24,6 +24,7 @@ import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
 from fsdp_compose.base import streams
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import waiting
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core import state
 from fsdp_compose.core.autograd import EngineWork
@@ -49,8 +50,10 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
-    def record_event(self) -> Event:
-        return Event(dict(self.clock))
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event({})
+        event.clock = dict(self.clock)
+        return event
 
     def wait_event(self, event: Event) -> None:
         for key, tick in event.clock.items():
@@ -173,7 +176,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     device = Device()
     monkeypatch.setattr(streams, "_module", lambda of: device)
     cpu = torch.device("cpu")
-    engine = state.Engine(streams.Streams(cpu, Stream(), Stream()), EngineWork)
+    engine = state.Engine(streams.Streams(cpu, Stream(), Stream(), Event({})), EngineWork)
     monkeypatch.setitem(state.engines, cpu, engine)
     races = Races(device)
 
@@ -250,6 +253,32 @@ def test_streams_are_ordered_and_the_host_never_waits(cell: str) -> None:
     """Work on streams is ordered and the host never waits."""
     world, options, build = CELLS[cell]
     run_ranks(train, world, world, build, options)
+
+
+def test_a_captured_step_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step asks no rank and no stream for anything, and computes the same."""
+
+    def steps(rank: int, capture: bool) -> list[Tensor]:
+        asked: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch, watched(patch):
+            model = by_block(seeded(Tower))
+            optim = sgd(model.parameters())
+            for step in range(3):
+                if capture and step == 2:
+                    patch.setattr(torch.cuda, "is_initialized", lambda: True)
+                    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                    patch.setattr(comm, "span", lambda *args: asked.append(args))
+                    newest = waiting.the_watch().newest
+                square(model, data(step, rank)).backward()
+                optim.step()
+                optim.zero_grad()
+            assert asked == [] and (not capture or waiting.the_watch().newest is newest)
+        return [p.full_tensor() for p in model.parameters()]
+
+    def ranks(rank: int) -> None:
+        assert all(map(torch.equal, steps(rank, True), steps(rank, False)))
+
+    run_ranks(ranks, 2)
 
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {

@@ -10,6 +10,7 @@ compare what each of them went by, at the end of the next step, and raise where 
 from __future__ import annotations
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.streams import is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.collectives import Flags
@@ -42,7 +43,7 @@ def _unite(log: Log, bucket: Bucket, used: Flags, groups: list[Group]) -> None:
     if is_known_at_once(bucket, groups):
         for group in groups:
             comm.unite(used, group, device, log)
-    elif log.is_stepwise or unit_of(bucket).switches.find_unused:
+    elif (log.is_stepwise or unit_of(bucket).switches.find_unused) and not is_capturing():
         for group in log.groups:
             comm.unite(used, group, device, log)
         bucket.history.agreed = here, used.bits
