@@ -12,6 +12,7 @@ Files, each importing only from those above it:
     mesh           which ranks share a shard, which hold replicas, on which device
     streams        the gather and reduce streams of a device
     tree           tensors inside whatever a module takes and returns
+    parts          a flat tensor cut by rank
     strides        how a tensor is flattened
     unwritten      marks memory that nobody has written yet
 """

@@ -182,6 +182,7 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Gr
     )
 
 
+_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
 _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Group]] = (
     weakref.WeakKeyDictionary()
 )
@@ -316,7 +317,9 @@ def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
     if rank < 0 or not isinstance(pg, dist.ProcessGroup):
         raise ValueError(_outside())
     size = dist.get_world_size(pg)
-    ranks = tuple(dist.get_process_group_ranks(pg))
+    ranks = _ranks.get(pg)
+    if ranks is None:  # one tuple for every unit: it takes 8 bytes a rank
+        ranks = _ranks[pg] = tuple(dist.get_process_group_ranks(pg))
     if size == 1:
         return Group(pg=None, rank=0, size=1, backend="none", ranks=ranks)
     return Group(pg, rank, size, _backend(pg, device), ranks)

@@ -12,7 +12,7 @@ refilling ``full`` between forward and backward would trip autograd's check.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class GradBuffer:
     """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
 
     flat: torch.Tensor
-    parts: list[torch.Tensor]  # by rank of the axis that sums first
+    parts: Sequence[torch.Tensor]  # by rank of the axis that sums first
     views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     gaps: list[torch.Tensor]  # where no parameter lies
 
@@ -103,7 +103,7 @@ class Inner:
     """
 
     group: Group
-    parts: list[torch.Tensor]  # ``full`` as uint8, by rank of ``group``
+    parts: Sequence[torch.Tensor]  # ``full`` as uint8, by rank of ``group``
     own: torch.Tensor  # this rank's part of ``full``
     source: Group | None = None
     store: torch.Tensor | None = None
@@ -144,7 +144,7 @@ class Views:
 
     own: torch.Tensor
     whole_bytes: torch.Tensor
-    part_bytes: list[torch.Tensor]
+    part_bytes: Sequence[torch.Tensor]
     shard_bytes: torch.Tensor | None
     splits: list[int]
     pieces: list[int]

@@ -8,6 +8,7 @@ import torch
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import raw, read_version
 from fsdp_compose.buckets.bucket import Bucket, Dtypes, Entry, GradBuffer, Inner, Views, alias
@@ -67,8 +68,8 @@ def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner |
     group, source = (spread, None) if mesh.axes is None else mesh.axes
     if group is None or not full.numel():
         return None
-    parts = list(full.view(torch.uint8).chunk(group.size))
-    own = list(full.chunk(group.size))[group.rank]
+    parts = cut_by_rank(full.view(torch.uint8), group.size)
+    own = cut_by_rank(full, group.size)[group.rank]
     return Inner(group, parts, own, source, None if source is None else torch.empty_like(own))
 
 
@@ -97,7 +98,7 @@ def make_grad_buffer(bucket: Bucket) -> GradBuffer:
         ends = [0] + [stop for _, stop in sorted(spans)]
         return GradBuffer(
             flat=flat,
-            parts=list(flat.chunk(bucket.mesh.gather_axis.size)) if flat.numel() else [],
+            parts=cut_by_rank(flat, bucket.mesh.gather_axis.size) if flat.numel() else [],
             views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
             gaps=[
                 flat[stop * per_element : start * per_element]
@@ -114,7 +115,7 @@ def _make_views(full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: i
     return Views(
         own=full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel],
         whole_bytes=whole_bytes,
-        part_bytes=list(whole_bytes.chunk(layout.world_size)) if whole_bytes.numel() else [],
+        part_bytes=cut_by_rank(whole_bytes, layout.world_size) if whole_bytes.numel() else [],
         shard_bytes=shard.view(torch.uint8) if is_ready else None,
         splits=splits,
         pieces=pieces,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.codec import GatherCodec, encode_shard
 from fsdp_compose.base.group import Call, Group, Op
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.flags import Flags as Flags
@@ -142,7 +143,7 @@ def gather_encoded(
     with torch.no_grad():
         own = encode_shard(codec, shard)
     whole = own.new_empty(own.numel() * group.size)
-    parts = list(whole.chunk(group.size))
+    parts = cut_by_rank(whole, group.size)
     parts[group.rank].copy_(own)
 
     def decode() -> None:
@@ -276,7 +277,7 @@ def all_gather_uneven(
         return local.clone()
     width = max(lengths)
     whole = local.new_empty(width * group.size).view(torch.uint8)
-    parts = whole.chunk(group.size) if width else [whole] * group.size
+    parts = cut_by_rank(whole, group.size) if width else [whole] * group.size
     parts[group.rank].view(local.dtype)[: local.numel()].copy_(local)
     gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
     pieces = (p.view(local.dtype)[:n] for p, n in zip(parts, lengths, strict=True))

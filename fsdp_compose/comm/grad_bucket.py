@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class GradBucket:
     unit: str
     key: str
     flat: torch.Tensor
-    parts: list[torch.Tensor]
+    parts: Sequence[torch.Tensor]
     shard: Group
     replicate: Group
     scale: float

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import (
     graph_task_id,
     made_at,
@@ -158,11 +159,6 @@ class EngineWork:
         drain(self.engine)
 
 
-def _end_pass(unit: Unit, node: Any) -> None:
-    consume(unit, node)
-    close_backward(unit)
-
-
 def _is_awaited(bucket: Bucket, node: Any) -> bool:
     """Whether this backward brings more gradients of the bucket, to be reduced with these."""
     unit = unit_of(bucket)
@@ -186,11 +182,9 @@ def _reduce_now(
 ) -> Tensors:
     """Reduce now, and return the sharded gradients with a graph over them if one is wanted."""
     results = reduce_at_once(unit, task, trained, grads)
-    if node.ends_pass and torch.is_grad_enabled():
-        retain(unit, node)
+    if node.ends_pass:
+        (retain if torch.is_grad_enabled() else consume)(unit, node)
         close_backward(unit)
-    elif node.ends_pass:
-        _end_pass(unit, node)
     return tuple(results.get(unit.entries[i]) for i in trained)
 
 
@@ -279,7 +273,7 @@ def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype) -> torc
     if full.numel():
         whole = full.view(torch.uint8)
         full.view(group.size, -1)[group.rank].copy_(shard)
-        parts = list(whole.chunk(group.size))
+        parts = cut_by_rank(whole, group.size)
         purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
         comm.gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
     return full

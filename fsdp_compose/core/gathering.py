@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compose.base.mesh import refuse_late_group
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import flat_weights, graph_task_id, profiler_enabled
 from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
 from fsdp_compose.comm import collectives as comm
@@ -205,7 +206,7 @@ def _fill(bucket: Bucket) -> None:
         inner.own.copy_(inner.store)
     elif bucket.mp.gather_codec is not None and group.pg and storage.nbytes():
         shard = _resident_shard(bucket).to(bucket.full.device, non_blocking=True)
-        codec, into = bucket.mp.gather_codec, bucket.full.chunk(group.size)
+        codec, into = bucket.mp.gather_codec, cut_by_rank(bucket.full, group.size)
         bucket.fill.exchange = comm.gather_encoded(
             shard, into, codec, group, purpose, bucket.users.caller
         )
@@ -231,8 +232,8 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
         return inner.stamp == stamp_of(bucket)
     if is_outdated(bucket):
         stamp = stamp_of(bucket)
-        parts = inner.store.view(torch.uint8).chunk(inner.source.size)
-        own = inner.store.chunk(inner.source.size)[inner.source.rank]
+        parts = cut_by_rank(inner.store.view(torch.uint8), inner.source.size)
+        own = cut_by_rank(inner.store, inner.source.size)[inner.source.rank]
         own.copy_(bucket.stored, non_blocking=True)
         purpose = f"gather unit {bucket.entries[0].spec.unit!r} over the replicas"
         part = parts[inner.source.rank]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.policy import Offload
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -195,7 +196,7 @@ def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torc
     mesh = bucket.mesh
     if mesh.axes is None:
         return comm.all_reduce(grad, mesh.replicate, caller=bucket.users.caller, flags=used)
-    parts = grad.chunk(mesh.replicate_axis.size)
+    parts = cut_by_rank(grad, mesh.replicate_axis.size)
     purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
     axis = mesh.replicate_axis
     scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, bucket.users.caller, used)
@@ -233,7 +234,7 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
     if bucket.mesh.axes is None:
         shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
         return grad.clone() if shared and bucket.mesh.gather_axis.size > 1 else grad
-    return grad.chunk(given.replicate.size)[given.replicate.rank].clone()
+    return cut_by_rank(grad, given.replicate.size)[given.replicate.rank].clone()
 
 
 def finish_reduce(reduction: Reduction) -> torch.Tensor:

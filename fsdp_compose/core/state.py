@@ -179,9 +179,11 @@ class Unit:
         self.engine.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
     def _find_sharers(self) -> None:
+        if self.borrowed:
+            self.engine.borrowers.add(self)
         mine = {(id(values), name) for values, name, _ in self.links.places}
-        for other in self.engine.units:
-            if other is not self and (self.borrowed or other.borrowed):
+        for other in self.engine.units if self.borrowed else self.engine.borrowers:
+            if other is not self:
                 theirs = {(id(values), name) for values, name, _ in other.links.places}
                 if not mine.isdisjoint(theirs):
                     self.links.sharers.append(weakref.ref(other))
@@ -329,6 +331,7 @@ class Engine:
     make_work: InitVar[Callable[[Engine], Work[Unit, Any]]]
     schedule: Schedule[Unit, Any] = field(init=False)
     units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
+    borrowers: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # of tied parameters
     thread: int = 0  # that runs them
     pass_id: int = 0  # counts outermost forwards
     disagreements: int = 0  # of ranks, that were told so far

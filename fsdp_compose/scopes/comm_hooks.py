@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.grad_bucket import GradBucket
 from fsdp_compose.core.guards.units import require_units
@@ -161,7 +162,7 @@ def bf16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
 
 def _reduce_compressed(grads: GradBucket, dtype: torch.dtype) -> torch.Tensor:
     small = grads.flat.mul_(grads.scale).to(dtype)
-    parts = list(small.chunk(grads.shard.size))
+    parts = cut_by_rank(small, grads.shard.size)
     part = comm.reduce_scatter_parts(small, parts, grads.shard).result(torch.float32, 1.0)
     if grads.replicate.size > 1:
         part = comm.all_reduce(part.to(dtype), grads.replicate).float()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_compose.base.parts import kept_views
 from fsdp_compose.base.torch_private import (
     buffer_slots,
     call_raw,
@@ -224,10 +225,10 @@ def _own_tensors(unit: Unit) -> Iterable[Tensor]:
     yield from unit.run.showing or ()
     for bucket in unit.gathered:
         views = bucket.views
-        yield from (bucket.full, views.own, views.whole_bytes, *views.part_bytes)
+        yield from (bucket.full, views.own, views.whole_bytes, *kept_views(views.part_bytes))
         yield from bucket.aliases
         if bucket.inner is not None:
-            yield from (bucket.inner.own, *bucket.inner.parts)
+            yield from (bucket.inner.own, *kept_views(bucket.inner.parts))
 
 
 def _bucket_of(value: object, found: dict[int, Bucket]) -> Bucket | None:

@@ -1,0 +1,43 @@
+"""A flat tensor cut by rank; of a large world, each part is a view made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+MANY_RANKS = 64
+"""From more ranks on, a list of views (600 bytes each, for every bucket) is not kept."""
+
+
+class Parts(Sequence[torch.Tensor]):
+    """``flat`` cut into ``size`` equal views, which are not kept."""
+
+    __slots__ = ("flat", "size", "width")
+
+    def __init__(self, flat: torch.Tensor, size: int) -> None:
+        self.flat, self.size, self.width = flat, size, flat.numel() // size
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.size))]
+        start = range(self.size)[index] * self.width
+        return self.flat[start : start + self.width]
+
+
+def cut_by_rank(flat: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    """``flat``, whose length ``size`` divides, cut into that many equal views."""
+    return Parts(flat, size) if size > MANY_RANKS else list(flat.chunk(size))
+
+
+def kept_views(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The views that ``parts`` keeps."""
+    return () if isinstance(parts, Parts) else parts
