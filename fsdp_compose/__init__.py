@@ -15,7 +15,7 @@ When are weights gathered?
 When are gradients reduced?
     accumulate, no_sync, reduce_grads, participate, pipeline_stage, set_requires_gradient_sync,
     set_requires_all_reduce, set_is_last_backward, set_find_unused_parameters,
-    set_gradient_divide_factor, register_post_reduce_hook
+    set_gradient_divide_factor, register_post_reduce_hook, skippable_step
 How do weights travel?
     Transport, GatherCodec
 How are gradients reduced?
@@ -142,6 +142,7 @@ if _is_used:
     from fsdp_compose.scopes.participate import participate
     from fsdp_compose.scopes.pipeline import pipeline_stage
     from fsdp_compose.scopes.prefetch import set_backward_prefetch, set_forward_prefetch
+    from fsdp_compose.scopes.skippable import skippable_step
     from fsdp_compose.scopes.stream import iter_full
     from fsdp_compose.scopes.switches import (
         accumulate,
@@ -220,6 +221,7 @@ __all__ = [  # noqa: RUF022 - by the question that each answers
     "set_find_unused_parameters",
     "set_gradient_divide_factor",
     "register_post_reduce_hook",
+    "skippable_step",
     # how do weights travel?
     "Transport",
     "GatherCodec",

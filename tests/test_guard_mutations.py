@@ -14,6 +14,7 @@ from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import passes
 from fsdp_compose.optim import step_guard, unaveraged_parameters
 from fsdp_compose.scopes import compile as compiling
+from fsdp_compose.scopes import skippable
 from fsdp_compose.sharded import HANDLERS, reduce
 
 from harness import RankFailure, run_ranks
@@ -115,6 +116,27 @@ def check_blend(rank: int) -> None:
     assert whole(model[0].up.weight).isfinite().all()
 
 
+def check_skipped(rank: int) -> None:
+    """A step that one rank cannot use leaves no gradient, and an earlier one as it was."""
+    model = fc.fully_shard(nn.Sequential(fc.fully_shard(seeded(Part))))
+    for earlier in (False, True):
+        if earlier:
+            square(model, data(0, rank)).backward()
+        before = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
+        with fc.skippable_step(model) as step:
+            square(model, data(1, rank)).backward()
+            if rank:
+                raise ValueError("a bad batch")
+        assert step.skipped and set(step.reasons) == {1}
+        after = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
+        assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(before, after))
+
+
+def skip_alone(step: Any, links: Any) -> None:
+    """The rank that raised skips its step, and tells nobody."""
+    step.skipped, step.reasons = step._own is not None, {1: step._own or ""}
+
+
 def no_numbers() -> None:
     reduce.reduce_alike = lambda tensor, group, op, what: small_reduce.all_reduce(  # type: ignore[assignment]
         tensor.clone(), group, op
@@ -134,6 +156,12 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
         lambda: setattr(unaveraged_parameters, "check_clipped", lambda params: None), check_clip,
     ),
     "reductions not compared": (no_numbers, check_blend),
+    "gradients of a skipped step kept": (
+        lambda: setattr(skippable._State, "restore", lambda self: None), check_skipped,
+    ),
+    "one rank skips alone": (
+        lambda: setattr(skippable, "_agree", skip_alone), check_skipped,
+    ),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ gathers one bucket at a time. Loading checks everything on every rank before any
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from fsdp_compose.checkpoint.values import (
     show_whole,
     whole_shape,
 )
-from fsdp_compose.comm.messages import raise_on_all
+from fsdp_compose.comm.messages import raise_on_all, to_bytes
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
@@ -289,18 +290,47 @@ def match(
             f"load_state_dict: the state does not fit {type(module).__name__}, which is unchanged:"
             f"{list_problems(problems)}"
         )
-    facts = Facts(len(given), sum(needs_gather(v, _spec(current[n])) for n, v in values.items()))
+    gathers = sum(needs_gather(v, _spec(current[n])) for n, v in values.items())
+    facts = Facts(len(given), gathers, _sample(values, current))
     return Matched(values, missing, unexpected, problem, raw_shards, facts)
 
 
 class Facts(NamedTuple):
-    """What must be alike on all ranks, or a gather inside loading would hang."""
+    """What must be alike on all ranks, or a gather inside loading would hang, or weights be mixed.
+
+    Each rank cuts its slices out of what it was given: from two files, one model would be stitched
+    together. ``sampled`` is a checksum over some elements of each value that is to be cut.
+    """
 
     keys: int
     gathers: int
+    sampled: int
 
     def __str__(self) -> str:
-        return f"{self.keys} entries ({self.gathers} of them to gather)"
+        return (
+            f"{self.keys} entries ({self.gathers} of them to gather), values of sharded "
+            f"parameters with checksum {self.sampled:08x}"
+        )
+
+
+SAMPLED = 16
+"""Elements of each value that ranks compare before they load it."""
+
+
+def _sample(values: Mapping[str, Any], current: Mapping[str, Any]) -> int:
+    """A checksum over elements of the plain values that sharded parameters take."""
+    found = 0
+    for name in sorted(values):
+        value = values[name]
+        if not is_sharded(current[name]) or type(value) not in (Tensor, nn.Parameter):
+            continue
+        if value.numel() and value.device.type != "meta" and value.layout is torch.strided:
+            last, count = value.numel() - 1, min(SAMPLED, value.numel())
+            at = torch.tensor([index * last // max(1, count - 1) for index in range(count)])
+            place = torch.unravel_index(at, value.shape) if value.ndim else ()
+            picked = value.detach()[place].reshape(-1).cpu().contiguous()
+            found = zlib.crc32(to_bytes(picked.view(torch.uint8)), found)
+    return found
 
 
 def _is_raw(key: str) -> bool:

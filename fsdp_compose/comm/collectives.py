@@ -23,7 +23,9 @@ from fsdp_compose.comm import waiting
 from fsdp_compose.comm.flags import Flags as Flags
 from fsdp_compose.comm.heads import Caller as Caller
 from fsdp_compose.comm.heads import Head as Head
-from fsdp_compose.comm.heads import Heads, compare_heads, send_heads, tag_behind
+from fsdp_compose.comm.heads import Heads as Heads
+from fsdp_compose.comm.heads import compare_heads, send_heads, tag_behind
+from fsdp_compose.comm.heads import meet as meet
 from fsdp_compose.comm.messages import gather_objects as gather_objects
 from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
@@ -94,7 +96,7 @@ def _open(
     if caller is None:
         return Call(group, tag_of(purpose, nbytes), purpose), None
     head = caller.head()
-    call = Call(group, tag_behind(caller, head), purpose)
+    call = Call(group, tag_behind(caller, head, group), purpose)
     heads = send_heads(caller, head, group, purpose, flags)
     if transport_of(group).may_wait:
         heads.check()

@@ -22,7 +22,7 @@ Head = tuple[int, ...]
 """Eight integers that say what a rank is doing; as sent, ``HEAD`` integers, see ``send_heads``."""
 
 HEAD = 10
-DATA, COMPARISON = 0, 1
+DATA, COMPARISON, MEETING = 0, 1, 2
 FLAGS = HEAD - 2
 
 # Tags of data behind heads, and of flags. Those of heads and of messages are smaller.
@@ -33,7 +33,8 @@ _FLAG_TAGS = 1 << 29
 class Caller(Protocol):
     """Whose collectives these are; see core/guards/collective_log.py."""
 
-    epoch: int  # counts disagreements: what was sent before one is never read after it
+    def epoch(self, group: Group) -> int:
+        """Counts disagreements in ``group``: what was sent before one is never read after it."""
 
     def head(self) -> Head:
         """What this rank is doing, in eight integers; equal on ranks that do the same."""
@@ -70,16 +71,20 @@ class Heads:
 
         Some of them may never have come to this exchange then, and nobody is to read its data.
         """
-        if self.caller.epoch != self.epoch:
+        if self.caller.epoch(self.group) != self.epoch:
             return False
         mine, rows = self.sent.tolist(), self.rows()
+        self.compare(mine, rows)
+        if self.flags is not None:
+            self._unite(self.flags, mine, rows)
+        return True
+
+    def compare(self, mine: list[int], rows: list[list[int]]) -> None:
+        """Raise unless every peer does the same."""
         if any(row != mine for row in rows):
             what = _without_flags(mine)
             if any(_without_flags(row) != what for row in rows):
                 self.caller.disagree(self.group)
-        if self.flags is not None:
-            self._unite(self.flags, mine, rows)
-        return True
 
     def _unite(self, flags: Flags, mine: list[int], rows: list[list[int]]) -> None:
         assert self.group.pg is not None
@@ -108,7 +113,7 @@ def send_heads(
     """Tell every other rank of the group what this one does, and start hearing what they do.
 
     Two integers follow ``head``: how many bytes of flags come behind it, which may differ between
-    ranks that do the same, and whether it is a comparison alone or is ahead of data.
+    ranks that do the same, and whether it is ahead of data, a comparison alone, or a meeting.
     """
     assert group.pg is not None
     is_partial = flags is not None and not flags.is_full
@@ -117,9 +122,10 @@ def send_heads(
     received = sent.new_empty(group.size - 1, HEAD)
     incoming = list(received.unbind())
     incoming.insert(group.rank, sent)
-    started = send_pairs([sent] * group.size, incoming, Call(group, 1 + caller.epoch, purpose))
+    epoch = caller.epoch(group)
+    started = send_pairs([sent] * group.size, incoming, Call(group, 1 + epoch, purpose))
     heads = Heads(
-        caller, group, sent, received, started.works, started.peers, purpose, caller.epoch, flags
+        caller, group, sent, received, started.works, started.peers, purpose, epoch, flags
     )
     if flags is not None and is_partial:
         data, peers = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
@@ -127,9 +133,9 @@ def send_heads(
     return heads
 
 
-def tag_behind(caller: Caller, head: Head) -> int:
+def tag_behind(caller: Caller, head: Head, group: Group) -> int:
     """The tag of the data that follows ``head``."""
-    return _DATA_TAGS | hash((caller.epoch, *head)) & (_DATA_TAGS - 1)
+    return _DATA_TAGS | hash((caller.epoch(group), *head)) & (_DATA_TAGS - 1)
 
 
 def _flag_tag(head: list[int]) -> int:
@@ -153,3 +159,21 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
                 caller.disagree(group)
             both = [max(column) for column in zip(both, *rows, strict=False)]
     return both
+
+
+def meet(caller: Caller, code: int, group: Group, unread: Sequence[Heads]) -> None:
+    """Return when every rank of ``group`` meets with the same ``code``; else the ranks disagree.
+
+    A rank may meet the others wherever they are: who waits for data of this one reads this instead.
+
+    Args:
+        unread: what this rank sent over the group and has not read the answers to, in order. Where
+            a peer went to meet first, its message is the answer to one of them.
+    """
+    if group.pg is not None:
+        for heads in unread:
+            if heads.group == group and heads.epoch == caller.epoch(group):
+                heads.compare(heads.sent.tolist(), heads.rows())
+        head = (code, *[0] * (FLAGS - 1))
+        heads = send_heads(caller, head, group, "end a skippable step", kind=MEETING)
+        heads.compare(heads.sent.tolist(), heads.rows())

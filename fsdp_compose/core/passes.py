@@ -34,7 +34,7 @@ def begin_forward_pass(engine: Engine) -> None:
 
 def _start_over_if_ranks_differed(engine: Engine) -> None:
     """After ranks differed: clear the engine and its recorded orders, which may differ too."""
-    disagreements = sum(log.epoch for log in engine.logs.values())
+    disagreements = sum(log.disagreements for log in engine.logs.values())
     if disagreements == engine.disagreements:
         return
     engine.disagreements = disagreements

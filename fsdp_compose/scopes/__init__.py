@@ -13,6 +13,7 @@ Files, each importing only from those above it:
     comm_hooks        how a unit's packed gradients are reduced, by the user's choice
     participate       a rank that skips a unit joins what the others communicate
     switches          when gradients are reduced and units released
+    skippable         a step that every rank discards when one of them cannot use its batch
     pipeline          stages of torch.distributed.pipelining
     prefetch          which unit is gathered ahead of which, as the user lists them
 """

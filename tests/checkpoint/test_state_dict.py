@@ -15,6 +15,7 @@ from fsdp_compose.checkpoint import load_state_dict, state_dict
 from fsdp_compose.checkpoint.values import gather_whole
 
 from harness import rank_errors, run_ranks
+from models import Tower, by_block, seeded, whole
 from saved import TiedNet, shard_tied
 
 
@@ -512,3 +513,21 @@ def test_names_below_a_wrapper_are_the_plain_ones() -> None:
     assert not [
         name for unit in fc.plan(model).buckets for name in unit.parameters if "mod" in name
     ]
+
+
+@pytest.mark.parametrize("directly", [True, False])
+def test_ranks_given_other_files_raise(directly: bool) -> None:
+    """Each rank cuts its slices out of its own file: from two files, one model was stitched."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(1)))
+        given = seeded(lambda: Tower(1), seed=rank).state_dict()
+        before = whole(model.first.weight)
+        try:
+            model.load_state_dict(given) if directly else load_state_dict(model, given)
+        finally:
+            assert torch.equal(whole(model.first.weight), before)
+
+    errors = rank_errors(ranks, 2)
+    assert errors[0] == errors[1] and errors[0] is not None, errors
+    assert "rank 1" in errors[0] and "checksum" in errors[0] and "must pass the same" in errors[0]

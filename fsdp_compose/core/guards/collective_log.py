@@ -39,7 +39,8 @@ TRIAL_PASSES = 32
 MAX_EVENTS = 1 << 16
 """Without an end of a step, as in inference with gradients enabled, compare after so many."""
 
-_END = 1
+DISCARD = "discard"
+_END, _DISCARDED = 1, 3
 _FACTOR = 0x5851F42D4C957F2D
 _MASK = (1 << 62) - 1
 
@@ -120,7 +121,8 @@ class Log:
     hash: int = 0
     events: list[Event] = field(default_factory=list)
     pending: _Pending | None = None
-    epoch: int = 0  # counts disagreements
+    disagreements: int = 0
+    epochs: dict[Group, int] = field(default_factory=dict)  # the same, by group
     guesses: list[Guess] = field(default_factory=list)
     doubts: int = 0  # guesses that are not those of the last comparison
 
@@ -233,6 +235,10 @@ class Log:
             rows = [row for part in comm.gather_objects(rows, group) for row in part]
         return [list(found) for found in zip(*rows, strict=True)]
 
+    def epoch(self, group: Group) -> int:
+        """How often the ranks of ``group`` disagreed."""
+        return self.epochs.get(group, 0) if self.epochs else 0
+
     def head(self) -> comm.Head:
         """What this rank has done since the last comparison, and does now."""
         code = self.events[-1][0] if self.events else 0
@@ -253,13 +259,39 @@ class Log:
         reports = [mine]
         for group in groups:
             reports = [r for part in comm.gather_objects(reports, group) for r in part]
-        self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
-        self.guesses, self.doubts = [], 0
-        self.epoch += 1
+        self.start_over(groups)
         reports.sort(key=lambda report: report[0])
+        if discards := {
+            r: done[-1][3] for r, done, _ in reports if done and done[-1][1] == DISCARD
+        }:
+            raise StepDiscarded(discards)
         frozen = explain_frozen(step, [(rank, names) for rank, _, names in reports])
         text = frozen or explain(step, [(rank, done) for rank, done, _ in reports])
         raise RuntimeError(f"{text} {LATE}" if late else text)
+
+    def announce_discard(self, reason: str) -> None:
+        """The next thing that this rank tells others is that it discards the step."""
+        self.events.append((_DISCARDED, DISCARD, "", reason))
+
+    def start_over(self, groups: Sequence[Group]) -> None:
+        """Forget the step; what was sent over ``groups`` is never read."""
+        self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
+        self.guesses, self.doubts = [], 0
+        self.disagreements += 1
+        for group in groups:
+            self.epochs[group] = self.epoch(group) + 1
+
+
+class StepDiscarded(RuntimeError):
+    """Some ranks discard the step that this one is in; ``reasons`` has why, by rank, if known."""
+
+    def __init__(self, told: dict[int, str]) -> None:
+        rank, reason = max(told.items(), key=lambda item: bool(item[1]))
+        super().__init__(
+            f"rank {rank} discards this step ({reason or 'as another rank does'}), for which this "
+            "rank waits. Run it inside `with fsdp_compose.skippable_step(model):` on every rank."
+        )
+        self.reasons = {rank: reason for rank, reason in told.items() if reason}
 
 
 LATE = (

@@ -1,0 +1,307 @@
+"""A step that every rank discards when one of them cannot use its batch.
+
+A rank that raises tells the others ahead of whatever they wait for: on gloo every exchange begins
+with a head, and a rank that reads "discard" there raises ``StepDiscarded``, which ends its forward
+or backward as the error of the first rank ended that one's. All ranks meet at the end of the scope,
+forget what they sent, and put gradients and buffers back to what they were at its start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import group_of
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Arriving, Bucket
+from fsdp_compose.buckets.build import make_grad_buffer
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
+from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.passes import recover
+from fsdp_compose.core.reducing import discard_packed, get_grad, set_grad
+from fsdp_compose.core.state import Engine, Unit
+
+__all__ = ["SkippableStep", "skippable_step"]
+
+_KEPT, _DISCARDED = 1, 2
+_logger = logging.getLogger("fsdp_compose")
+
+
+@dataclass(eq=False)
+class SkippableStep:
+    """What comes of a step; ``skippable_step`` returns it.
+
+    Attributes:
+        skipped: after the scope: every rank discarded the step.
+        reasons: after the scope: why, by rank, of the ranks that had a reason.
+    """
+
+    skipped: bool = False
+    reasons: dict[int, str] = field(default_factory=dict)
+    _own: str | None = None  # this rank's reason; empty where another rank had told it
+
+    def discard(self, reason: str) -> None:
+        """Have every rank discard the step at the end of the scope; the program goes on to there.
+
+        Args:
+            reason: for ``reasons`` and the log.
+        """
+        self._own = self._own or reason or "discard() was called"
+
+    def _hear(self, told: StepDiscarded) -> None:
+        self.reasons.update(told.reasons)
+        self._own = self._own or ""
+
+    def check(self, value: torch.Tensor) -> bool:
+        """Discard the step where ``value``, a loss of any shape, is not finite; whether it is.
+
+        Every rank goes on with its backward all the same. The host waits for ``value``.
+        """
+        finite = bool(torch.isfinite(value.detach()).all())
+        if not finite:
+            self.discard("the loss is not finite")
+        return finite
+
+
+@contextmanager
+def skippable_step(
+    module: nn.Module,
+    *,
+    finite_gradients: bool = False,
+    errors: tuple[type[Exception], ...] = (Exception,),
+) -> Iterator[SkippableStep]:
+    """Scope of a step's forwards and backwards that all ranks discard if any rank has a reason to.
+
+    Reasons are an exception of the types ``errors`` that leaves the scope,
+    ``step.discard(reason)``, ``step.check(loss)`` of a loss that is not finite, and, with
+    ``finite_gradients``, a gradient that is not finite. Then the scope ends without an error on
+    every rank, ``step.skipped`` is True, and gradients (those of earlier microbatches, also packed
+    ones of ``no_sync``) and buffers are what they were before. Call it on every rank, and the
+    optimizer after it::
+
+        with fsdp_compose.skippable_step(model) as step:
+            loss = loss_of(model, next(batches))
+            step.check(loss)
+            loss.backward()
+        if not step.skipped:
+            optim.step()
+        optim.zero_grad()
+
+    Put it around all microbatches of a step, or inside ``accumulate`` around one. Collectives of
+    your own, clipping and ``optim.step()`` go outside: a rank that waits there cannot be told.
+    What a forward does besides, such as random numbers drawn or optimizers stepped in backward,
+    stays. It costs one small message per step and group of ranks, a copy of the module's buffers
+    and, inside an accumulation, of the gradients so far.
+
+    On backends other than gloo a rank cannot be told while it waits in a kernel: there an exception
+    leaves the scope as it is, and the other reasons work. With parameters over several groups of
+    ranks (replicas, experts) every rank of the default process group must run the scope.
+
+    Args:
+        module: a unit, or a module that contains units.
+        finite_gradients: look at every gradient at the end, for which the host waits.
+        errors: exceptions that are a reason; others, and errors that tell that ranks ran different
+            units, leave the scope.
+
+    Returns:
+        a ``SkippableStep``: ``skipped``, ``reasons`` by rank, ``discard`` and ``check``.
+
+    Raises:
+        ValueError: ``module`` contains no unit.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(2, 2))
+        >>> with skippable_step(model) as step:
+        ...     raise ValueError("a bad batch")
+        >>> step.skipped, step.reasons
+        (True, {0: 'ValueError: a bad batch'})
+    """
+    units = require_units(module, "skippable_step")
+    links, step = _Links.of(units), SkippableStep()
+    before = _State.of(module, units)
+    disagreed = links.disagreements()
+    try:
+        yield step
+        if finite_gradients and not _are_finite(module):
+            step.discard("a gradient is not finite")
+    except StepDiscarded as told:
+        step._hear(told)
+    except errors as error:
+        if not links.can_tell or links.disagreements() != disagreed:
+            raise
+        step.discard(f"{type(error).__name__}: {error}")
+    _agree(step, links)
+    if step.skipped:
+        links.forget()
+        before.restore()
+        rank, reason = min(step.reasons.items())
+        _logger.warning("a step is skipped on every rank: rank %d: %s", rank, reason)
+
+
+@dataclass(frozen=True)
+class _Links:
+    """How the ranks of the units' groups reach each other."""
+
+    engines: list[Engine]
+    logs: list[Log]
+    epochs: dict[tuple[Log, Group], int]  # at the start
+
+    @classmethod
+    def of(cls, units: list[Unit]) -> _Links:
+        logs = list(dict.fromkeys(log for unit in units for log in unit.links.logs))
+        logs.sort(key=lambda log: [group.ranks for group in log.groups])
+        epochs = {
+            (log, group): log.epoch(group)
+            for log in logs
+            for group in log.groups
+            if group.pg is not None
+        }
+        return cls(list(dict.fromkeys(unit.engine for unit in units)), logs, epochs)
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether every rank can be told while it waits."""
+        return all(comm.is_point_to_point(group) for _, group in self.epochs)
+
+    def disagreements(self) -> int:
+        return sum(log.disagreements for log in self.logs)
+
+    def unsettled(self) -> list[tuple[Log, Group]]:
+        """Groups in which the ranks were not told yet that one discards the step."""
+        return [(log, group) for (log, group), n in self.epochs.items() if log.epoch(group) == n]
+
+    def unread(self) -> list[comm.Heads]:
+        """What this rank sent ahead of data and has not read the answers to, in order."""
+        exchanges = [r.scatter.exchange for e in self.engines for r in e.reductions if r.scatter]
+        exchanges += [
+            bucket.fill.exchange
+            for engine in self.engines
+            for unit in engine.units
+            for bucket in unit.buckets
+        ]
+        heads = [exchange.heads for exchange in exchanges if exchange.heads is not None]
+        return sorted(heads, key=lambda one: int(one.sent[2]))
+
+    def forget(self) -> None:
+        """Clear the failed pass; whatever is still under way is never read."""
+        for log in self.logs:
+            log.start_over([group for one, group in self.unsettled() if one is log])
+        for engine in self.engines:
+            _drop_reductions(engine)
+            recover(engine)
+            engine.disagreements = sum(log.disagreements for log in engine.logs.values())
+
+
+def _agree(step: SkippableStep, links: _Links) -> None:
+    """Tell every group whether this rank keeps the step, then find out whether all do.
+
+    Raises:
+        RuntimeError: ranks ran different units.
+    """
+    if step._own:
+        step.reasons[dist.get_rank() if dist.is_initialized() else 0] = step._own
+    if links.can_tell:
+        unread = [] if step._own is None else links.unread()
+        for log, group in links.unsettled():
+            try:
+                if step._own is not None:
+                    log.announce_discard(step._own)
+                comm.meet(log, _KEPT if step._own is None else _DISCARDED, group, unread)
+            except StepDiscarded as told:
+                step._hear(told)
+    if len(links.epochs) > 1 or (links.epochs and not links.can_tell):
+        everyone = group_of(dist.group.WORLD, links.engines[0].streams.device)
+        for reasons in comm.gather_objects(step.reasons, everyone):
+            step.reasons.update(reasons)
+    step.skipped = bool(step.reasons)
+
+
+def _drop_reductions(engine: Engine) -> None:
+    """Forget reductions that other ranks take part in no more, also one whose end was waited for.
+
+    What arrives late arrives in a buffer that nobody reads.
+    """
+    engine.reductions.clear()
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            if not bucket.arriving.packed:
+                bucket.grads = None
+
+
+def _are_finite(module: nn.Module) -> bool:
+    """Whether this rank's part of every gradient is finite."""
+    with raw():
+        grads = [grad for p in module.parameters() if (grad := get_grad(p)) is not None]
+        return all(bool(torch.isfinite(getattr(g, "_local_tensor", g)).all()) for g in grads)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Gradients and buffers as they were, to be put back."""
+
+    grads: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]]
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    arriving: list[tuple[Bucket, Arriving, torch.Tensor | None]]
+
+    @classmethod
+    def of(cls, module: nn.Module, units: list[Unit]) -> _State:
+        grads = []
+        with raw(), torch.no_grad():
+            for param in module.parameters():
+                grad = get_grad(param)
+                grads.append((param, grad, None if grad is None else _data(grad).clone()))
+            buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            arriving = [
+                (bucket, _copy(bucket.arriving), _packed(bucket))
+                for unit in units
+                for bucket in unit.buckets
+            ]
+        return cls(grads, buffers, arriving)
+
+    def restore(self) -> None:
+        with raw(), torch.no_grad():
+            for bucket, arriving, packed in self.arriving:
+                if bucket.arriving.packed:
+                    discard_packed(bucket)
+                bucket.arriving = arriving
+                if packed is not None:
+                    if bucket.grads is None:
+                        bucket.grads = make_grad_buffer(bucket)
+                    flat = bucket.grads.flat
+                    flat.untyped_storage().resize_(packed.numel() * packed.element_size())
+                    flat.copy_(packed)
+            for param, grad, data in self.grads:
+                set_grad(param, grad)
+                if grad is not None and data is not None:
+                    _data(grad).copy_(data)
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+
+
+def _data(grad: torch.Tensor) -> torch.Tensor:
+    """The memory of a gradient on this rank."""
+    found: torch.Tensor = getattr(grad, "_local_tensor", grad)
+    return found
+
+
+def _copy(arriving: Arriving) -> Arriving:
+    partial, waiting = (
+        None if t is None else t.clone() for t in (arriving.partial, arriving.waiting)
+    )
+    return dataclasses.replace(arriving, partial=partial, waiting=waiting)
+
+
+def _packed(bucket: Bucket) -> torch.Tensor | None:
+    if not bucket.arriving.packed:
+        return None
+    assert bucket.grads is not None
+    return bucket.grads.flat.clone()

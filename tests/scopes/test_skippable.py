@@ -1,0 +1,215 @@
+"""A step that one rank cannot use is skipped by all, without a hang, and nothing of it stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose import ShardingStrategy, skippable_step
+
+from harness import rank_errors, run_ranks
+from models import Tower, Twin, assert_at_rest, by_block, data, mesh_of_replicas, square, whole
+
+
+class Fragile(Tower):
+    """Raises where ``at`` says: before a block's forward, or in its backward."""
+
+    at: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i, block in enumerate(self.blocks):
+            if self.at == i:
+                raise ValueError("bad batch")
+            x = block(x)
+            if self.at == f"backward {i}":
+                x.register_hook(_fail)
+        if self.at == "end":
+            raise ValueError("bad batch")
+        return self.head(x)
+
+
+def _fail(grad: Tensor) -> None:
+    raise ValueError("bad batch")
+
+
+PLACES = (0, 1, "end", "backward 2", "backward 0", None)
+
+
+def skip(twin: Twin, at: Any, bad: set[int], seed: int = 99, **options: Any) -> Any:
+    """A step in which the ranks ``bad`` raise at ``at``; the others see nothing wrong."""
+    twin.model.at = at if dist.get_rank() in bad else None
+    with skippable_step(twin.model, **options) as step:
+        square(twin.model, data(seed, dist.get_rank())).backward()
+        if at is None and dist.get_rank() in bad:
+            step.discard("bad batch")
+    twin.model.at = None
+    return step
+
+
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_rank_raises_and_all_skip(world: int, strategy: ShardingStrategy | None) -> None:
+    """Wherever it raises; then a step of all is that of one process, and gradients are None."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, world, Fragile, lambda m: by_block(m, strategy=strategy))
+        for number, at in enumerate(PLACES):
+            step = skip(twin, at, {number % world})
+            assert step.skipped
+            assert list(step.reasons) == [number % world], (at, step.reasons)
+            assert "bad batch" in step.reasons[number % world]
+            assert all(p.grad is None for p in twin.model.parameters())
+            assert_at_rest(twin.model)
+            twin.train(steps=1)
+
+    run_ranks(ranks, world)
+
+
+def test_ranks_fail_in_different_places() -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 3, Fragile)
+        twin.train(steps=2)
+        for places in ((0, "backward 0", "end"), ("backward 2", 1, "backward 0"), (2, 2, 0)):
+            step = skip(twin, places[rank], {0, 1, 2})
+            assert step.skipped and step.reasons
+            twin.train(steps=1)
+
+    run_ranks(ranks, 3)
+
+
+def test_replicas_are_told_too() -> None:
+    """A rank of another shard group and another replica has no group with the one that raises."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2)
+        twin = Twin(rank, 4, Fragile, lambda m: by_block(m, mesh=mesh))
+        for bad, at in ((0, 1), (3, "backward 1"), (2, "end"), (1, None), (0, "backward 0")):
+            step = skip(twin, at, {bad})
+            assert step.skipped and list(step.reasons) == [bad], step.reasons
+            twin.train(steps=1)
+
+    run_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize("keep", ["sharded", "unsharded", "no_all_reduce"])
+@pytest.mark.parametrize("at", [1, "backward 0"])
+def test_earlier_microbatches_stay(keep: Any, at: Any) -> None:
+    """A microbatch is skipped inside an accumulation; the step is that of the others."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2) if keep == "no_all_reduce" else None
+        world = dist.get_world_size()
+        twin = Twin(rank, world, Fragile, lambda m: by_block(m, mesh=mesh))
+        twin.train(steps=1)
+        with fc.accumulate(twin.model, keep=keep):
+            twin.backward(square, 1)
+            assert skip(twin, at, {1}).skipped
+            twin.backward(square, 2)
+        twin.step()
+        twin.check()
+        with skippable_step(twin.model) as step:  # and a whole accumulation
+            with fc.accumulate(twin.model, keep=keep):
+                square(twin.model, data(3, rank)).backward()
+                twin.model.at = at if rank == 0 else None
+                square(twin.model, data(4, rank)).backward()
+        twin.model.at = None
+        assert step.skipped and all(p.grad is None for p in twin.model.parameters())
+        twin.train(steps=1)
+
+    run_ranks(ranks, 4 if keep == "no_all_reduce" else 2)
+
+
+def test_values_that_are_not_finite() -> None:
+    """A loss or a gradient on one rank alone; without being asked nothing is looked at."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Fragile)
+        for look in ("loss", "gradients"):
+            with skippable_step(twin.model, finite_gradients=look == "gradients") as step:
+                loss = square(twin.model, data(0, rank)) * (float("nan") if rank else 1.0)
+                if look == "loss":
+                    assert step.check(loss) == (rank == 0)
+                loss.backward()
+            assert step.skipped and f"{look[:4]}" in min(step.reasons.values()), step.reasons
+            twin.train(steps=1)
+        with skippable_step(twin.model, finite_gradients=True) as step:
+            twin.backward(square, 1)
+        assert not step.skipped and not step.reasons
+        twin.step()
+        twin.check()
+
+    run_ranks(ranks)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def test_buffers_and_plain_tensors() -> None:
+    """Running statistics of a skipped batch are undone, and flat parameters hold no gradient."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fc.fully_shard(Normed().double())
+        flat = fc.flat_parameters(model)
+        optim = torch.optim.SGD(flat, lr=0.1)
+        before = [whole(p) for p in model.parameters()]
+        with skippable_step(model) as step:
+            square(model, data(0, rank) * (float("nan") if rank else 1.0)).backward()
+            if rank:
+                raise ValueError("bad batch")
+        assert step.skipped
+        assert torch.equal(model.norm.running_mean, torch.zeros(6).double())
+        assert int(model.norm.num_batches_tracked) == 0
+        square(model, data(1, rank)).backward()
+        optim.step()
+        after = [whole(p) for p in model.parameters()]
+        assert all(torch.isfinite(p).all() for p in after)
+        assert not any(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+    run_ranks(ranks)
+
+
+def test_what_is_no_reason_leaves_the_scope() -> None:
+    """Other errors, an interrupt, and ranks that run different units; without a scope, the text."""
+
+    def interrupted(rank: int) -> None:
+        twin = Twin(rank, 1, Fragile, lambda m: by_block(m, mesh="self"))
+        for error in (KeyboardInterrupt, TypeError):
+            with pytest.raises(error), skippable_step(twin.model, errors=(ValueError,)):
+                raise error
+        twin.train(steps=1)
+        assert skip(twin, 1, {0}).skipped
+        twin.train(steps=1)
+
+    run_ranks(interrupted, 1)
+
+    def different(rank: int) -> None:
+        twin = Twin(rank, 2, Fragile)
+        with skippable_step(twin.model):
+            x = data(0, rank)
+            twin.model.blocks[rank](x).sum().backward()
+
+    errors = rank_errors(different, 2)
+    assert all(e is not None and "ranks run different units" in e for e in errors), errors
+
+    def alone(rank: int) -> None:
+        twin = Twin(rank, 2, Fragile)
+        if rank == 0:
+            skip(twin, 1, {0})
+        else:
+            square(twin.model, data(0, rank)).backward()
+
+    told = rank_errors(alone, 2)[1]
+    assert told is not None and "rank 0 discards this step" in told and "skippable_step" in told
