@@ -17,7 +17,7 @@ When are gradients reduced?
     set_requires_all_reduce, set_is_last_backward, set_find_unused_parameters,
     set_gradient_divide_factor, register_post_reduce_hook, skippable_step
 How do weights travel?
-    Transport, GatherCodec
+    Transport, GatherCodec, bf16_codec, fp8_codec, int8_codec
 How are gradients reduced?
     register_comm_hook, CommHook, GradBucket, default_hook, bf16_compress_hook,
     fp16_compress_hook, int8_error_feedback_hook, Int8ErrorFeedback
@@ -90,6 +90,7 @@ if _is_used:
     )
     from fsdp_compose.checkpoint.state_dict_hooks import attach_state_dict as _attach_state_dict
     from fsdp_compose.checkpoint.state_dict_hooks import detach_state_dict as _detach_state_dict
+    from fsdp_compose.comm.codecs import bf16_codec, fp8_codec, int8_codec
     from fsdp_compose.comm.grad_bucket import GradBucket
     from fsdp_compose.construct.fully_shard import fully_shard
     from fsdp_compose.construct.initialise import seeded_init
@@ -225,6 +226,9 @@ __all__ = [  # noqa: RUF022 - by the question that each answers
     # how do weights travel?
     "Transport",
     "GatherCodec",
+    "bf16_codec",
+    "fp8_codec",
+    "int8_codec",
     # how are gradients reduced?
     "register_comm_hook",
     "CommHook",

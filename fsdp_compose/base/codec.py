@@ -1,7 +1,7 @@
 """What travels when weights are gathered, in place of their own bytes: a seam for quantisation.
 
-Pass a ``GatherCodec`` as ``MixedPrecision(gather_codec=)``; examples/change_one_thing/
-int8_gather.py has one of int8 blocks with a scale each.
+Pass a ``GatherCodec`` as ``MixedPrecision(gather_codec=)``. The library's own are in
+comm/codecs.py; examples/change_one_thing/int8_gather.py shows how one is written.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ class GatherCodec:
 def name_of(function: object) -> str:
     """The name of a function as it is written, the same on every rank."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def encoded_nbytes(codec: GatherCodec, numel: int, dtype: torch.dtype) -> int:
+    """How many bytes ``codec`` makes of a shard of so many elements."""
+    try:
+        return encode_shard(codec, torch.empty(numel, dtype=dtype, device="meta")).numel()
+    except (NotImplementedError, RuntimeError, TypeError):  # it reads values
+        return encode_shard(codec, torch.zeros(numel, dtype=dtype)).numel()
 
 
 def encode_shard(codec: GatherCodec, shard: torch.Tensor) -> torch.Tensor:

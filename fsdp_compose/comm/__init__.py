@@ -3,6 +3,7 @@
 Files, each importing only from those above it:
 
     flags        bits that ranks combine with an or
+    codecs       bf16, and fp8 or int8 values in blocks with a scale each
     grad_bucket  the gradients of a bucket, as a communication hook is given them
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fsdp_compose.base.codec import encoded_nbytes
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import raw
@@ -35,6 +36,8 @@ class PlannedBucket:
         spread: ranks that share it between forward and backward, where fewer than ``ranks`` do.
         in_place: parameters in compute are the shard itself, and nothing is gathered.
         point_to_point: gradients arrive as one contribution of every rank, summed on arrival.
+        encoded_bytes: of a rank's shard in a gather, as a codec sends it; None: as it is.
+        decodes_late: what was gathered is decoded when it is waited for, not at once.
         on_host: shards, gradients and optimizer state are in host memory.
         device_copy: of on_host shards, a copy in the compute dtype stays on the device.
         owned: (rank, work) of each tensor that is never cut; see ``layout.matrix_work``.
@@ -55,6 +58,8 @@ class PlannedBucket:
     spread: int | None
     in_place: bool
     point_to_point: bool
+    encoded_bytes: int | None
+    decodes_late: bool
     on_host: bool
     device_copy: bool
     owned: tuple[tuple[int, int], ...]
@@ -106,6 +111,11 @@ class PlannedBucket:
         ranks = self.gather_ranks
         share = self.flat_bytes // ranks
         return share * (ranks - 1) if self.point_to_point else share * (ranks > 1)
+
+    @property
+    def encoded_buffer_bytes(self) -> int:
+        """What a gather under way receives into before it is decoded."""
+        return (self.encoded_bytes or 0) * self.gather_ranks
 
     @property
     def converts_gradients(self) -> bool:
@@ -168,6 +178,8 @@ def _describe_layout(
     mp: MixedPrecision = bucket.mp
     dtypes = mp.dtypes_for(storage)
     fused = mesh.replicate_axis.size if is_fused else 1
+    numel = bucket.layout.shard_numel if mesh.shard.size > 1 else 0
+    codec = mp.gather_codec if numel else None
     return {
         "storage": storage,
         "compute": dtypes.compute,
@@ -178,6 +190,8 @@ def _describe_layout(
         "replicas": mesh.replicate.size // fused,
         "fused": fused,
         "point_to_point": is_point_to_point(mesh.shard),
+        "encoded_bytes": None if codec is None else encoded_nbytes(codec, numel, storage),
+        "decodes_late": mesh.device.type == "cpu",
         "on_host": offload.shards and mesh.device.type != "cpu",
         "device_copy": offload.optimizer and not offload.params,
         "owned": tuple(whole_owners(bucket.layout)),

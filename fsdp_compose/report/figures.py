@@ -255,7 +255,7 @@ def _memory(memory: Memory, optimizer: str | None) -> str:
 
 
 def _parts(peak: Peak) -> str:
-    names = ("gathered", "spread", "gradients", "packed", "received", "reduced")
+    names = ("gathered", "encoded", "spread", "gradients", "packed", "received", "reduced")
     return " + ".join(f"{n} {size(v)}" for n in names if (v := getattr(peak, n)))
 
 

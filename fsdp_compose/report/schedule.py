@@ -24,6 +24,7 @@ class Peak:
 
     Attributes:
         gathered: full parameters.
+        encoded: what gathers under way receive, as a codec encoded it.
         spread: parts of them kept from forward to backward over fewer ranks.
         gradients: gradients as autograd made them, not yet packed.
         packed: flat buffers that gradients are packed into and reduced from.
@@ -32,6 +33,7 @@ class Peak:
     """
 
     gathered: int = 0
+    encoded: int = 0
     spread: int = 0
     gradients: int = 0
     packed: int = 0
@@ -44,6 +46,7 @@ class Peak:
     def total(self) -> int:
         return (
             self.gathered
+            + self.encoded
             + self.spread
             + self.gradients
             + self.packed
@@ -96,6 +99,7 @@ class _Ledger:
         self.holders = [0] * count
         self.is_full = [False] * count
         self.is_spread = [False] * count
+        self.is_encoded = [False] * count  # gathered, and not decoded yet
         self.is_packed = [False] * count
         self.kept_in: list[int | None] = [None] * count  # the step, of those that stay gathered
         self.makers = [[node for node in makers if i in node.routes] for i in range(count)]
@@ -134,6 +138,21 @@ class _Ledger:
                 self.is_full[i], self.kept_in[i] = True, None
                 self.change(gathered=self.buckets[i].full_bytes)
                 self._count_gather(i)
+                if self._is_encoded(i):
+                    self.is_encoded[i] = True
+                    self.change(encoded=self.buckets[i].encoded_buffer_bytes)
+                    if not self.buckets[i].decodes_late:
+                        self._decode(i)
+
+    def _is_encoded(self, i: int) -> bool:
+        """Whether a gather reads what a codec makes of the shards, not what was kept of them."""
+        bucket = self.buckets[i]
+        return bucket.encoded_bytes is not None and not (self.is_spread[i] and bucket.spread)
+
+    def _decode(self, i: int) -> None:
+        if self.is_encoded[i]:
+            self.is_encoded[i] = False
+            self.change(encoded=-self.buckets[i].encoded_buffer_bytes)
 
     def gathered_nbytes(self, node: _Node) -> int:
         return sum(self.buckets[i].full_bytes for i in node.record.gathered)
@@ -142,13 +161,15 @@ class _Ledger:
         return self.now.gathered
 
     def wait(self, node: _Node) -> None:
-        pass
+        for i in node.record.gathered:
+            self._decode(i)
 
     def release(self, node: _Node) -> None:
         for i in node.record.gathered:
             self.holders[i] -= 1
             if not self.holders[i] and self.is_full[i]:
                 self.is_full[i] = False
+                self._decode(i)
                 self.change(gathered=-self.buckets[i].full_bytes)
 
     def note_kept(self, node: _Node) -> None:
@@ -187,6 +208,8 @@ class _Ledger:
         if ranks == 1:
             return
         moved = bucket.full_bytes - bucket.full_bytes // ranks
+        if bucket.encoded_bytes is not None and self._is_encoded(i):
+            moved = bucket.encoded_bytes * (ranks - 1)
         self.traffic[i] += TrafficReport(gathers=1, gather_bytes=moved)
 
     # Gradients; a part is a bucket and the unit that made its gradients

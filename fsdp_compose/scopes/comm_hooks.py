@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
 from fsdp_compose.comm.grad_bucket import GradBucket
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import Unit, iter_units
@@ -193,8 +194,9 @@ class Int8ErrorFeedback:
 
 
 def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> torch.Tensor:
-    """Gradients travel as int8 with a float32 scale per block, a quarter of the bytes of float32.
+    """Gradients travel as int8 with a float32 scale per block.
 
+    A quarter of the bytes of float32, and 4 bytes for each block besides.
     What rounding takes away is added to the next step's gradient (error feedback: Seide et al.,
     "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD",
     2019). Sums are formed in float32.
@@ -207,24 +209,14 @@ def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> tor
     if grads.key in state.errors:
         wanted = wanted + state.errors[grads.key].to(wanted.device)
     numel = grads.parts[0].numel()
-    packed = [_quantize(part, state.block) for part in wanted.split(numel)]
-    sent = torch.cat([_dequantize(part, state.block)[:numel] for part in packed])
-    state.errors[grads.key] = wanted - sent
+    packed = [encode_blocks(part, torch.int8, state.block) for part in wanted.split(numel)]
+    decoded = torch.empty_like(wanted)
+    for part, into in zip(packed, decoded.split(numel), strict=True):
+        decode_blocks(part, into, torch.int8, state.block)
+    state.errors[grads.key] = wanted - decoded
     received = comm.exchange_parts(packed, grads.shard)
-    total = torch.stack([_dequantize(part, state.block) for part in received]).sum(0)
-    total = total[:numel] * grads.scale
-    return comm.all_reduce(total, grads.replicate)
-
-
-def _quantize(values: torch.Tensor, block: int) -> torch.Tensor:
-    """float32 values to bytes: for each block its scale, then its values, rounded to nearest."""
-    blocks = nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
-    scale = blocks.abs().amax(1, keepdim=True).clamp_(min=1e-30) / 127
-    levels = (blocks / scale).round_().to(torch.int8)
-    return torch.cat([scale.view(torch.uint8), levels.view(torch.uint8)], 1).reshape(-1)
-
-
-def _dequantize(packed: torch.Tensor, block: int) -> torch.Tensor:
-    rows = packed.view(-1, block + 4)
-    scale = rows[:, :4].contiguous().view(torch.float32)
-    return (rows[:, 4:].view(torch.int8) * scale).reshape(-1)
+    total, one = torch.zeros_like(decoded[:numel]), decoded[:numel]
+    for part in received:
+        decode_blocks(part, one, torch.int8, state.block)
+        total += one
+    return comm.all_reduce(total * grads.scale, grads.replicate)
