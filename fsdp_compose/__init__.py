@@ -35,7 +35,7 @@ How do I save and load?
 What does it cost?
     plan, Plan, plot_plan, explain, count_traffic
 What will go wrong?
-    set_debug, verify_replicas
+    set_debug, verify_replicas, simulate
 
 The folders; each imports only from those above it:
 
@@ -50,6 +50,7 @@ The folders; each imports only from those above it:
     optim       clipping, scaling, plain tensors for optimizers, whole-matrix optimizers
     report      plans, explanations, traffic
     checkpoint  state dicts, checkpoints, safetensors
+    simulation  W ranks in this process, replayed from a seed, with faults
     cli         the command line and the launcher
 
 What is public is imported when the first of its names is used: the command line and the launcher
@@ -169,6 +170,7 @@ if _is_used:
         ShardedTensor,
         ShardedWeightError,
     )
+    from fsdp_compose.simulation import simulate
 
     # What is put on the module of every unit, besides the hooks that gather, and taken off it.
     _attachments[:] = [
@@ -284,6 +286,7 @@ __all__ = [  # noqa: RUF022 - by the question that each answers
     # what will go wrong?
     "set_debug",
     "verify_replicas",
+    "simulate",
 ]
 __version__ = "0.1.0"
 

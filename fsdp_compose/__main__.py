@@ -57,6 +57,10 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Starts local ranks of a script with the environment variables of torchrun.",
     )
     _add_nproc(command)
+    command.add_argument(
+        "--simulate", type=_positive, metavar="N", help="N ranks in one process, as for pdb"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the simulation's order")
     command.add_argument("script", type=Path)
     command.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
     command.set_defaults(handler=_run)
@@ -121,6 +125,10 @@ def _run(args: argparse.Namespace) -> int:
     if not args.script.is_file():
         print(f"fsdp-compose: no such script: {args.script}", file=sys.stderr)
         return 2
+    if args.simulate:
+        from fsdp_compose.cli.simulate import run_simulated  # which imports torch
+
+        return run_simulated(args.script, args.args, args.simulate, args.seed)
     return launch(args.script, args.args, nproc=args.nproc, env=_environment())
 
 

@@ -27,11 +27,12 @@ FOLDERS = [
     "optim",
     "report",
     "checkpoint",
+    "simulation",
     "cli",
 ]
 TOP = ["wrap", "__init__", "__main__"]  # the public face: may import everything
 LISTED = re.compile(r"^    ([a-z_0-9/]+)  +\S", re.MULTILINE)
-PRIVATE_TORCH = {"base/torch_private", "base/torch_stack"}
+PRIVATE_TORCH = {"base/torch_private", "base/torch_groups", "base/torch_stack"}
 COLLECTIVES = re.compile(r"comm/|checkpoint/")
 
 MAX_LINES = 500  # of a file of the package

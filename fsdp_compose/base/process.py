@@ -9,6 +9,8 @@ plain view that needs them; see ``once``.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +53,15 @@ class Traffic:
             setattr(self, name, 0)
 
 
+@dataclass(frozen=True)
+class Clock:
+    """How a process tells the time, sleeps and starts threads; a simulated rank has its own."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    thread: Callable[..., Any] = threading.Thread
+
+
 def _wants_debugging() -> bool:
     return os.environ.get("FSDP_COMPOSE_DEBUG", "").lower() not in _OFF
 
@@ -58,6 +69,9 @@ def _wants_debugging() -> bool:
 @dataclass(eq=False)
 class Process:
     """The state of one process, which is one rank.
+
+    A simulation has several ranks in one process, and gives ``here`` the attributes of the rank
+    that runs; so read them from ``here`` each time.
 
     Attributes:
         traffic: counts what the process sends, whatever it is for, as a network card would.
@@ -72,6 +86,8 @@ class Process:
         pytrees: classes that optree was taught, whose table belongs to the process.
         is_debugging: what ``set_debug`` chose, for all models.
         installed: what ``once`` has called.
+        clock: time, sleep and threads.
+        simulated: the network of the simulation that this rank is in.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -83,6 +99,8 @@ class Process:
     pytrees: set[type] = field(default_factory=set)
     is_debugging: bool = field(default_factory=_wants_debugging)
     installed: set[Callable[[], object]] = field(default_factory=set)
+    clock: Clock = Clock()
+    simulated: Any = None
 
 
 here = Process()

@@ -6,8 +6,8 @@ A torch release that moves one of these breaks this file, or torch_stack.py, alo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from inspect import signature
@@ -79,8 +79,11 @@ def hide_from_traces(files: Iterable[str], *classes: type) -> None:
     import torch._dynamo
 
     if not set(classes) <= torch._dynamo.config.nontraceable_tensor_subclasses:
-        torch._dynamo.config.nontraceable_tensor_subclasses |= set(classes)
-        torch._dynamo.trace_rules.SKIP_DIRS.extend(files)
+        torch._dynamo.config.nontraceable_tensor_subclasses |= set(classes)  # of this thread alone
+    known = torch._dynamo.trace_rules.SKIP_DIRS
+    unknown = [file for file in files if file not in known]
+    if unknown:
+        known.extend(unknown)
         torch._dynamo.trace_rules._recompile_re()  # ``add`` would, 3 ms for each file
 
 
@@ -406,6 +409,19 @@ def gloo_group(key: str, rank: int, size: int, timeout: float) -> Any:
 def default_store() -> Any:
     """The key-value store that the default process group was started with."""
     return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def below_modes() -> Iterator[None]:
+    """Scope of plain kernels: no mode, subclass, transform or autograd sees what is in it."""
+    core = torch._C
+    with (
+        core.DisableTorchFunction(),
+        core._DisableTorchDispatch(),
+        core._DisableFuncTorch(),
+        torch.inference_mode(),
+    ):
+        yield
 
 
 StorageInfo: type[Any] = filesystem._StorageInfo

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -66,7 +65,7 @@ class Saving:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._thread: Any = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
@@ -176,7 +175,7 @@ def _save(
         except BaseException as error:
             saving._error = error
 
-    saving._thread = threading.Thread(target=run, name=f"save {path}")
+    saving._thread = here.clock.thread(target=run, name=f"save {path}")
     here.saves.append(saving)
     saving._thread.start()
     return saving

@@ -7,7 +7,6 @@ those that still wait in it raise that error instead of waiting until a timeout.
 from __future__ import annotations
 
 import contextlib
-import time
 import uuid
 import weakref
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compose.base import process
 from fsdp_compose.base.group import SELF, Group
 from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
@@ -168,12 +168,13 @@ def _await_key(key: str, timeout: float) -> bool:
     Raises:
         RuntimeError: the store is gone.
     """
-    store, end, nap = default_store(), time.monotonic() + timeout, 0.001
+    store, clock = default_store(), process.here.clock
+    end, nap = clock.now() + timeout, 0.001
     try:
         while not store.check([key]):
-            if time.monotonic() > end:
+            if clock.now() > end:
                 return False
-            time.sleep(nap)
+            clock.sleep(nap)
             nap = min(2 * nap, 0.2)
     except RuntimeError as error:
         raise RuntimeError(

@@ -4,4 +4,5 @@ Files, each importing only from those above it:
 
     launch      starts the ranks of a script and leaves none behind
     checkpoint  fsdp-compose checkpoint show|convert
+    simulate    fsdp-compose run --simulate
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import default_store
 from fsdp_compose.comm.messages import gather_objects, is_point_to_point, looking
 
@@ -69,11 +69,11 @@ def gather_objects_or_differ(value: Any, group: Group, what: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _watched(place: _Place, what: str) -> Iterator[None]:
-    me, started, was_posted = dist.get_rank(), time.monotonic(), False
+    me, started, was_posted = dist.get_rank(), here.clock.now(), False
 
     def look() -> None:
         nonlocal was_posted
-        if time.monotonic() - started < LOOK_AFTER:
+        if here.clock.now() - started < LOOK_AFTER:
             return
         store = default_store()
         if not was_posted:

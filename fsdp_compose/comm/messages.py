@@ -347,7 +347,6 @@ def _wait_attentively(
     Raises:
         RuntimeError: a rank does not answer, or has left.
     """
-    done = threading.Event()
     failure: list[BaseException] = []
 
     def wait() -> None:
@@ -355,11 +354,11 @@ def _wait_attentively(
             wait_for(works, peers, purpose, _STUCK)  # in a thread that attends no call
         except BaseException as error:
             failure.append(error)
-        done.set()
 
-    threading.Thread(target=wait, name=f"wait to {purpose}", daemon=True).start()
+    thread = here.clock.thread(target=wait, name=f"wait to {purpose}", daemon=True)
+    thread.start()
     pause = 0.05
-    while not done.wait(pause):
+    while thread.join(pause) or thread.is_alive():
         pause = min(2 * pause, 1.0)
         _raise_if_left(group)
         look = here.looks.get(threading.get_ident())

@@ -98,6 +98,13 @@ class _Watch:
         self.posted = text
 
 
+class NoWatch(_Watch):
+    """For ranks that are simulated: who waits for whom is known there without a thread."""
+
+    def start(self) -> None:
+        pass
+
+
 def the_watch() -> _Watch:
     """The watch of this process, made by its first wait."""
     if here.watch is None:

@@ -16,7 +16,7 @@ from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.reducing import get_grad, requires_grad
-from fsdp_compose.core.state import engines, owner_of
+from fsdp_compose.core.state import all_engines, owner_of
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_reduced, is_open
 from fsdp_compose.sharded import (
@@ -71,7 +71,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _shown_entries() -> list[Entry]:
     return [
         entry
-        for engine in engines.values()
+        for engine in all_engines()
         for unit in engine.units
         if unit.opened is not None
         for entry in unit.entries
@@ -93,7 +93,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if type(optimizer).__module__.startswith("torchao."):
         _refuse_torchao(optimizer)
     caller = f"{type(optimizer).__name__}.step()"
-    for engine in engines.values():
+    for engine in all_engines():
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:
             continue

@@ -21,7 +21,7 @@ from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, 
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Unit, engines, find_state
+from fsdp_compose.core.state import Unit, all_engines, find_state
 from fsdp_compose.scopes.module_edits import check_edits, remember_modules
 from fsdp_compose.scopes.open_scope import (
     Scope,
@@ -120,7 +120,7 @@ def _find_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
     by_slots = {
         id(values): unit
-        for engine in engines.values()
+        for engine in all_engines()
         for unit in engine.units
         for values, _, _ in unit.links.places
     }

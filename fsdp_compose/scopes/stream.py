@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.state import engines, owner_of
+from fsdp_compose.core.state import all_engines, owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
 from fsdp_compose.sharded import to_local
 
@@ -45,7 +45,7 @@ def iter_full(
     """
     entries = {
         (id(values), name): (unit, unit.entries[index])
-        for engine in engines.values()
+        for engine in all_engines()
         for unit in engine.units
         for values, name, index in unit.links.places
     }

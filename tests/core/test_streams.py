@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
 from fsdp_compose.base import streams
+from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.core import gathering as residency
@@ -177,7 +178,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     monkeypatch.setattr(streams, "_module", lambda of: device)
     cpu = torch.device("cpu")
     engine = state.Engine(streams.Streams(cpu, Stream(), Stream(), Event({})), EngineWork)
-    monkeypatch.setitem(state.engines, cpu, engine)
+    monkeypatch.setitem(here.engines, cpu, engine)
     races = Races(device)
 
     gather, scatter, resize = comm.gather_parts, comm.reduce_scatter_parts, None

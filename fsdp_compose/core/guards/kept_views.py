@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -155,9 +156,10 @@ def watch_inside(units: Iterable[Unit]) -> None:
     spans = [(opened_at(u), u.run.live.closed_at, u) for u in units if u.run.live is not None]
     spans = [span for span in spans if 0 <= span[0] < span[1]]
     for value in gc.get_objects() if spans else ():
-        if type(value) is not Tensor or value.grad_fn is None:
+        node = _node_of(value)
+        if node is None:
             continue
-        made = made_at(value.grad_fn)
+        made = made_at(node)
         for start, end, unit in spans:
             hooks = (value._backward_hooks or {}).values()
             if (
@@ -174,7 +176,7 @@ def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
     @untraced
     def begin(grad: Tensor) -> None:
         reached = ref()
-        if reached is None or reached.checks.trigger is None:
+        if reached is None or reached.checks.trigger is None or _is_foreign(reached.engine):
             return
         task = reached.engine.tasks.get(graph_task_id())
         if task is None or reached not in task.reached:
@@ -184,6 +186,25 @@ def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
             reached.checks.trigger(grad)
 
     return begin
+
+
+def _node_of(value: object) -> Any:
+    """The autograd node that made a plain tensor, if there is one that torch lets us see."""
+    if type(value) is not Tensor:
+        return None
+    try:
+        return value.grad_fn
+    except RuntimeError:  # a view whose base was written since: no backward can begin at it
+        return None
+
+
+def _is_foreign(engine: Engine) -> bool:
+    """Whether the backward under way is of another model, which another thread trains.
+
+    Autograd numbers the nodes of each thread from 0, so a tensor of that thread may look as if it
+    had been made inside a forward of this engine. On a CPU backward runs in its caller's thread.
+    """
+    return engine.streams.device.type == "cpu" and engine.thread != get_ident()
 
 
 _logger = logging.getLogger("fsdp_compose")

@@ -1,0 +1,81 @@
+"""Torch's private state of process groups, which a simulation replaces; tried on torch 2.13."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_c10d: Any = dist.distributed_c10d
+_c: Any = torch._C._distributed_c10d
+
+
+class RankWorld(_c10d._World):
+    """The process groups that one simulated rank knows, in place of the process's."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+    group_count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
+        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+
+
+def get_world() -> Any:
+    """What torch.distributed knows of this process's groups."""
+    return _c10d._world
+
+
+def set_world(world: Any) -> None:
+    """Let torch.distributed know the groups of another rank."""
+    _c10d._world = world
+
+
+@contextmanager
+def groups_of_class(
+    group: type, rendezvous: Callable[..., Any], init: Callable[..., Any], rank: Callable[[], Any]
+) -> Iterator[None]:
+    """Scope in which gloo's groups are of the class ``group``, and each thread has its own.
+
+    Args:
+        rendezvous: in place of torch's, gives the store, the rank and the number of ranks.
+        init: in place of ``init_process_group``.
+        rank: gives an object that stands for the rank that runs; meshes of two ranks differ, so
+            that what DTensor remembers for one is not found for the other.
+    """
+    make_mesh: Any = DeviceMesh.__init__
+
+    def init_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        make_mesh(mesh, *args, **kwargs)
+        mesh._thread_id = rank()
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (_c10d, "ProcessGroupGloo", group),
+        (_c10d, "rendezvous", rendezvous),
+        (_c10d, "init_process_group", init),
+        (dist, "init_process_group", init),
+        (DeviceMesh, "__init__", init_mesh),
+        (sys, "excepthook", sys.excepthook),  # init_process_group wraps it
+    ]
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    isolate = _c._set_thread_isolation_mode
+    try:
+        isolate(True)
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(replaced, before, strict=True):
+            setattr(owner, name, value)
+        isolate(False)
