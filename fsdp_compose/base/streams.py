@@ -1,4 +1,7 @@
-"""The gather and reduce streams of a device, and nothing at all on a CPU."""
+"""The gather and reduce streams of a device, and copies between host and device on them.
+
+On a CPU there are no streams, and a copy to the host is the tensor itself.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,21 @@ def make_streams(device: torch.device) -> Streams:
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured: the host must not ask what the device has done."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def copy_shard(into: torch.Tensor, shard: torch.Tensor) -> None:
+    """Copy a shard, from the host without waiting: the device casts it, not the host."""
+    if shard.device != into.device and shard.dtype != into.dtype:
+        shard = shard.to(into.device, non_blocking=True)
+    into.copy_(shard, non_blocking=True)
+
+
+def copy_to_host(tensor: torch.Tensor, pin_memory: bool) -> torch.Tensor:
+    """Start a copy to the host; it is there once the device has passed what follows it."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin_memory)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _module(device: torch.device) -> Any:

@@ -42,6 +42,7 @@ class Phase(Enum):
 _LEGAL = {
     (Phase.SHARDED, Phase.GATHERING),
     (Phase.GATHERING, Phase.GATHERED),
+    (Phase.GATHERING, Phase.SHARDED),  # gathered ahead, and not read
     (Phase.GATHERED, Phase.SHARDED),
     (Phase.GATHERED, Phase.GATHERING),  # the shard changed under a bucket that was kept gathered
 }

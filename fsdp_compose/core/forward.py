@@ -172,6 +172,7 @@ def end_pass(unit: Unit, failed: bool) -> None:
         order, training = schedule.order, torch.is_grad_enabled()
         change = schedule.end_forward(not failed, training)
         if training:
+            engine.wait_for_host_reads()
             watch_forwards(order.visited())
             warn_of_change(engine, change, unit)
         else:

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_compose.base.mesh import refuse_late_group
 from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.streams import copy_shard
 from fsdp_compose.base.torch_private import flat_weights, graph_task_id, profiler_enabled
 from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
 from fsdp_compose.comm import collectives as comm
@@ -188,6 +189,8 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
         fill.mark = streams.record(streams.gather)
     if fill.mark is not None:
         waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, fill.mark)
+        if bucket.offload.shards:
+            engine.host_reads = fill.mark
 
 
 def _purpose(bucket: Bucket) -> str:
@@ -218,7 +221,7 @@ def _fill(bucket: Bucket) -> None:
         )
         return
     else:
-        bucket.views.own.copy_(_resident_shard(bucket), non_blocking=True)
+        copy_shard(bucket.views.own, _resident_shard(bucket))
     whole = bucket.views.whole_bytes
     own = parts[group.rank] if parts else whole
     bucket.fill.exchange = comm.gather_parts(whole, parts, own, group, purpose, bucket.users.caller)
@@ -258,7 +261,7 @@ def _resident_shard(bucket: Bucket) -> torch.Tensor:
         bucket.device_copy = DeviceCopy(torch.empty_like(bucket.views.own))
     copy = bucket.device_copy
     if copy.stamp != stamp:
-        copy.tensor.copy_(bucket.stored, non_blocking=True)
+        copy_shard(copy.tensor, bucket.stored)
         copy.stamp = stamp
     return copy.tensor
 
@@ -289,22 +292,20 @@ def _finish_gather(engine: Engine, bucket: Bucket) -> None:
 def _release(engine: Engine, bucket: Bucket) -> None:
     if bucket.phase is Phase.SHARDED:
         return
-    if bucket.phase is Phase.GATHERING:
-        _finish_gather(engine, bucket)
+    is_unread = bucket.phase is Phase.GATHERING
+    if is_unread:
+        bucket.fill.exchange.wait()
     bucket.move_to(Phase.SHARDED)
     bucket.fill.is_superseded = False
     if bucket.in_place:
         return
     if log.isEnabledFor(logging.INFO):
         log.info("release %s: %d bytes", bucket.entries[0].spec.unit, bucket.full_nbytes)
-    storage = bucket.full.untyped_storage()
-    if engine.streams.gather is None:
-        storage.resize_(0)
-    else:
-        # Freed on the stream it was allocated on, behind the compute that read it: the allocator
-        # then gives the memory only to later gathers, and nothing has to be kept alive for compute.
-        with engine.streams.on(engine.streams.gather):
-            storage.resize_(0)
+    streams = engine.streams
+    # Freed on the stream it was allocated on, behind the compute that read it, if any did: the
+    # allocator then gives the memory only to later gathers, and nothing is kept alive for compute.
+    with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
+        bucket.full.untyped_storage().resize_(0)
 
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

@@ -127,6 +127,7 @@ def end_step(engine: Engine, trained: bool) -> None:
     """
     if engine.inspected:
         guard_everywhere(engine)
+    engine.wait_for_host_reads()
     reached, engine.reached = engine.reached, set()
     if len(reached) > 1:
         for log in sorted(reached, key=lambda log: [g.ranks for g in log.groups]):
@@ -222,6 +223,7 @@ def recover(engine: Engine) -> None:
         discard_reduction(reduction)
     engine.reductions.clear()
     engine.landing.clear()
+    engine.wait_for_host_reads()
     engine.tasks.clear()
     engine.reached.clear()
     recover_shields(engine)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.parts import cut_by_rank
-from fsdp_compose.base.policy import Offload
+from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import make_grad_buffer
@@ -25,7 +25,7 @@ from fsdp_compose.core.gathering import noted
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
-from fsdp_compose.core.state import Engine, Reduction, unit_of
+from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
 from fsdp_compose.sharded import run_gradient_hooks, tag_all
 
 
@@ -272,53 +272,44 @@ def drain(engine: Engine) -> None:
 
 
 def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
-    """Copy a reduced gradient to where the shards are, now or in the last backward of a step."""
+    """Set a reduced gradient, or start its way to the shards and to what waits on the host.
+
+    What goes to the host is copied on the reduce stream: compute goes on, and so does the host.
+    """
     bucket, last = reduction.bucket, reduction.unit.switches.last_backward
-    offload = bucket.offload
-    if not (offload.shards or offload.grads):
+    offload, arriving = bucket.offload, reduction.bucket.arriving
+    if not offload.shards and (last or not offload.grads):
+        if arriving.waiting is not None:
+            grad += arriving.waiting.to(grad.device, non_blocking=True)
+            arriving.waiting = None
         assign(reduction, grad)
         return
-    if offload.grads and not (last and not offload.shards):
-        grad = _to_host(grad, offload)
-    if not last:
-        bucket.arriving.used |= reduction.used.bits
-        waiting = bucket.arriving.waiting
-        _wait_for_host_copies(engine)
-        bucket.arriving.waiting = grad if waiting is None else waiting.add_(grad)
-        return
-    if bucket.arriving.waiting is not None:
-        _wait_for_host_copies(engine)
-        grad = bucket.arriving.waiting.add_(grad.to(bucket.arriving.waiting.device))
-        bucket.arriving.waiting = None
-    if offload.shards:
-        grad = _to_host(grad, offload)
-    else:
-        grad = grad.to(bucket.stored.device, non_blocking=True)
-    engine.landing.append((reduction, grad, engine.streams.record(engine.streams.current)))
-
-
-def _to_host(tensor: torch.Tensor, offload: Offload) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(
-        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=offload.pin_memory
-    )
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _wait_for_host_copies(engine: Engine) -> None:
-    """Wait on the host for gradients that are being copied to it."""
-    if engine.streams.current is not None:
-        engine.streams.current.synchronize()
+    streams = engine.streams
+    with streams.beside(streams.reduce):
+        if arriving.waiting is not None and arriving.waiting.device == grad.device:
+            grad, arriving.waiting = arriving.waiting.add_(grad), None
+        if not (last or offload.grads):
+            arriving.waiting = grad
+            arriving.used |= reduction.used.bits
+            return
+        grad = copy_to_host(grad, offload.pin_memory)
+        engine.landing.append(Landing(reduction, grad, last, streams.record(streams.reduce)))
 
 
 def land(engine: Engine) -> None:
     """Set the gradients that were copied to the host, which waits for them here."""
     while engine.landing:
-        reduction, grad, mark = engine.landing.pop(0)
-        if mark is not None:
-            mark.synchronize()
-        assign(reduction, grad)
+        landing = engine.landing.pop(0)
+        grad, arriving = landing.grad, landing.reduction.bucket.arriving
+        if landing.mark is not None:
+            landing.mark.synchronize()
+        if arriving.waiting is not None:
+            grad, arriving.waiting = arriving.waiting.add_(grad), None
+        if landing.is_last:
+            assign(landing.reduction, grad)
+        else:
+            arriving.waiting = grad
+            arriving.used |= landing.reduction.used.bits
 
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -301,6 +301,16 @@ class Reduction:
     reads_buffer: bool = True  # the bucket's packed gradients, which are freed behind it
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Landing:
+    """A reduced gradient on its way to the host, to be set there if it is the step's last."""
+
+    reduction: Reduction
+    grad: torch.Tensor
+    is_last: bool
+    mark: Any  # on the stream that copies it
+
+
 @dataclass(eq=False, repr=False)
 class Task:
     """One run of the autograd engine that reached this library.
@@ -337,7 +347,8 @@ class Engine:
     disagreements: int = 0  # of ranks, that were told so far
     tasks: dict[int, Task] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
-    landing: list[tuple[Reduction, torch.Tensor, Any]] = field(default_factory=list)  # to the host
+    landing: list[Landing] = field(default_factory=list)
+    host_reads: Any = None  # the mark behind the last copy of a shard from the host
     retained: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for their readers
     inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for kept_views.py
     surveyed: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
@@ -347,6 +358,12 @@ class Engine:
 
     def __post_init__(self, make_work: Callable[[Engine], Work[Unit, Any]]) -> None:
         self.schedule = Schedule(make_work(self))
+
+    def wait_for_host_reads(self) -> None:
+        """Let the host wait until no copy reads its shards any more: its caller may write them."""
+        mark, self.host_reads = self.host_reads, None
+        if mark is not None:
+            mark.synchronize()
 
 
 @dataclass(eq=False)

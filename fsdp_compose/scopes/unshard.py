@@ -59,6 +59,7 @@ class UnshardHandle:
         for unit in units:
             if Hold.USER in unit.holds:
                 wait_gathered(unit)
+                unit.engine.wait_for_host_reads()
                 _show(unit)
 
 

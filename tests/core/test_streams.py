@@ -8,6 +8,7 @@ touch one storage, of which one writes, must be ordered by what streams waited f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.core import gathering as residency
-from fsdp_compose.core import state
+from fsdp_compose.core import reducing, state
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.state import Engine
 
@@ -256,6 +257,52 @@ def test_streams_are_ordered_and_the_host_never_waits(cell: str) -> None:
     run_ranks(train, world, world, build, options)
 
 
+OFFLOADS = {
+    "params": fc.Offload(params=True),
+    "params and grads": fc.Offload(params=True, grads=True),
+    "grads": fc.Offload(grads=True),
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_the_host_waits_at_the_end_of_a_pass_alone(offload: str) -> None:
+    """Gradients go to the host on the reduce stream; it may write its shards after each pass."""
+
+    def ranks(rank: int) -> None:
+        waits: list[str] = []
+        copies: list[bool] = []
+
+        def to_host(grad: Tensor, pin_memory: bool) -> Tensor:
+            copies.append(state.engines[grad.device].streams.reduce is races.device.active)
+            return grad.clone()
+
+        def synchronize(event: Event) -> None:
+            waits.append(inspect.stack()[1].function)
+            races.device.active.wait_event(event)  # and so does what the host issues then
+
+        with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+            patch.setattr(reducing, "copy_to_host", to_host)
+            patch.setattr(Event, "synchronize", synchronize)
+            model = by_block(seeded(Tower), offload_policy=OFFLOADS[offload])
+            plain = seeded(Tower)
+            with fc.accumulate(model):
+                for micro in range(3):
+                    fc.set_is_last_backward(model, micro == 2)
+                    square(model, data(micro, rank)).backward()
+                    for other in range(2):
+                        (square(plain, data(micro, other)) / 2).backward()
+            engine = next(iter(state.engines.values()))
+            assert engine.host_reads is None
+        assert races.found == [] and all(copies)
+        assert set(waits) <= {"land", "wait_for_host_reads"}
+        assert ("wait_for_host_reads" in waits) == ("params" in offload)
+        assert bool(copies) and ("land" in waits)
+        for found, wanted in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+
+    run_ranks(ranks, 2)
+
+
 def test_a_captured_step_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step asks no rank and no stream for anything, and computes the same."""
 
@@ -283,6 +330,11 @@ def test_a_captured_step_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {
+    "what was read is freed at once": (
+        streams.Streams,
+        "on",
+        lambda self, stream: self.beside(stream),
+    ),
     "compute does not wait for a gather": (streams.Streams, "wait", lambda self, mark: None),
     "side streams do not wait for compute": (
         streams.Streams,
