@@ -202,29 +202,23 @@ def _fill(bucket: Bucket) -> None:
     if storage.nbytes() == 0:
         storage.resize_(bucket.full_nbytes)
     group, parts, inner = bucket.mesh.shard, bucket.views.part_bytes, bucket.inner
-    purpose = _purpose(bucket)
+    purpose, caller, codec = _purpose(bucket), bucket.users.caller, bucket.mp.gather_codec
+    whole, own = bucket.views.whole_bytes, bucket.views.shard_bytes
     if inner is not None and _is_stored(bucket, inner):
         assert inner.store is not None
-        group, parts = inner.group, inner.parts
+        group, parts, own = inner.group, inner.parts, None
         inner.own.copy_(inner.store)
-    elif bucket.mp.gather_codec is not None and group.pg and storage.nbytes():
+    elif codec is not None and group.pg and storage.nbytes():
         shard = _resident_shard(bucket).to(bucket.full.device, non_blocking=True)
-        codec, into = bucket.mp.gather_codec, cut_by_rank(bucket.full, group.size)
-        bucket.fill.exchange = comm.gather_encoded(
-            shard, into, codec, group, purpose, bucket.users.caller
-        )
+        into = cut_by_rank(bucket.full, group.size)
+        bucket.fill.exchange = comm.gather_encoded(shard, into, codec, group, purpose, caller)
         return
-    elif bucket.views.shard_bytes is not None and comm.transport_of(group).copies_own and group.pg:
-        own, whole = bucket.views.shard_bytes, bucket.views.whole_bytes
-        bucket.fill.exchange = comm.gather_parts(
-            whole, parts, own, group, purpose, bucket.users.caller
-        )
-        return
-    else:
+    elif own is None or not comm.transport_of(group).copies_own or not group.pg:
+        own = None
         copy_shard(bucket.views.own, _resident_shard(bucket))
-    whole = bucket.views.whole_bytes
-    own = parts[group.rank] if parts else whole
-    bucket.fill.exchange = comm.gather_parts(whole, parts, own, group, purpose, bucket.users.caller)
+    if own is None:
+        own = parts[group.rank] if parts else whole
+    bucket.fill.exchange = comm.gather_parts(whole, parts, own, group, purpose, caller)
 
 
 def _is_stored(bucket: Bucket, inner: Inner) -> bool:
