@@ -276,15 +276,14 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
 
     What goes to the host is copied on the reduce stream: compute goes on, and so does the host.
     """
-    bucket, last = reduction.bucket, reduction.unit.switches.last_backward
-    offload, arriving = bucket.offload, reduction.bucket.arriving
+    last, streams = reduction.unit.switches.last_backward, engine.streams
+    offload, arriving = reduction.bucket.offload, reduction.bucket.arriving
     if not offload.shards and (last or not offload.grads):
         if arriving.waiting is not None:
             grad += arriving.waiting.to(grad.device, non_blocking=True)
             arriving.waiting = None
         assign(reduction, grad)
         return
-    streams = engine.streams
     with streams.beside(streams.reduce):
         if arriving.waiting is not None and arriving.waiting.device == grad.device:
             grad, arriving.waiting = arriving.waiting.add_(grad), None
