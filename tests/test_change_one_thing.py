@@ -1,6 +1,6 @@
 """Each seam has an example that changes one thing; it is short, it runs, and it does what it says.
 
-The examples are run on two ranks with ``fsdp-compose run``, as a reader would run them.
+One is run with ``fsdp-compose run``, as a reader would run it; the others in ranks forked here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from scripts import run_script
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "change_one_thing"
 MAX_LINES = 60
 
 
 def run(name: str) -> str:
+    return run_script(EXAMPLES / f"{name}.py")
+
+
+def run_by_command(name: str) -> str:
     """What the example printed on two ranks; fails with what it complained of."""
     script = EXAMPLES / f"{name}.py"
     command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", str(script)]
@@ -76,7 +82,9 @@ def test_int8_gather() -> None:
 
 def test_own_collective() -> None:
     """Gradients are those of the library's own way, and a link carries half of them."""
-    found = re.findall(r"gradients ([\d.]+), bytes by link \{(.*)\}", run("own_collective"))
+    found = re.findall(
+        r"gradients ([\d.]+), bytes by link \{(.*)\}", run_by_command("own_collective")
+    )
     (norm, nothing), (own_norm, links) = found
     assert norm == own_norm and not nothing
     numel = 32 * 64 + 64 + 64 + 1

@@ -1,4 +1,7 @@
-"""The examples, run as a reader would run them; what they print is what they claim to show."""
+"""The examples run, and what they print is what they claim to show.
+
+Some start their ranks themselves, as for a reader; the others run in ranks that are forked here.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import fsdp_compose
 from fsdp_compose import load_checkpoint, load_full
 
 from processes import alive, wait_until
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -43,6 +47,10 @@ def run(name: str, *args: object) -> str:
     return done.stdout
 
 
+def run_forked(name: str, *args: object) -> str:
+    return run_script(EXAMPLES / f"{name}.py", *args)
+
+
 def numbers(pattern: str, printed: str) -> list[float]:
     found = re.findall(pattern, printed)
     assert found, f"{pattern!r} is not in what was printed:\n{printed}"
@@ -56,7 +64,9 @@ def server_of(printed: str) -> int:
 @pytest.mark.slow
 def test_lora_reduces_adapters_only_and_merges(tmp_path: Path) -> None:
     file, folder = tmp_path / "adapters.pt", tmp_path / "merged"
-    printed = run("lora", "--base-steps", 30, "--steps", 30, "--save", file, "--export", folder)
+    printed = run_forked(
+        "lora", "--base-steps", 30, "--steps", 30, "--save", file, "--export", folder
+    )
     adapters = torch.load(file, weights_only=True)
     upper = range(lora.CONFIG.n_layer // 2, lora.CONFIG.n_layer)
     assert {int(name.split(".")[1]) for name in adapters} == set(upper)
@@ -80,7 +90,7 @@ def test_lora_reduces_adapters_only_and_merges(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tensor_parallel_equals_one_process(tmp_path: Path) -> None:
-    printed = run("tensor_parallel", "--steps", 6, "--save", tmp_path / "saved")
+    printed = run_forked("tensor_parallel", "--steps", 6, "--save", tmp_path / "saved")
     loss, plain = (numbers(p + r" ([\d.]+)", printed) for p in ("loss", "process:"))
     assert len(loss) == 6 and loss == pytest.approx(plain, abs=1e-4) and loss[-1] < loss[0] - 1
     norm, plain = (numbers(p, printed) for p in (r"norm ([\d.]+)", r"process: \S+ ([\d.]+)"))
@@ -93,7 +103,7 @@ def test_tensor_parallel_equals_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_dpo_learns_and_reduces_once_a_step() -> None:
     """DPO learns preferences and reduces the policy once a step."""
-    printed = run("dpo", "--base-steps", 24, "--steps", 21)
+    printed = run_forked("dpo", "--base-steps", 24, "--steps", 21)
     loss = numbers(r"loss ([\d.]+)", printed)
     assert loss[0] == 0.6931 and loss[-1] < 0.6  # -log sigmoid(0) while policy is reference
     reduces, units = re.findall(r"reduce-scatters a step: (\d+), units: (\d+)", printed)[0]
@@ -106,7 +116,7 @@ def test_dpo_learns_and_reduces_once_a_step() -> None:
 @pytest.mark.slow
 def test_gradient_penalty_equals_one_process() -> None:
     """Gradient penalty equals one process and learns."""
-    printed = run("gradient_penalty", "--steps", 21)
+    printed = run_forked("gradient_penalty", "--steps", 21)
     ((loss, plain),) = re.findall(r"loss (\S+), one process: ([\d.]+);", printed)
     assert float(loss) == pytest.approx(float(plain), abs=2e-6)
     assert numbers(r"gradients differ by (\S+)", printed)[0] < 1e-5

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from fsdp_compose.layout.shards import Extent
 
 from harness import run_ranks
 from models import Tower
+from scripts import run_script
 from structured import MAKE, matrices, wholes
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -139,17 +138,11 @@ def test_the_module_has_the_owners_that_were_planned() -> None:
 def test_the_example_trains_and_resumes_on_other_ranks(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "muon.py"
 
-    def run(*args: str) -> str:
-        command = [sys.executable, str(script), *args]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     saved = str(tmp_path / "saved")
-    first = run("--steps", "12", "--save", saved)
+    first = run_script(script, "--steps", 12, "--save", saved)
     losses = [float(v) for v in re.findall(r"loss ([\d.]+)", first)]
     assert losses[-1] < losses[0] - 1
     assert sum(map(int, re.findall(r"Muon has (\d+) of 16", first))) == 16
-    again = run("--whole", "--steps", "2", "--nproc", "3", "--resume", saved)
+    again = run_script(script, "--whole", "--steps", 2, "--resume", saved, ranks=3)
     assert "step   12" not in again or float(re.findall(r"loss ([\d.]+)", again)[0]) < losses[0] - 1
     assert sum(map(int, re.findall(r"Muon has (\d+) of 16", again))) == 16
