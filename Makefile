@@ -1,4 +1,4 @@
-# make demo | test | test-models | lint | bench | clean: needs python3 >= 3.10 and nothing else.
+# make demo | test | test-models | lint | bench | conformance | clean: needs python3 >= 3.10 and nothing else.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +13,7 @@ TITAN := $(VENV)/torchtitan
 # Python keeps what it compiles: the tests start some hundred processes that import the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-models lint bench clean
+.PHONY: demo test test-models lint bench conformance clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
@@ -35,6 +35,10 @@ lint: $(READY)
 
 bench: $(READY)
 	set -e; for file in benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$file; done
+
+# Every behaviour in the table, by FSDP1, FSDP2, DDP and this library; about ten minutes.
+conformance: $(READY)
+	$(BIN)/python benchmarks/conformance --save
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

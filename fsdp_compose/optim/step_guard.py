@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
@@ -126,13 +127,13 @@ def _refuse_torchao(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
     """Raise when no parameter has a gradient, though a sharded one is to be trained (D12)."""
-    idle: nn.Parameter | None = None
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if get_grad(param) is not None:
-                return
-            if idle is None and is_sharded_parameter(param) and requires_grad(param):
-                idle = param
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(get_grad(param) is not None for param in params):
+        return
+    sharded = [param for param in params if is_sharded_parameter(param)]
+    idle = next((param for param in sharded if requires_grad(param)), None)
+    if not sharded:
+        _check_other_parameters(optimizer, params)
     if idle is not None:
         spec = spec_of(idle)
         raise RuntimeError(
@@ -140,3 +141,30 @@ def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
             f"trained; found .grad None for all, {spec.fqn!r} (unit {spec.unit!r}) among them. "
             "Call loss.backward() between zero_grad() and step(), with a loss that depends on them."
         )
+
+
+def _check_other_parameters(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> None:
+    """Raise when an optimizer holds a plain copy of the model that has the gradients (D4).
+
+    That is when none of its parameters has a gradient, and those of a sharded model, which have,
+    are as many of the same shapes.
+    """
+    shapes = Counter(tuple(param.shape) for param in params)
+    for engine in all_engines():
+        with raw():
+            trained = [
+                entry.spec
+                for unit in engine.units
+                for entry in unit.entries
+                if get_grad(entry.param) is not None
+            ]
+        if trained and Counter(tuple(spec.shape) for spec in trained) == shapes:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): it holds parameters without gradients that "
+                f"have the shapes of the sharded ones, whose gradients it does not see: "
+                f"{trained[0].fqn!r} (unit {trained[0].unit!r}) is among these. It was built over "
+                "a copy of the model, or over the model that a copy was sharded from. Build it "
+                "over model.parameters() of the sharded model."
+            )

@@ -329,3 +329,17 @@ def test_a_module_reachable_from_two_units(checkpointed: bool) -> None:
         twin.check()
 
     run_ranks(ranks)
+
+
+def test_an_optimizer_over_a_copy_raises() -> None:
+    """It has the shapes and never a gradient, and would train nothing (D4)."""
+    plain = seeded(lambda: Tower(1))
+    model = by_block(seeded(lambda: Tower(1)))
+    over_copy, other = sgd(list(plain.parameters())), sgd([nn.Parameter(torch.ones(3))])
+    over_copy.step()  # nothing has a gradient yet
+    square(model, data(0, 0)).backward()
+    other.step()
+    with pytest.raises(RuntimeError, match=r"copy of the model.*model\.parameters\(\)"):
+        over_copy.step()
+    square(plain, data(0, 0)).backward()
+    over_copy.step()

@@ -1,0 +1,109 @@
+"""Mistakes that users make around the loop: what is said, if anything."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.libraries import Library, Wrong, data, square, world
+from conformance.models import Tower, tower
+from conformance.outcomes import row
+
+
+@row("D12", "step() before any backward", names=r"gradient|weight|optimizer|SGD")
+def step_without_gradients(lib: Library) -> None:
+    pair = lib.pair(tower)
+    pair.optims[0].step()
+    raise Wrong("nothing was trained and nothing said")
+
+
+@row("D17", "ranks freeze different parameters", names=r"head|weight|rank \d")
+def frozen_differently(lib: Library) -> None:
+    pair = lib.pair(tower)
+    if dist.get_rank() == 1:
+        pair.inner.head.requires_grad_(False)
+    pair.train()
+
+
+@row("D17", "a rank freezes a whole unit", names=r"blocks\.0|rank \d")
+def frozen_unit(lib: Library) -> None:
+    pair = lib.pair(tower)
+    if dist.get_rank() == 1:
+        pair.inner.blocks[0].requires_grad_(False)
+    pair.train()
+
+
+@row("D2", "ranks run their units in another order", names=r"blocks\.\d|rank \d")
+def other_order(lib: Library) -> None:
+    class Ordered(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in list(self.blocks)[:: -1 if dist.get_rank() else 1]:
+                x = block(x)
+            return self.head(x)
+
+    pair = lib.pair(Ordered)
+    square(pair.model, data(0)).backward()
+    losses = []
+    for r in range(world()):
+        order = list(pair.plain.blocks)[:: -1 if r else 1]
+        hidden = pair.plain.first(data(0, r))
+        losses.append(pair.plain.head(order[1](order[0](hidden))).square().mean())
+    (sum(losses) / world()).backward()
+    pair.step()
+    pair.check()
+
+
+@row(
+    "D8",
+    "backward of a graph from before an optimizer step",
+    names=r"weight|step|in-?place|version",
+)
+def stale_graph(lib: Library) -> None:
+    pair = lib.pair(tower, kept=True)
+    loss = square(pair.model, data(0))
+    square(pair.model, data(1)).backward()
+    pair.optims[0].step()
+    loss.backward()
+    raise Wrong("backward used other weights than forward")
+
+
+@row("basic", "the loss's own backward is called twice", names=r"second time|backward|retain_graph")
+def twice(lib: Library) -> None:
+    pair = lib.pair(tower)
+    loss = square(pair.model, data(0))
+    loss.backward()
+    loss.backward()
+    raise Wrong("no error")
+
+
+@row("D3", "a user's own collective between units on one rank alone", names=r"rank \d")
+def own_collective(lib: Library) -> None:
+    class Reduces(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.zeros(3))
+            return self.head(self.blocks[1](self.blocks[0](x)))
+
+    lib.pair(Reduces).train()
+
+
+@row("U29", "one rank's batch raises in forward; all are to skip it", names=r"rank \d|bad batch")
+def one_bad_batch(lib: Library) -> None:
+    """By the way the library provides; without one, what happens to the others."""
+    pair = lib.pair(tower).train(1)
+    bad = dist.get_rank() == 1
+
+    def step(seed: int) -> None:
+        if seed == 5 and bad:
+            raise ValueError("bad batch: call the data team")
+        square(pair.model, data(seed)).backward()
+
+    try:
+        step(5)
+    except ValueError:
+        pass
+    pair.optims[0].zero_grad()
+    pair.train(1)
