@@ -113,6 +113,11 @@ class PlannedBucket:
         return share * (ranks - 1) if self.point_to_point else share * (ranks > 1)
 
     @property
+    def staged_bytes(self) -> int:
+        """A shard from the host, on the device while a gather casts it."""
+        return self.shard_bytes if self.on_host and self.storage != self.compute else 0
+
+    @property
     def encoded_buffer_bytes(self) -> int:
         """What a gather under way receives into before it is decoded."""
         return (self.encoded_bytes or 0) * self.gather_ranks

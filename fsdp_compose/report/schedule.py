@@ -23,7 +23,7 @@ class Peak:
     """What is transient at the moment at which it is most, in bytes of one rank.
 
     Attributes:
-        gathered: full parameters.
+        gathered: full parameters, and shards from the host that are being cast.
         encoded: what gathers under way receive, as a codec encoded it.
         spread: parts of them kept from forward to backward over fewer ranks.
         gradients: gradients as autograd made them, not yet packed.
@@ -136,7 +136,8 @@ class _Ledger:
             self.holders[i] += is_first
             if not self.is_full[i]:
                 self.is_full[i], self.kept_in[i] = True, None
-                self.change(gathered=self.buckets[i].full_bytes)
+                self.change(gathered=self.buckets[i].full_bytes + self.buckets[i].staged_bytes)
+                self.change(gathered=-self.buckets[i].staged_bytes)
                 self._count_gather(i)
                 if self._is_encoded(i):
                     self.is_encoded[i] = True

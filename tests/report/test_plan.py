@@ -357,3 +357,8 @@ def test_offload_moves_everything_to_the_host() -> None:
     assert found.memory.persistent == 0
     kept = plan(model, world_size=4, mp_policy=BF16, offload_policy=Offload(optimizer=True))
     assert kept.memory.weight_copies == kept.memory.shards // 2 == kept.memory.persistent
+    cast, there = (
+        plan(model, world_size=4, mp_policy=BF16, offload_policy=policy).memory
+        for policy in (Offload(True), Offload())
+    )
+    assert cast.forward.gathered == there.forward.gathered + there.shards
