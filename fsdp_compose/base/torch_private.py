@@ -292,6 +292,18 @@ def prefer_foreach(*classes: Any) -> None:
         known.extend(c for c in classes if c not in known)
 
 
+def step_function(kind: Any) -> Callable[..., Any]:
+    """The step of an optimizer class without what torch, and its compiler, wrap around it."""
+    step = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
+NO_CAPTURE_WARNING = {"_warned_capturable_if_run_uncaptured": True}
+"""Attributes of an optimizer that does not say that its step could run in a CUDA graph."""
+
+
 def remove_state_dict_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> None:
     """Remove state-dict hooks by function, since copies of a module have no handle."""
     kinds = "state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"

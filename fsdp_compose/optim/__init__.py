@@ -4,6 +4,7 @@ Files, each importing only from those above it:
 
     plain_parameters       flat_parameters, local_parameters: plain tensors over the shards
     unaveraged_parameters  steps over sharded parameters and plain ones nobody averages (D18)
+    slice_step             steps of torch's elementwise optimizers run on the slices themselves
     step_guard             a step that would train nothing, or on wrong values, raises (D12)
     clip                   norms and clipping
     owner_step             one rank has each matrix and computes its update once

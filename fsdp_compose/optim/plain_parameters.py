@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import raw
@@ -155,13 +154,17 @@ class Source:
     bucket: weakref.ref[Bucket]
     entry: weakref.ref[Entry] | None
 
+    def __reduce__(self) -> Any:
+        """A parameter that was pickled, or copied, stands for itself."""
+        return type(None), ()
+
+
+_SOURCE_KEY = "_fsdp_compose_source"
+
 
 def source_of(param: torch.Tensor) -> Source | None:
     """What a parameter made by ``flat_parameters`` or ``local_parameters`` stands for."""
-    return _sources.get(param)
-
-
-_sources: Any = WeakTensorKeyDictionary()
+    return param.__dict__.get(_SOURCE_KEY)
 
 
 class _Mirror:
@@ -186,7 +189,7 @@ class _Mirror:
             bucket.residence.is_shared = True
             flat = nn.Parameter(bucket.shard)  # shares the version counter, unlike .data
         _expect_gradient(flat, bucket)
-        _sources[flat] = Source(self.bucket, None)
+        flat.__dict__[_SOURCE_KEY] = Source(self.bucket, None)
         self.flat = weakref.ref(flat)
         self.join_gradients(None)
         return flat
@@ -201,7 +204,7 @@ class _Mirror:
             local = nn.Parameter(to_local(entry.param))
         mark_entry(local, entry)  # an empty slice has no storage to be recognised by
         _expect_gradient(local, owner_of(entry))
-        _sources[local] = Source(self.bucket, weakref.ref(entry))
+        local.__dict__[_SOURCE_KEY] = Source(self.bucket, weakref.ref(entry))
         self.local[entry] = weakref.ref(local)
         self.join_gradients(None)
         return local
@@ -307,17 +310,19 @@ def _mirror_of(bucket: Bucket) -> _Mirror:
     return bucket.history.mirror
 
 
-def _list_sources(optimizer: Any) -> Iterator[Source]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            source = _sources.get(param)
-            if source is not None:
-                yield source
+def _list_buckets_of(optimizer: Any) -> list[Bucket | None]:
+    """The buckets that the optimizer's plain parameters are over; None for one that is gone."""
+    sources = [
+        source.bucket
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if type(param) is nn.Parameter and (source := param.__dict__.get(_SOURCE_KEY))
+    ]
+    return [bucket() for bucket in {id(bucket): bucket for bucket in sources}.values()]
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for source in _list_sources(optimizer):
-        bucket = source.bucket()
+    for bucket in _list_buckets_of(optimizer):
         if bucket is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds plain parameters of a module that is no longer "
@@ -334,8 +339,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
-    for bucket in {id(b): b for s in _list_sources(optimizer) if (b := s.bucket())}.values():
-        increment_version(bucket.shard)
+    for bucket in _list_buckets_of(optimizer):
+        if bucket is not None:
+            increment_version(bucket.shard)
 
 
 def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:

@@ -18,6 +18,7 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.reducing import get_grad, requires_grad
 from fsdp_compose.core.state import all_engines, owner_of
+from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_reduced, is_open
 from fsdp_compose.sharded import (
@@ -43,6 +44,7 @@ def _before_step(
     except BaseException:
         end_rests(rested)
         raise
+    hook_slice_step(optimizer)
     if not rested:
         return None
     if len(args) > 1 and args[1] is not None:
@@ -66,6 +68,7 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    unhook_slice_step(optimizer)
     end_rests(_shown_entries())
 
 
@@ -128,10 +131,11 @@ def _refuse_torchao(optimizer: torch.optim.Optimizer) -> None:
 def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
     """Raise when no parameter has a gradient, though a sharded one is to be trained (D12)."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(get_grad(param) is not None for param in params):
-        return
-    sharded = [param for param in params if is_sharded_parameter(param)]
-    idle = next((param for param in sharded if requires_grad(param)), None)
+    with raw():
+        if any(get_grad(param) is not None for param in params):
+            return
+        sharded = [param for param in params if is_sharded_parameter(param)]
+        idle = next((param for param in sharded if requires_grad(param)), None)
     if not sharded:
         _check_other_parameters(optimizer, params)
     if idle is not None:

@@ -1,0 +1,193 @@
+"""Steps of torch's elementwise optimizers run on the slices themselves, as on plain tensors.
+
+Sharded parameters, gradients and state tell torch what they are in every call, which costs more
+than a small update. An optimizer that treats every element alike computes the same on the plain
+slices. So the last hook before its step takes the step itself, inside a scope in which slices are
+plain tensors, and torch is left a step over nothing. Every hook has had its turn by then, and the
+scope ends where it began, also when the step raises.
+
+Optimizers that look at shapes or norms, subclasses with a step of their own, differentiable steps
+and state that is not cut as its parameter is are left to torch, whose calls are checked one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_compose.base.torch_private import (
+    NO_CAPTURE_WARNING,
+    raw,
+    set_class,
+    step_function,
+    untraced,
+)
+from fsdp_compose.core.reducing import get_grad
+from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, ShardSpec, tag
+
+Hooked: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+
+_SHARDED: frozenset[type] = frozenset((ShardedParameter, ShardedDTensor))
+_TAKEN = _SHARDED | {Tensor, nn.Parameter}
+_ELEMENTWISE: dict[Callable[..., Any], type[Optimizer]] = {
+    step_function(kind): kind
+    for kind in (
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+}
+"""By their step, the optimizers whose element k depends on elements k of what they are given."""
+
+_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+
+
+def hook_slice_step(optimizer: Optimizer) -> None:
+    """Let the step that begins now run on slices, once the optimizer's own hooks have been called.
+
+    Those run after the hooks that all optimizers share, from one of which this is called.
+    """
+    unhook_slice_step(optimizer)
+    if _find_kind(optimizer) is not None:
+        _hooks[optimizer] = optimizer.register_step_pre_hook(_step_slices)
+
+
+def unhook_slice_step(optimizer: Optimizer) -> None:
+    """Take the hook of a step away again: the next one's must come after hooks added till then."""
+    hook = _hooks.pop(optimizer, None)
+    if hook is not None:
+        hook.remove()
+
+
+def _find_kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch's whose step the optimizer takes; None where a subclass changed it."""
+    for own in type(optimizer).__mro__:
+        if own.__module__.startswith("torch.optim."):
+            break
+        if "_init_group" in vars(own):
+            return None
+    return _ELEMENTWISE.get(step_function(type(optimizer)))
+
+
+@untraced
+def _step_slices(optimizer: Optimizer, args: Any, kwargs: Any) -> Hooked | None:
+    """Take the step on the slices, and leave torch one over nothing that returns the same loss."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    again = () if closure is None else (lambda: loss,)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not _is_elementwise(optimizer, params):
+        return (optimizer, *again), {}
+    state = _list_state(optimizer)
+    if state is None:
+        return (optimizer, *again), {}
+    kind = _find_kind(optimizer)
+    assert kind is not None
+    _step(optimizer, [p for p in params if type(p) is ShardedParameter], state)
+    return (_make_empty(kind, optimizer), *again), {}
+
+
+def _make_empty(kind: type[Optimizer], optimizer: Optimizer) -> Optimizer:
+    """An optimizer of torch's class ``kind`` without parameters, whose step does nothing."""
+    empty: Optimizer = object.__new__(kind)
+    empty.__dict__.update(optimizer.__dict__, param_groups=[], **NO_CAPTURE_WARNING)
+    return empty
+
+
+def _is_elementwise(optimizer: Optimizer, params: list[Any]) -> bool:
+    """Whether the step computes on plain slices what it computes on sharded parameters."""
+    kinds = set(map(type, params))
+    if not kinds <= _TAKEN or kinds.isdisjoint(_SHARDED):
+        return False
+    groups = (optimizer.defaults, *optimizer.param_groups)
+    return not any(group.get("differentiable") for group in groups)
+
+
+def _list_state(optimizer: Optimizer) -> list[Tensor] | None:
+    """The sharded tensors of the state; None unless each is cut as its parameter is."""
+    found: list[Tensor] = []
+    param: Any
+    for param, values in optimizer.state.items():
+        spec = param._shard_spec if type(param) in _SHARDED else None
+        for value in values.values():
+            if type(value) is ShardedTensor:
+                if value._shard_spec is not spec and not _is_cut_alike(value._shard_spec, spec):
+                    return None
+                found.append(value)
+            elif type(value) is Tensor:
+                if value.ndim and spec is not None:
+                    return None
+            elif value is None or isinstance(value, Tensor):
+                return None
+    return found
+
+
+def _is_cut_alike(one: ShardSpec, other: ShardSpec | None) -> bool:
+    return other is not None and one.key == other.key
+
+
+def _step(optimizer: Optimizer, params: list[Any], state: list[Tensor]) -> None:
+    """Take the step with every sharded tensor's class changed to the plain one, and back after it.
+
+    In the scope all act as plain tensors anyway, but reading ``grad`` runs Python, and kernels take
+    longer to recognise another class. DTensors, whose class has other slots, keep theirs.
+    """
+    held = _count_state(optimizer)
+    with raw():
+        grads = [grad for grad in map(get_grad, params) if type(grad) is ShardedTensor]
+        try:
+            _set_classes(params, nn.Parameter)
+            _set_classes(grads, Tensor)
+            _set_classes(state, Tensor)
+            step_function(type(optimizer))(optimizer)
+        finally:
+            _set_classes(params, ShardedParameter)
+            _set_classes(grads, ShardedTensor)
+            _set_classes(state, ShardedTensor)
+            if _count_state(optimizer) != held:
+                _tag_state(optimizer)
+            _count_fused_writes(optimizer)
+
+
+def _set_classes(tensors: list[Any], kind: type) -> None:
+    deque(map(set_class, tensors, repeat(kind)), 0)
+
+
+def _count_state(optimizer: Optimizer) -> int:
+    """How many values the state has; torch's optimizers never put another tensor in one's place."""
+    return sum(map(len, optimizer.state.values()))
+
+
+def _tag_state(optimizer: Optimizer) -> None:
+    """Let what a step made of slices be known as such. Its numbers are tensors of shape ()."""
+    param: Any
+    for param, values in optimizer.state.items():
+        if type(param) in _SHARDED:
+            for value in values.values():
+                if type(value) is Tensor and value.ndim:
+                    tag(value, param._shard_spec)
+
+
+def _count_fused_writes(optimizer: Optimizer) -> None:
+    """Fused kernels write without counting it, and what is kept gathered goes by the count."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        increment_version(list(optimizer.state))
