@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compose as fc
@@ -480,6 +481,32 @@ def _gradient_hook(run: Run, n: int, seed: int) -> None:
         handle.remove()
     once = calls[0] <= 1 or recomputes_reentrantly(run)  # each recomputation is a backward then
     assert once, f"the hook of {name} ran {calls[0]} times"
+
+
+@operation("stray")
+def _run_another_unit(run: Run, n: int, seed: int) -> None:
+    """One rank runs another unit first: an error on every rank or on none, then all is well."""
+    model = run.twin.model
+    inner = [m for m in nodes(model) if m is not model and fc.is_fully_sharded(m)]
+    x = data(seed, run.rank)
+    if not inner:
+        return
+    found = None
+    try:
+        if run.rank == n % run.case.world:
+            loss_of(inner[n % len(inner)], x.clone())
+        loss_of(model, x).backward()
+    except RuntimeError as error:
+        found = str(error)
+        if "different units" not in found:  # a fault's
+            raise
+    raised = torch.tensor(float(found is not None))
+    if run.case.world > 1:
+        dist.all_reduce(raised)
+    assert raised in (0, run.case.world), f"{raised} ranks raise, this one {found}"
+    model.zero_grad()
+    run.twin.reference.zero_grad()
+    run.waiting = True
 
 
 @operation("functional")

@@ -16,6 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_compose.simulation import (
+    DelayMessage,
+    DelayRank,
+    Fault,
+    KillRank,
+    LoseMessage,
+    RaiseError,
+)
+
 from models import WIDTH
 
 KINDS = ("matrix", "transposed", "vector", "scalar", "low rank", "empty", "norm", "single")
@@ -68,6 +77,7 @@ class Case:
     granularity: Any = 1
     release: bool | None = None  # reshard_after_forward
     optimizer: str = "sgd"
+    fault: Fault | None = None
 
 
 OPS = (
@@ -75,7 +85,7 @@ OPS = (
     "no_sync", "two forwards", "crossed", "retain", "no_grad", "inference", "eval", "dropped",
     "toggle", "skip", "skip here", "fail", "fail backward", "write", "write data", "update",
     "zero", "clip", "torch clip", "norm", "grad", "penalty", "gathered", "gathered loss",
-    "edit", "state", "optimizer state", "copy", "undo", "unshard", "hook", "functional",
+    "edit", "state", "optimizer state", "copy", "undo", "unshard", "hook", "functional", "stray",
 )  # fmt: skip
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
@@ -184,10 +194,10 @@ def leaves(tree: Spec) -> list[Leaf]:
 # Drawing
 
 
-def draw(seed: int, world: int) -> Case:
+def draw(seed: int, world: int, with_fault: bool = False) -> Case:
     """The case of ``seed`` for ``world`` ranks."""
     rng = random.Random(f"{seed} {world}")
-    hybrid = world == 4 and rng.random() < 0.3
+    hybrid = world >= 4 and world % 2 == 0 and rng.random() < 0.3
     release = rng.choice((None, None, None, True, False)) if rng.random() < 0.3 else None
     strategy = rng.choice(HYBRID if hybrid else STRATEGIES)
     return Case(
@@ -199,7 +209,18 @@ def draw(seed: int, world: int) -> Case:
         granularity=rng.choice((1, 1, 1, "row", "tensor")),
         release=release if strategy in ("FULL_SHARD", "HYBRID_SHARD") and release else None,
         optimizer=rng.choice(OPTIMIZERS),
+        fault=_draw_fault(rng, world) if with_fault else None,
     )
+
+
+def _draw_fault(rng: random.Random, world: int) -> Fault:
+    rank, event = rng.randrange(world), int(2 ** rng.uniform(2, 10))
+    kind = rng.choice((KillRank, RaiseError, LoseMessage, DelayMessage, DelayRank))
+    if kind is RaiseError:
+        return RaiseError(rank, event, OnPurpose("raised by the program's fault"))
+    if kind in (DelayMessage, DelayRank):
+        return kind(rank, event, rng.choice((1.0, 100.0)))
+    return kind(rank, event)
 
 
 def _draw_node(rng: random.Random, depth: int, budget: list[int]) -> Node:
@@ -240,8 +261,8 @@ def smaller(case: Case) -> Iterator[Case]:
         if isinstance(tree, Node):
             yield replace(case, tree=tree)
     for name, value in (
-        ("world", 2), ("strategy", "FULL_SHARD"), ("prefetch", (0, 0)), ("granularity", 1),
-        ("release", None), ("optimizer", "sgd"),
+        ("fault", None), ("world", 2), ("strategy", "FULL_SHARD"), ("prefetch", (0, 0)),
+        ("granularity", 1), ("release", None), ("optimizer", "sgd"),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})

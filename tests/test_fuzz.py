@@ -6,12 +6,14 @@ import tempfile
 
 import pytest
 
-from fuzz import run_one, run_seeds, shrink
+from fsdp_compose.simulation import DelayMessage, KillRank, RaiseError
+
+from fuzz import case_of, failure_of, run_seeds, shrink
 from fuzz_operations import operations
-from fuzz_programs import OPS, Case, Leaf, Node, draw, leaves, smaller
+from fuzz_programs import OPS, Case, Leaf, Node, OnPurpose, draw, leaves, smaller
 from harness import run_ranks
 
-SHORT = {1: range(30), 2: range(40), 3: range(10), 4: range(10)}
+SHORT = {1: range(12), 2: range(80), 3: range(12), 4: range(10), 7: [0], 8: [0, 1], 12: [0]}
 
 FOUND = {
     "data assigned, then a full state dict": Case(
@@ -61,14 +63,20 @@ FOUND = {
 @pytest.mark.parametrize("world", SHORT)
 def test_random_programs_equal_the_plain_model(world: int) -> None:
     """`python tests/fuzz.py --minutes 60` looks further, and shrinks what it finds."""
-    seeds = list(SHORT[world])
+    for seed in SHORT[world]:
+        assert failure_of(case_of(seed, world), seed) is None, f"seed {seed} of world {world}"
+
+
+@pytest.mark.slow
+def test_random_programs_on_gloo() -> None:
+    """A few of them on processes that a launcher would start."""
     with tempfile.TemporaryFile() as progress:
-        run_ranks(run_seeds, world, world, seeds, progress, timeout=200)
+        run_ranks(run_seeds, 2, 2, list(range(8)), progress, timeout=100)
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_once_failed(name: str) -> None:
-    run_ranks(run_one, FOUND[name].world, FOUND[name])
+    assert failure_of(FOUND[name]) is None
 
 
 @pytest.mark.slow
@@ -77,7 +85,7 @@ def test_a_program_with_every_operation(world: int) -> None:
     """A fixed model goes through every operation, so that none is left to chance."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         recompute = "reentrant" if strategy == "SHARD_GRAD_OP" else "saved"
-        run_ranks(run_one, world, every_operation(world, strategy, recompute), timeout=90)
+        assert failure_of(every_operation(world, strategy, recompute)) is None
 
 
 def every_operation(world: int, strategy: str, recompute: str) -> Case:
@@ -97,10 +105,20 @@ def test_a_seed_gives_the_same_program() -> None:
     assert draw(7, 2) == draw(7, 2) != draw(8, 2)
 
 
+def test_faults_are_judged() -> None:
+    """What is late may change nothing; what is dead or broken may end in our errors only."""
+    model, steps = Node((Node((Leaf("matrix"),), True),)), (("step", 0), ("step", 0))
+    for fault in (KillRank(1, 9), RaiseError(1, 9, OnPurpose("mine")), DelayMessage(1, 9, 1.0)):
+        assert failure_of(Case(model, 2, "FULL_SHARD", steps, fault=fault)) is None
+    for fault in (RaiseError(1, 9, KeyError("mine")), DelayMessage(1, 9, 1e4)):
+        found = failure_of(Case(model, 2, "FULL_SHARD", steps, fault=fault))
+        assert found is not None and ("KeyError" in found or "timed out" in found)
+
+
 def test_a_failure_is_shrunk_to_what_causes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among simpler cases, the smallest that still fails is kept."""
 
-    def fails(case: Case) -> str | None:
+    def fails(case: Case, seed: int = 0) -> str | None:
         guilty = any(op == "clip" for op, _ in case.ops)
         return (
             "wrong" if guilty and any(leaf.kind == "norm" for leaf in leaves(case.tree)) else None
