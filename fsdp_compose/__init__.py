@@ -33,7 +33,8 @@ How do I save and load?
     load_state_dict, set_state_dict_type, get_state_dict_type, state_dict_type, optim_state_dict,
     load_optim_state_dict, rekey_optim_state_dict
 What does it cost?
-    plan, Plan, plot_plan, explain, count_traffic
+    plan, Plan, explain, count_traffic, trace, Timeline, plot_plan, plot_memory, plot_timeline,
+    plot_shards
 What will go wrong?
     set_debug, verify_replicas, simulate
 
@@ -122,10 +123,15 @@ if _is_used:
     from fsdp_compose.optim.step_guard import guard_steps as _guard_steps
     from fsdp_compose.report import (
         Plan,
+        Timeline,
         count_traffic,
         explain,
         plan,
+        plot_memory,
         plot_plan,
+        plot_shards,
+        plot_timeline,
+        trace,
     )
     from fsdp_compose.scopes.apply import apply
     from fsdp_compose.scopes.chosen_gradients import set_traceable
@@ -280,9 +286,14 @@ __all__ = [  # noqa: RUF022 - by the question that each answers
     # what does it cost?
     "plan",
     "Plan",
-    "plot_plan",
     "explain",
     "count_traffic",
+    "trace",
+    "Timeline",
+    "plot_plan",
+    "plot_memory",
+    "plot_timeline",
+    "plot_shards",
     # what will go wrong?
     "set_debug",
     "verify_replicas",

@@ -1,15 +1,22 @@
-"""The command line, ``python -m fsdp_compose`` or ``fsdp-compose``; starts without torch."""
+"""The command line, ``python -m fsdp_compose`` or ``fsdp-compose``; starts without torch.
+
+Exit codes: 0 when it was done; 1 when it failed, something is wrong, or a plan does not fit; 2 when
+it was asked wrongly; of ``run``, ``trace``, ``demo`` and ``bench`` that of the first rank that
+failed, 128 + n for signal n.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
+from fsdp_compose.cli.errors import UserError
 from fsdp_compose.cli.launch import launch
 
 __all__ = ["main"]
@@ -20,12 +27,21 @@ _DEMO = _ROOT / "examples" / "train_gpt.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     handler = cast(Callable[[argparse.Namespace], int], args.handler)
-    return handler(args)
+    try:
+        return handler(args)
+    except UserError as error:
+        print(f"fsdp-compose: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # what reads our output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fsdp-compose",
         description="Composable Fully Sharded Data Parallel for PyTorch.",
@@ -34,7 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_run(commands)
+    _add_plan(commands)
+    _add_trace(commands)
+    _add_bench(commands)
     _add_checkpoint(commands)
+    _add_convert(commands.add_parser("convert", help="the same as checkpoint convert"))
+    _add_doctor(commands)
     return parser
 
 
@@ -57,6 +78,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Starts local ranks of a script with the environment variables of torchrun.",
     )
     _add_nproc(command)
+    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
     command.add_argument(
         "--simulate", type=_positive, metavar="N", help="N ranks in one process, as for pdb"
     )
@@ -73,12 +95,20 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     show = actions.add_parser("show", help="list what a checkpoint holds")
     show.add_argument("path", type=Path)
     show.add_argument("--verify", action="store_true", help="read the files, compare checksums")
-    convert = actions.add_parser(
-        "convert",
-        help="turn a sharded checkpoint into safetensors files, or the reverse",
-        description="A sharded checkpoint (a folder with .metadata) becomes safetensors files with "
-        "an index; safetensors files become a sharded checkpoint. One tensor is held at a time.",
+    show.add_argument("--all", action="store_true", help="a line for each of those that are alike")
+    _add_convert(
+        actions.add_parser(
+            "convert", help="turn a sharded checkpoint into safetensors files, or the reverse"
+        )
     )
+
+
+def _add_convert(convert: argparse.ArgumentParser) -> None:
+    convert.description = (
+        "A sharded checkpoint (a folder with .metadata) becomes safetensors files with "
+        "an index; safetensors files become a sharded checkpoint. One tensor is held at a time."
+    )
+    convert.set_defaults(handler=_checkpoint, action="convert")
     convert.add_argument("source", type=Path)
     convert.add_argument("target", type=Path)
     convert.add_argument("--max-file-bytes", type=_positive, metavar="N", help="per safetensors")
@@ -88,6 +118,74 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
         metavar="NAME",
         help="where the model is in the sharded checkpoint; '' for the top (default: model)",
     )
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="say what sharding a model costs, and whether it fits",
+        description="Plans without memory and without a process group. The exit code is 1 where "
+        "the model does not fit.",
+    )
+    add = command.add_argument
+    add("model", metavar="MODEL", help="PATH:NAME of a Python file, or package.module:NAME, a "
+        "function without arguments that returns a module; or a config.json")  # fmt: skip
+    add("--world-size", default="8", metavar="N", help="ranks; 4x8 for replicas x shards")
+    add("--units", action="append", metavar="NAME", help="class of modules that become units, or a "
+        "pattern of names, such as layers.*; may be repeated")  # fmt: skip
+    add("--strategy", metavar="NAME", choices=STRATEGIES, help=", ".join(STRATEGIES))
+    add("--dtype", metavar="DTYPE", help="of compute: fp32, bf16, fp16 (default: as stored)")
+    add("--reduce-dtype", metavar="DTYPE", help="of reductions (default: that of compute)")
+    add("--optimizer", metavar="NAME", help="such as adamw, for its state")
+    add("--device-memory", metavar="SIZE", help="such as 80GiB: does it fit?")
+    add("--sample", action="append", metavar="SHAPE:DTYPE", help="an input of one rank, such as "
+        "8x2048:long, to measure activations; may be repeated")  # fmt: skip
+    add("--json", action="store_true", help="all figures as JSON")
+    for name, what in (("memory", "memory over a step"), ("shards", "who owns which rows"),
+                       ("picture", "units and peaks")):  # fmt: skip
+        add(f"--{name}", type=Path, metavar="FILE", help=f"draw {what} (.png, .svg, .pdf)")
+    command.set_defaults(handler=_plan)
+
+
+STRATEGIES = (
+    "full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard", "hybrid_shard_zero2",
+    "hybrid_shard_optimizer",
+)  # fmt: skip
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "trace",
+        help="run a script on local ranks and record a timeline",
+        description="Runs as `run` does, and writes trace.json for Perfetto, and timeline.svg and "
+        "memory.svg of the last step of rank 0 where matplotlib is installed.",
+    )
+    _add_nproc(command)
+    command.add_argument("--out", type=Path, default=Path("trace"), metavar="FOLDER")
+    command.add_argument("script", type=Path)
+    command.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    command.set_defaults(handler=_trace)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="run a benchmark of a checkout",
+        description="Runs one of the benchmarks with one thread; without NAME, lists them.",
+    )
+    command.add_argument("name", nargs="?", metavar="NAME")
+    command.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    command.set_defaults(handler=_bench)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="check torch, backends, devices, network and a gather between two ranks",
+        description="Looks at this machine; the exit code is 1 where something is wrong.",
+    )
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(handler=_doctor)
 
 
 def _add_nproc(command: argparse.ArgumentParser) -> None:
@@ -105,13 +203,10 @@ def _positive(text: str) -> int:
 
 def _demo(args: argparse.Namespace) -> int:
     if not _DEMO.is_file():
-        print(
-            f"fsdp-compose: there is no {_DEMO}. The demo is part of the source tree and is not "
-            "installed with the package: run it from a checkout, or start your own script with "
-            "`fsdp-compose run`.",
-            file=sys.stderr,
+        raise UserError(
+            f"there is no {_DEMO}. The demo is part of the source tree and is not installed with "
+            "the package: run it from a checkout, or start your own script with `fsdp-compose run`."
         )
-        return 2
     return launch(_DEMO, args.args, nproc=args.nproc, env=_environment())
 
 
@@ -121,10 +216,55 @@ def _checkpoint(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace) -> int:
+    from fsdp_compose.cli.look import run_plan  # which imports torch
+
+    return run_plan(args)
+
+
+def _trace(args: argparse.Namespace) -> int:
     if not args.script.is_file():
-        print(f"fsdp-compose: no such script: {args.script}", file=sys.stderr)
-        return 2
+        raise UserError(f"no such script: {args.script}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    script = [str(args.out), str(args.script), *args.args]
+    module = "fsdp_compose.cli.traced"
+    code = launch(module, script, nproc=args.nproc, env=_environment(), is_module=True)
+    if code:
+        return code
+    from fsdp_compose.cli.look import finish_trace
+
+    return finish_trace(args.out, args.nproc)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    found = {
+        path.stem: path for path in (_ROOT / "benchmarks").glob("*.py") if path.stem != "common"
+    }
+    if not found:
+        raise UserError("benchmarks are part of the source tree: run this from a checkout.")
+    if args.name is None:
+        print("\n".join(sorted(found)))
+        return 0
+    if args.name not in found:
+        raise UserError(f"no benchmark {args.name!r}; there are {', '.join(sorted(found))}.")
+    environment = {**_environment(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(found[args.name]), *args.args]
+    return subprocess.run(command, check=False, env=environment).returncode
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from fsdp_compose.cli.doctor import run_doctor
+
+    return run_doctor(args.json)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.module:
+        return launch(
+            str(args.script), args.args, nproc=args.nproc, env=_environment(), is_module=True
+        )
+    if not args.script.is_file():
+        raise UserError(f"no such script: {args.script}")
     if args.simulate:
         from fsdp_compose.cli.simulate import run_simulated  # which imports torch
 

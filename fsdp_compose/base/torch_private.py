@@ -87,6 +87,17 @@ def hide_from_traces(files: Iterable[str], *classes: type) -> None:
         torch._dynamo.trace_rules._recompile_re()  # ``add`` would, 3 ms for each file
 
 
+DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""A scope that is called for every operator, below autograd."""
+
+read_number = torch.ops.aten._local_scalar_dense.default
+"""The operator of ``tensor.item()``."""
+
+fused_attention: Callable[..., Any] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+)
+"""Attention as a fused kernel, which the meta device knows too: ``(query, key, value)``."""
+
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
 

@@ -11,8 +11,10 @@ refilling ``full`` between forward and backward would trip autograd's check.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -23,10 +25,13 @@ from torch import nn
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
-from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
 from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Residence, ShardSpec
+
+logger = logging.getLogger("fsdp_compose")
+_QUIET = nullcontext()
 
 
 class Phase(Enum):
@@ -274,6 +279,24 @@ class Bucket:
         """Change the phase, which happens nowhere else."""
         assert (self.phase, phase) in _LEGAL, f"illegal phase change {self.phase} -> {phase}"
         self.phase = phase
+
+    def noted(self, phase: str, nbytes: int) -> AbstractContextManager[object]:
+        """Name what happens to the bucket in the log, at DEBUG, and in a profile."""
+        self.log(phase, nbytes)
+        if profiler_enabled():
+            return torch.profiler.record_function(
+                f"fsdp_compose.{phase} {self.entries[0].spec.unit}"
+            )
+        return _QUIET
+
+    def log(self, phase: str, nbytes: int) -> None:
+        """Log what this rank does with the bucket."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        group, numbers = self.mesh.shard, (len(self.entries), self.stored.dtype)
+        line = "rank %d: %s %s: %d bytes (%d parameters, %s)"
+        rank, unit = group.ranks[group.rank], self.entries[0].spec.unit
+        logger.debug(line, rank, phase, unit, nbytes, *numbers)
 
     @property
     def every(self) -> int:

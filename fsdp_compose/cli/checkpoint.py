@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fsdp_compose.checkpoint.full import MAX_FILE_BYTES
 from fsdp_compose.checkpoint.metadata import check_whole, manifests, read_metadata, verify
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.values import Outline
+from fsdp_compose.cli.progress import follow, say_all
 from fsdp_compose.report.text import dtype_name, table
 
 
@@ -51,13 +53,14 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 
 def _show(args: argparse.Namespace) -> None:
+    _check_exists(args.path)
     if is_sharded_checkpoint(args.path):
-        _show_sharded(args.path, args.verify)
+        _show_sharded(args.path, args.verify, args.all)
     else:
-        _show_full(args.path, args.verify)
+        _show_full(args.path, args.verify, args.all)
 
 
-def _show_sharded(path: Path, check: bool) -> None:
+def _show_sharded(path: Path, check: bool, every: bool) -> None:
     metadata = read_metadata(path)
     verify(path, metadata, slice(None), check)
     rows, numbers = [], [0, 0]
@@ -70,35 +73,63 @@ def _show_sharded(path: Path, check: bool) -> None:
             numbers[1] += math.prod(shape) * dtype.itemsize
         else:
             rows.append((key, "object", "", ""))
-    _print_rows(rows)
+    _print_rows(rows, every)
     found = manifests(path)
     ranks = f", saved by {found[0].world_size} ranks" if found else ""
     checked = ", every file as it was saved" if check and found else ""
     print(f"{len(rows)} entries, {numbers[0]:,} elements, {numbers[1]:,} bytes{ranks}{checked}")
 
 
-def _show_full(path: Path, check: bool) -> None:
+def _show_full(path: Path, check: bool, every: bool) -> None:
     found = find_stored(path, SAFETENSORS)
     if check:
         found.check_sums()
-    _print_rows(
+    rows = [
         (name, dtype_name(stored.dtype), str(stored.shape), found.files[name].name)
         for name, stored in found.tensors.items()
-    )
+    ]
+    _print_rows(rows, every)
     total = sum(stored.nbytes for stored in found.tensors.values())
     numel = sum(stored.numel for stored in found.tensors.values())
     checked = ", every file as it was saved" if check and found.sums else ""
     print(f"{len(found.tensors)} entries, {numel:,} elements, {total:,} bytes{checked}")
 
 
-def _print_rows(rows: Iterable[Sequence[str]]) -> None:
-    """Print a table whose names may hold anything, without a terminal acting on it."""
-    text = table(list(rows), left=range(4), indent="")
-    for line in text.split("\n") if text else ():
-        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+def _print_rows(rows: Sequence[Sequence[str]], every: bool) -> None:
+    """Print a table whose names may hold anything; names that differ by a number once."""
+    text = table(rows if every else _fold(rows), left=range(4), indent="")
+    say_all(text.split("\n") if text else ())
+
+
+def _fold(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Join rows that differ by one number in the name: ``blocks.{0..5}.weight``."""
+    runs: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for row in rows:
+        runs.setdefault((re.sub(r"\d+", "*", row[0]), *row[1:]), []).append(row)
+    folded = []
+    for (pattern, *rest), run in runs.items():
+        numbers = [[int(n) for n in re.findall(r"\d+", row[0])] for row in run]
+        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        moving = [column for column in columns if len(column) > 1]
+        is_range = len(moving) == 1 and moving[0][-1] - moving[0][0] + 1 == len(moving[0])
+        if len(run) < 3 or not is_range:
+            folded += [list(row) for row in run]
+            continue
+        name = pattern
+        for column in columns:
+            text = f"{{{column[0]}..{column[-1]}}}" if len(column) > 1 else str(column[0])
+            name = name.replace("*", text, 1)
+        folded.append([name, *rest])
+    return folded
+
+
+def _check_exists(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist.")
 
 
 def _convert(args: argparse.Namespace) -> None:
+    _check_exists(args.source)
     if args.target.exists() and not _is_free(args.target):
         raise ValueError(f"{args.target}: not empty; name a folder that is not there yet.")
     for left in args.target.iterdir() if args.target.exists() else ():
@@ -156,7 +187,7 @@ def _write_file(file: PlannedFile, export: Export, reader: Source, keys: Mapping
     export.aside.mkdir(exist_ok=True)
     temporary = export.temporary(file)
     with export.format.write(temporary, file.tensors) as put:
-        for name in file.tensors:
+        for name in follow(list(file.tensors), f"writing {file.name}"):
             reader.want(keys[name], None)
             reader.read()
             put(name, reader.values.pop(keys[name]).contiguous())

@@ -59,6 +59,7 @@ def launch(
     nproc: int,
     env: Mapping[str, str] | None = None,
     grace: float = 5.0,
+    is_module: bool = False,
 ) -> int:
     """Run ``nproc`` ranks of a Python script on this machine and return one exit code.
 
@@ -69,7 +70,8 @@ def launch(
     later, or at a second Ctrl-C, is killed. Call it from the main thread.
 
     ``env`` replaces the environment the ranks start from (default: this process's). OMP_NUM_THREADS
-    is the number of usable cores over ``nproc``, unless it is set already.
+    is the number of usable cores over ``nproc``, unless it is set already. With ``is_module``,
+    ``script`` is the name of a module, as for ``python -m``.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, found {nproc}")
@@ -82,7 +84,7 @@ def launch(
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
     }
-    command = [sys.executable, os.fspath(script), *args]
+    command = [sys.executable, *(["-m"] if is_module else []), os.fspath(script), *args]
     ranks = _Ranks(grace)
     code = 1
     with _signals_to(lambda signum: ranks.events.put(_Signalled(signum))):

@@ -7,12 +7,14 @@ one is raised on all, and no module is left half sharded.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_compose.base.group import Transport
@@ -45,12 +47,9 @@ from fsdp_compose.core.guards.methods import check_methods
 from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor
 
+log = logging.getLogger("fsdp_compose")
 _FULL_PRECISION = MixedPrecision()
-
-
 _NO_OFFLOAD = Offload()
-
-
 _NEXT_UNIT = Prefetch()
 
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
@@ -186,7 +185,25 @@ def fully_shard(
         rename_nested_units(outer)
     if meta.keys:
         leave_for_loading(meta, mesh, _listed(modules))
+    if log.isEnabledFor(logging.INFO):
+        _log_summary(plans)
     return module
+
+
+def _log_summary(plans: Sequence[UnitPlan]) -> None:
+    """Log one line for what a call sharded."""
+    buckets = [bucket for plan in plans for bucket in plan.buckets]
+    numel = sum(extent.numel for bucket in buckets for extent in bucket.layout.extents)
+    nbytes = sum(bucket.layout.shard_numel * bucket.storage_dtype.itemsize for bucket in buckets)
+    log.info(
+        "rank %d sharded %s: units %d, parameter elements %d, ranks %d, bytes on this rank %d",
+        dist.get_rank() if dist.is_initialized() else 0,
+        plans[-1].name,
+        len(plans),
+        numel,
+        max((bucket.mesh.shard.size for bucket in buckets), default=1),
+        nbytes,
+    )
 
 
 @functools.cache

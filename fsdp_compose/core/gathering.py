@@ -5,10 +5,8 @@ A unit stays gathered while it has a reason to (``Hold``), a bucket while some u
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from torch import nn
 from fsdp_compose.base.mesh import refuse_late_group
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import copy_shard
-from fsdp_compose.base.torch_private import flat_weights, graph_task_id, profiler_enabled
+from fsdp_compose.base.torch_private import flat_weights, graph_task_id
 from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
@@ -30,21 +28,6 @@ from fsdp_compose.core.guards.moved_parameters import (
 from fsdp_compose.core.guards.weight_versions import check_lent, stamp_of, versions_of
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, resting, unit_of
-
-log = logging.getLogger("fsdp_compose")
-_QUIET = nullcontext()
-
-
-def noted(phase: str, bucket: Bucket, nbytes: int) -> AbstractContextManager[object]:
-    """Name what happens to a bucket in the log, at INFO, and in a profile."""
-    if log.isEnabledFor(logging.INFO):
-        spec = bucket.entries[0].spec
-        what = f"{bucket.stored.dtype}, {len(bucket.entries)} parameters"
-        log.info("%s %s: %d bytes (%s)", phase, spec.unit, nbytes, what)
-    if profiler_enabled():
-        return torch.profiler.record_function(f"fsdp_compose.{phase} {bucket.entries[0].spec.unit}")
-    return _QUIET
-
 
 _PURPOSE = {
     Hold.FORWARD: "forward",
@@ -184,7 +167,7 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
         return
     fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
     streams = engine.streams
-    with streams.on(streams.gather), noted("gather", bucket, bucket.full_nbytes):
+    with streams.on(streams.gather), bucket.noted("gather", bucket.full_nbytes):
         _fill(bucket)
         fill.mark = streams.record(streams.gather)
     if fill.mark is not None:
@@ -293,8 +276,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
     bucket.fill.is_superseded = False
     if bucket.in_place:
         return
-    if log.isEnabledFor(logging.INFO):
-        log.info("release %s: %d bytes", bucket.entries[0].spec.unit, bucket.full_nbytes)
+    bucket.log("release", bucket.full_nbytes)
     streams = engine.streams
     # Freed on the stream it was allocated on, behind the compute that read it, if any did: the
     # allocator then gives the memory only to later gathers, and nothing is kept alive for compute.

@@ -21,7 +21,6 @@ from fsdp_compose.buckets.build import make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket
-from fsdp_compose.core.gathering import noted
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
@@ -108,7 +107,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
         unite_early(bucket, reduction.used)
     flat, parts = bucket.grads.flat, bucket.grads.parts
     nbytes = flat.numel() * flat.element_size()
-    with streams.on(streams.reduce), noted("reduce", bucket, nbytes):
+    with streams.on(streams.reduce), bucket.noted("reduce", nbytes):
         if unit.switches.comm_hook is None:
             # Half precision overflows at 65504: divide before the sum, by half of the factor.
             if flat.dtype == torch.float16 and scale != 1.0:
@@ -164,7 +163,7 @@ def start_all_reduce(bucket: Bucket) -> Reduction:
     streams = unit.engine.streams
     reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
     unite_early(bucket, reduction.used)
-    with streams.on(streams.reduce), noted("all-reduce", bucket, bucket.arriving.partial.nbytes):
+    with streams.on(streams.reduce), bucket.noted("all-reduce", bucket.arriving.partial.nbytes):
         grad = _over_replicas(bucket, bucket.arriving.partial, reduction.used)
         reduction.result = _typed(bucket, grad)
         reduction.done = streams.record(streams.reduce)

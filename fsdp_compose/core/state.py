@@ -448,6 +448,10 @@ def get_state(module: nn.Module) -> _FSDPState:
 
     Raises:
         ValueError: ``module`` is not a unit.
+
+    Example:
+        >>> get_state(fully_shard(nn.Linear(2, 2))).unit.name
+        'Linear'
     """
     state = find_state(module)
     if state is None:
@@ -459,7 +463,11 @@ def get_state(module: nn.Module) -> _FSDPState:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` made ``module`` a unit."""
+    """Whether ``fully_shard`` made ``module`` a unit.
+
+    >>> is_fully_sharded(fully_shard(nn.Linear(2, 2)))
+    True
+    """
     return find_state(module) is not None
 
 

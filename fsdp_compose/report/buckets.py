@@ -41,6 +41,7 @@ class PlannedBucket:
         on_host: shards, gradients and optimizer state are in host memory.
         device_copy: of on_host shards, a copy in the compute dtype stays on the device.
         owned: (rank, work) of each tensor that is never cut; see ``layout.matrix_work``.
+        offsets, shapes: of the parameters, in elements from the start of the gathered bucket.
     """
 
     unit: str
@@ -63,6 +64,8 @@ class PlannedBucket:
     on_host: bool
     device_copy: bool
     owned: tuple[tuple[int, int], ...]
+    offsets: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
     DERIVED: ClassVar = ("padding_bytes", "shard_bytes", "full_bytes", "grad_shard_bytes")
 
@@ -200,4 +203,6 @@ def _describe_layout(
         "on_host": offload.shards and mesh.device.type != "cpu",
         "device_copy": offload.optimizer and not offload.params,
         "owned": tuple(whole_owners(bucket.layout)),
+        "offsets": tuple(bucket.layout.offsets),
+        "shapes": tuple(tuple(extent.shape) for extent in bucket.layout.extents),
     }

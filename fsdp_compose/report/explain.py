@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,9 +17,9 @@ from fsdp_compose.core.guards.weight_versions import stamp_of
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
-from fsdp_compose.report.notes import notes_on
+from fsdp_compose.report.notes import odd_notes_on
 from fsdp_compose.report.survey import Survey, survey_units
-from fsdp_compose.report.text import plain, plural, size, table
+from fsdp_compose.report.text import fit_names, plain, plural, size, table, wrapped
 from fsdp_compose.sharded import part_of
 
 _REASONS = {
@@ -80,7 +81,7 @@ class Explanation:
         other: bytes of buffers and of parameters in no unit, with their gradients.
         now: what is running and what is under way.
         next: what the next step will do about what is here, and what to call to prevent it.
-        notes: as in a plan: what makes the module big.
+        notes: what makes the module bigger than it need be; as in a plan.
     """
 
     module: str
@@ -107,6 +108,9 @@ class Explanation:
         """Numbers, strings, lists and dictionaries only."""
         data: dict[str, Any] = plain(self)
         return data
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         return _render(self)
@@ -136,7 +140,7 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         other=_other(survey),
         now=tuple(text for engine in engines for text in _now(engine)),
         next=tuple(_next(units)),
-        notes=notes_on(survey),
+        notes=odd_notes_on(survey),
     )
 
 
@@ -149,7 +153,7 @@ def _state_of(unit: Unit) -> UnitState:
         reasons=tuple(_reason(unit, why) for why in Hold if why in unit.holds),
         gathered=sum(b.full.untyped_storage().nbytes() for b in gathered),
         shards=sum(_nbytes(b.shard) for b in unit.buckets),
-        gradients=_held_gradients(unit),
+        gradients=held_gradients(unit),
         packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
         partial=sum(_nbytes(b.arriving.partial) for b in unit.buckets),
         waiting=sum(_nbytes(b.arriving.waiting) for b in unit.buckets),
@@ -168,7 +172,7 @@ def _reason(unit: Unit, why: Hold) -> str:
     return _REASONS[why]
 
 
-def _held_gradients(unit: Unit) -> int:
+def held_gradients(unit: Unit) -> int:
     """Bytes of the storages behind ``.grad``, each once: slices of a bucket share one."""
     storages: dict[int, int] = {}
     with raw():
@@ -273,7 +277,7 @@ def _next(units: Sequence[Unit]) -> Iterator[str]:
             f"gradients of earlier microbatches are not in .grad: {named(waiting)}; the next "
             "backward with set_is_last_backward(module, True) brings them there"
         )
-    held = [unit for unit in units if _held_gradients(unit)]
+    held = [unit for unit in units if held_gradients(unit)]
     if held:
         yield (
             f"have gradients: {named(held)}; the next backward adds to them unless zero_grad() is "
@@ -281,20 +285,38 @@ def _next(units: Sequence[Unit]) -> Iterator[str]:
         )
 
 
+_MORE = ("gathered", "packed", "partial", "waiting", "spread", "weight_copies")
+_GLOSSARY = {
+    "shards": "shards: what this rank keeps",
+    "gathered": "gathered: whole weights",
+    "gradients": "gradients: reduced, in .grad",
+    "packed": "packed: full gradients that wait to be reduced",
+    "partial": "partial: gradients that wait for the replicas",
+    "waiting": "waiting: gradients of earlier microbatches",
+    "spread": "spread: parts of weights kept for backward",
+    "weight_copies": "weight copies: in the compute dtype, for gathers",
+}
+
+
 def _render(found: Explanation) -> str:
-    columns = ("shards", "gathered", "gradients", "packed", "partial", "waiting", "spread")
-    shown = [c for c in columns if c == "shards" or any(getattr(u, c) for u in found.units)]
-    rows = [("unit", "phase", *shown)]
-    for unit in found.units:
-        rows.append((unit.name, unit.phase, *(size(getattr(unit, c)) for c in shown)))
-    totals = [size(sum(getattr(u, c) for u in found.units)) for c in shown]
-    rows.append(("total", "", *totals))
+    """A line where everything is at rest; else the units that hold more than shards, and why."""
     optimizer = "" if found.optimizer is None else f", optimizer state {size(found.optimizer)}"
+    shards, grads = (sum(getattr(u, n) for u in found.units) for n in ("shards", "gradients"))
     title = (
-        f"{found.module} on this rank: {size(found.total)}{optimizer}, buffers and parameters of "
-        f"no unit {size(found.other)}"
+        f"{found.module} on this rank: {size(found.total)}: shards {size(shards)} in "
+        f"{plural(len(found.units), 'unit')}, gradients {size(grads)}{optimizer}, buffers and "
+        f"parameters of no unit {size(found.other)}."
     )
-    parts = [title, table(rows, left=(0, 1))]
+    busy = [u for u in found.units if u.reasons or any(getattr(u, c) for c in _MORE)]
+    if not busy and not found.now:
+        title += " Nothing is gathered, and nothing is under way."
+    parts = [wrapped(title, indent="")]
+    if busy:
+        shown = [c for c in _GLOSSARY if c == "shards" or any(getattr(u, c) for u in busy)]
+        rows = [("unit", "phase", *(c.replace("_", " ") for c in shown))]
+        rows += [(u.name, u.phase, *(size(getattr(u, c)) for c in shown)) for u in busy]
+        glossary = wrapped("; ".join(_GLOSSARY[c] for c in shown) + ".")
+        parts.append(f"{table(fit_names(rows), left=(0, 1))}\n{glossary}")
     why = [f"{u.name!r}: {'; '.join(u.reasons)}" for u in found.units if u.reasons]
     for name, lines in (
         ("gathered because", why),
@@ -303,5 +325,5 @@ def _render(found: Explanation) -> str:
         ("why it is this big", found.notes),
     ):
         if lines:
-            parts.append("\n".join([name, *(f"  - {line}" for line in lines)]))
+            parts.append("\n".join([name, *(wrapped(line, bullet="- ") for line in lines)]))
     return "\n\n".join(parts)

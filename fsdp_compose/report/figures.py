@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
 
+from fsdp_compose.report.activations import Activations
+from fsdp_compose.report.advice import Accumulation, Advice
 from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.notes import work_of
-from fsdp_compose.report.schedule import Peak
+from fsdp_compose.report.schedule import Peak, PlannedMoment
 from fsdp_compose.report.survey import Loan
-from fsdp_compose.report.text import count, dtype_name, plain, plural, size, table
+from fsdp_compose.report.text import (
+    count,
+    dtype_name,
+    fit_names,
+    plain,
+    plural,
+    size,
+    table,
+    wrapped,
+)
 from fsdp_compose.report.traffic import TrafficReport
-
-_HEADER = (
-    "unit", "buckets", "storage", "compute", "reduce", "parameters", "trained", "frozen",
-    "shard/rank", "gathered", "padding",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,11 @@ class Plan:
         units: outermost last, as they are built.
         memory: of one rank; ranks differ by less than one unit's padding.
         notes: what is worth knowing: ties, dtypes, frozen parameters, what was left out, sizes.
+        activations: as they were measured; None without a sample.
+        device_memory: what a device has; None where it was not said.
+        accumulation: what a microbatch costs, by ``keep=`` of ``accumulate``.
+        advice: changes that were planned too, those that save most memory first.
+        moments: memory over the step, for ``plot_memory``; not in ``to_dict``.
 
     Example:
         >>> found = plan(nn.Linear(1024, 1024), world_size=8)
@@ -134,10 +145,30 @@ class Plan:
     units: tuple[PlannedUnit, ...]
     memory: Memory
     notes: tuple[str, ...]
+    activations: Activations | None = None
+    device_memory: int | None = None
+    accumulation: tuple[Accumulation, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    moments: tuple[PlannedMoment, ...] = ()
 
     DERIVED: ClassVar = (
         "forward", "backward", "step", "numel", "trained_numel", "owner_work", "owner_imbalance",
+        "needed", "fits",
     )  # fmt: skip
+
+    @property
+    def needed(self) -> int:
+        """Device memory at the peak, with activations where they were measured."""
+        if self.activations is None:
+            return self.memory.total
+        forward = self.memory.forward.total + self.activations.forward
+        backward = self.memory.backward.total + self.activations.backward
+        return self.memory.persistent + max(forward, backward)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether ``needed`` is within ``device_memory``; None where that was not said."""
+        return None if self.device_memory is None else self.needed <= self.device_memory
 
     @property
     def buckets(self) -> tuple[PlannedBucket, ...]:
@@ -179,11 +210,20 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries only."""
-        data: dict[str, Any] = plain(self)
+        data: dict[str, Any] = plain(replace(self, moments=()))
         return data
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         return _text(self)
+
+
+_GLOSSARY = (
+    "A unit is gathered at once. A rank keeps its shard of it, and the whole while it is gathered. "
+    "Padding belongs to no parameter."
+)
 
 
 def _text(plan: Plan) -> str:
@@ -195,79 +235,127 @@ def _text(plan: Plan) -> str:
         f"{plural(len(plan.units), 'unit')}, {count(plan.numel)} parameter elements "
         f"({count(plan.trained_numel)} trained) over {ranks}"
     )
-    parts = [title, _units(plan.units), _memory(plan.memory, plan.optimizer), _traffic(plan)]
+    parts = [
+        f"{wrapped(title, indent='')}\n{wrapped(_GLOSSARY)}",
+        _units(plan.units),
+        _memory(plan),
+        _traffic(plan),
+        _accumulation(plan.accumulation),
+    ]
     if plan.notes:
-        parts.append("\n".join(["notes", *(f"  - {note}" for note in plan.notes)]))
-    return "\n\n".join(parts)
+        parts.append("\n".join(["notes", *(wrapped(note, bullet="- ") for note in plan.notes)]))
+    if plan.advice:
+        lines = [wrapped(str(advice), bullet="- ") for advice in plan.advice]
+        parts.append("\n".join(["advice; each line was planned too", *lines]))
+    return "\n\n".join(part for part in parts if part)
 
 
 def _units(units: Sequence[PlannedUnit]) -> str:
-    rows: list[tuple[str, ...]] = [_HEADER]
+    """A row for each run of units that are alike; columns that say something."""
+    rows: list[tuple[str, ...]] = []
     for _, run in groupby(units, key=_row):
         alike = list(run)
         name = alike[0].name
         if len(alike) > 1:
-            name = f"{name} .. {alike[-1].name} ({len(alike)} alike)"
+            name = f"{name} .. {_last_part(name, alike[-1].name)} ({len(alike)} alike)"
         rows.append((name, *_row(alike[0])))
-    return table(rows)
+    header = (
+        "unit", "buckets", "stored", "computed", "reduced", "parameters", "frozen", "shard",
+        "gathered", "padding",
+    )  # fmt: skip
+    quiet = {1: "1", 6: "0", 9: "0 B"}  # what need not be said, where it is so of every unit
+    shown = [i for i in range(10) if any(row[i] != quiet.get(i) for row in rows)]
+    return table(fit_names([[row[i] for i in shown] for row in (header, *rows)]))
+
+
+def _last_part(first: str, last: str) -> str:
+    """``'31'`` for ``'layers.0'`` and ``'layers.31'``; else ``last``."""
+    same = first.rpartition(".")[0] == last.rpartition(".")[0]
+    return last.rpartition(".")[2] if same else last
 
 
 def _row(unit: PlannedUnit) -> tuple[str, ...]:
     def kinds(attribute: str) -> str:
         names = [dtype_name(getattr(bucket, attribute)) for bucket in unit.buckets]
-        return "+".join(dict.fromkeys(re.sub("float", "f", n) for n in names)) or "-"
+        return "+".join(dict.fromkeys(names)) or "-"
 
-    padding = f"{size(unit.padding_bytes)} ({unit.padding:.2%})" if unit.padding_bytes else "0 B"
     return (
         str(len(unit.buckets)),
         *(kinds(name) for name in ("storage", "compute", "reduce")),
         count(unit.numel),
-        count(unit.trained_numel),
         count(unit.numel - unit.trained_numel),
         size(unit.shard_bytes),
         size(unit.full_bytes),
-        padding,
+        size(unit.padding_bytes),
     )
 
 
-def _memory(memory: Memory, optimizer: str | None) -> str:
+def _memory(plan: Plan) -> str:
+    memory, measured = plan.memory, plan.activations
     rows = [
         ("parameter shards", size(memory.shards), ""),
         ("gradient shards", size(memory.gradients), ""),
-        ("optimizer state", size(memory.optimizer), optimizer or "none named"),
+        ("optimizer state", size(memory.optimizer), plan.optimizer or "no optimizer was named"),
         ("buffers", size(memory.buffers), ""),
     ]
-    for name in ("outside", "weight_copies", "host"):
-        value = getattr(memory, name)
-        if value:
-            comments = {
-                "outside": "parameters of no unit, with gradients and state",
-                "weight_copies": "in the compute dtype, for gathers to read",
-                "host": "of these in host memory",
-            }
-            rows.append((name.replace("_", " "), size(value), comments[name]))
-    rows += [
-        ("peak in forward", size(memory.forward.total), _parts(memory.forward)),
-        ("peak in backward", size(memory.backward.total), _parts(memory.backward)),
-        ("total", size(memory.total), "activations not counted"),
-    ]
+    for name, comment in (
+        ("outside", "parameters of no unit, with gradients and state"),
+        ("weight_copies", "in the compute dtype, for gathers to read"),
+        ("host", "of these in host memory"),
+    ):
+        if getattr(memory, name):
+            rows.append((name.replace("_", " "), size(getattr(memory, name)), comment))
+    for title, peak in (("peak in forward", memory.forward), ("peak in backward", memory.backward)):
+        rows.append((title, size(peak.total), "besides:"))
+        rows += [(f"  {_PARTS[n]}", size(v), "") for n in _PARTS if (v := getattr(peak, n))]
+    if measured is not None:
+        rows.append(("activations in forward", size(measured.forward), "measured"))
+        rows.append(("activations in backward", size(measured.backward), "measured"))
+    rows.append(
+        ("total", size(plan.needed), "" if measured else "activations not counted: pass sample=")
+    )
+    if plan.device_memory is not None:
+        rows.append(("device memory", size(plan.device_memory), _verdict(plan)))
     return "memory per rank\n" + table(rows, left=(0, 2))
 
 
-def _parts(peak: Peak) -> str:
-    names = ("gathered", "encoded", "spread", "gradients", "packed", "received", "reduced")
-    return " + ".join(f"{n} {size(v)}" for n in names if (v := getattr(peak, n)))
+_PARTS = {
+    "gathered": "gathered weights",
+    "encoded": "gathers on their way",
+    "spread": "parts of weights kept",
+    "gradients": "gradients as made",
+    "packed": "gradients packed",
+    "received": "reductions under way",
+    "reduced": "gradient shards",
+}
+
+
+def _verdict(plan: Plan) -> str:
+    assert plan.device_memory is not None
+    left = plan.device_memory - plan.needed
+    room = "for kernels and the allocator" if plan.activations else "for activations and the rest"
+    if left >= 0:
+        return f"it fits: {size(left)} are left {room}"
+    return f"it does NOT fit: {size(-left)} too much"
+
+
+def _accumulation(found: Sequence[Accumulation]) -> str:
+    if not any(way.moved for way in found):
+        return ""
+    rows = [("gradient accumulation, per microbatch", "held besides", "reduced")]
+    rows += [(f"keep={way.keep!r}", size(way.held), size(way.moved)) for way in found]
+    return table(rows, indent="")
 
 
 def _traffic(plan: Plan) -> str:
-    rows = [("communication", "gathers", "", "reduces", "", "all-reduces", "", "collectives", "")]
+    rows = [("", "gathers", "", "reduces", "", "all-reduces", "", "collectives", "received")]
     for name, found in (
         ("forward", plan.forward),
         ("backward", plan.backward),
         ("step", plan.step),
     ):
         rows.append((name, *_counts(found)))
-    return "per rank and step\n" + table(rows)
+    return "communication per rank and step\n" + table(rows)
 
 
 def _counts(found: TrafficReport) -> tuple[str, str, str, str, str, str, str, str]:

@@ -30,6 +30,17 @@ def notes_on(survey: Survey) -> tuple[str, ...]:
     )
 
 
+def odd_notes_on(survey: Survey) -> tuple[str, ...]:
+    """What is worth a second look; nothing of a module that is sharded as most are."""
+    return (
+        *_left_out(survey),
+        *(note for note in _largest(survey) if ";" in note),
+        *_far_apart(survey),
+        *_frozen(survey),
+        *_padding(survey),
+    )
+
+
 def some(names: Sequence[str]) -> str:
     """Quote names; of many, the first few and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:_NAMED])
@@ -101,30 +112,35 @@ def _largest(survey: Survey) -> Iterator[str]:
     yield f"{text}."
 
 
-def _far_apart(survey: Survey) -> Iterator[str]:
-    """Note parameters of a unit that are used on both sides of a unit inside it."""
+def used_far_apart(survey: Survey) -> Iterator[tuple[str, list[str], dict[str, int]]]:
+    """Find units whose parameters are used on both sides of a unit inside them.
+
+    Yields (unit, names used before, bytes of full gradients by name used after).
+    """
     for record in survey.records:
         before: list[str] = []
         after: dict[str, int] = {}
         inside = False
-        first: set[int] = set()
         for event in survey.events:
             if event.record is not record:
                 inside = inside or (event.enters and bool(before))
             elif event.use is not None and event.use.grad_bytes:
                 if not inside:
                     before.append(event.use.name)
-                    first.add(event.use.param)
                 else:
                     after[event.use.name] = event.use.grad_bytes
         if before and after:
-            nbytes = sum(after.values())
-            yield (
-                f"unit {record.name!r} holds parameters used far apart: gradients of "
-                f"{some(list(after))} ({size(nbytes)}) are made at the start of backward and kept "
-                f"to its end, when those of {some(before)} arrive. Make either a unit of its own "
-                "to reduce them at once."
-            )
+            yield record.name, before, after
+
+
+def _far_apart(survey: Survey) -> Iterator[str]:
+    for unit, before, after in used_far_apart(survey):
+        yield (
+            f"unit {unit!r} holds parameters used far apart: gradients of {some(list(after))} "
+            f"({size(sum(after.values()))}) are made at the start of backward and kept to its end, "
+            f"when those of {some(before)} arrive. Make either a unit of its own to reduce them at "
+            "once."
+        )
 
 
 def _ties(survey: Survey) -> Iterator[str]:

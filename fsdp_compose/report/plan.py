@@ -9,11 +9,13 @@
 
 and beside these whatever stays gathered, the outermost unit for instance. Which units really are
 neighbours, and what is under way at once, is found by playing a step with integers; see
-``schedule.py``. Activations, and what kernels and the allocator use, are not counted.
+``schedule.py``. Activations are measured where a sample is passed; what kernels and the allocator
+use is not counted.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +39,8 @@ from fsdp_compose.construct.initialise import is_on_meta
 from fsdp_compose.construct.plans import Ignored, Options
 from fsdp_compose.construct.wrap import Policy
 from fsdp_compose.core.state import iter_units
+from fsdp_compose.report.activations import Activations, measure_activations
+from fsdp_compose.report.advice import Question, Trial, advise, price_accumulation
 from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.notes import notes_on
 from fsdp_compose.report.schedule import Step, play
@@ -46,6 +50,7 @@ from fsdp_compose.report.survey import (
     survey_plans,
     survey_units,
 )
+from fsdp_compose.report.text import parse_size
 from fsdp_compose.report.traffic import TrafficReport
 
 STATES: Mapping[str, int] = {
@@ -85,13 +90,15 @@ def plan(
     prefetch: Prefetch = _NEXT_UNIT,
     optimizer: str | int | torch.optim.Optimizer | None = None,
     backend: str = "nccl",
+    device_memory: str | int | None = None,
+    sample: Any = None,
 ) -> Plan:
-    """Say what sharding ``module`` costs; nothing is changed, and nothing communicates.
+    """Say what sharding ``module`` costs, and whether it fits; nothing is changed.
 
     The module may be on the meta device. One that is sharded already, or has units in it, is
     described as it is. The step that is described is a steady one: a forward that runs each module
     once in the order of registration, its backward with every gradient synchronised, an optimizer
-    step, and gradients set to None.
+    step, and gradients set to None. Nothing communicates.
 
     Args:
         module: as for ``fully_shard``; of a sequence, the modules of one unit.
@@ -103,76 +110,149 @@ def plan(
             keeps, an optimizer of ``torch.optim``, or None for no state.
         backend: which one ``world_size`` ranks use: on ``"gloo"`` a reduction receives every
             rank's contribution.
+        device_memory: what a device has, in bytes or as ``"80GiB"``: the plan says whether it
+            fits, and what to do where it does not.
+        sample: what one rank's forward is given: positional arguments in a tuple, keyword arguments
+            in a dictionary, or one tensor; only shapes and dtypes matter. Activations are measured
+            by running the module on the meta device, in the dtype that most weights compute in;
+            where the forward asks for a number, it is told 1 or True.
 
     Raises:
         ValueError: an option is wrong, as in ``fully_shard``; options were passed for a module that
-            is sharded already; or the optimizer is not known.
+            is sharded already; the optimizer or the size is not known; or the forward cannot run on
+            the meta device.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
-        >>> found = plan(model, world_size=8, units=wrap.by_class(nn.Linear), optimizer="adamw")
+        >>> found = plan(model, world_size=8, units=wrap.by_class(nn.Linear), optimizer="adamw",
+        ...              device_memory="24GiB", sample=torch.ones(32, 1024))
         >>> found.memory.shards, found.memory.optimizer  # bytes of each rank
         (1049600, 2099200)
-        >>> found.step.collectives  # what is printed says more
-        6
+        >>> found.step.collectives, found.fits  # what is printed says more
+        (6, True)
     """
     modules = [module] if isinstance(module, nn.Module) else module
-    states, named = _states_of(optimizer)
-    left_alone = list(ignored)
+    keeps = _states_of(optimizer)
+    available = None if device_memory is None else parse_size("device_memory", device_memory)
+    chosen: dict[str, Any] = {
+        "mesh": mesh,
+        "units": units,
+        "strategy": strategy,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored": list(ignored),
+        "granularity": granularity,
+        "prefetch": prefetch,
+    }
+    if isinstance(module, nn.Module) and (known := list(iter_units(module))):
+        _check_nothing_passed(module, {"world_size": world_size, **chosen, "sample": sample})
+        return _describe(modules, survey_units(module, known), keeps, available, is_sharded=True)
+    if world_size is not None and mesh is not None:
+        raise ValueError("plan: pass world_size or mesh, not both.")
+    if world_size is not None:
+        chosen["mesh"] = imagine_mesh(world_size, backend)
+    survey = _survey(modules, chosen)
+    activations = None if sample is None else _activations(modules, survey, mp_policy, sample)
+    found = _describe(modules, survey, keeps, available, activations=activations)
+
+    def plan_again(changed: Mapping[str, Any]) -> Trial:
+        return _trial(_describe(modules, _survey(modules, changed), keeps, activations=activations))
+
+    question = Question(survey, _trial(found), chosen, available, plan_again)
+    return replace(found, advice=advise(question))
+
+
+def _survey(modules: Sequence[nn.Module], chosen: Mapping[str, Any]) -> Survey:
+    """What ``fully_shard`` would build with these arguments."""
     options = Options(
-        mesh=mesh,
-        placement=place(strategy, reshard_after_forward),
-        offload=offload_policy,
-        mp=mp_policy,
-        granularity=granularity,
-        prefetch=prefetch,
+        mesh=chosen["mesh"],
+        placement=place(chosen["strategy"], chosen["reshard_after_forward"]),
+        offload=chosen["offload_policy"],
+        mp=chosen["mp_policy"],
+        granularity=chosen["granularity"],
+        prefetch=chosen["prefetch"],
         init="as_is",
         device=torch.device("cpu"),
     )
-    chosen = {
-        "world_size": world_size is not None,
-        "mesh": mesh is not None,
-        "units": units is not None,
-        "strategy": strategy is not None,
-        "reshard_after_forward": reshard_after_forward is not None,
-        "mp_policy": mp_policy is not _FULL_PRECISION,
-        "offload_policy": offload_policy is not _NO_OFFLOAD,
-        "ignored": bool(left_alone),
-        "granularity": granularity != 1,
-        "prefetch": prefetch is not _NEXT_UNIT,
-    }
-    known = list(iter_units(module)) if isinstance(module, nn.Module) else []
-    if known:
-        _check_nothing_passed(modules[0], chosen)
-        survey = survey_units(modules[0], known)
-    else:
-        if world_size is not None and mesh is not None:
-            raise ValueError("plan: pass world_size or mesh, not both.")
-        if world_size is not None:
-            options = replace(options, mesh=imagine_mesh(world_size, backend))
-        if is_on_meta(modules):
-            options = replace(options, device=compute_device(options.mesh, options.device))
-        plans = plan_shards(modules, options, units, Ignored.of(left_alone))
-        survey = survey_plans(modules, plans)
-    step = play(survey)
-    return Plan(
-        module="+".join(type(m).__name__ for m in modules),
-        is_sharded=bool(known),
-        ranks=max((bucket.ranks for bucket in survey.buckets), default=1),
-        replicas=max((bucket.replicas for bucket in survey.buckets), default=1),
-        optimizer=named,
-        units=tuple(_unit(record, survey, step) for record in survey.records),
-        memory=_memory(survey, step, states),
-        notes=notes_on(survey),
+    if is_on_meta(modules):
+        options = replace(options, device=compute_device(options.mesh, options.device))
+    return survey_plans(
+        modules, plan_shards(modules, options, chosen["units"], Ignored.of(chosen["ignored"]))
     )
 
 
-def _check_nothing_passed(module: nn.Module, was_passed: Mapping[str, bool]) -> None:
-    """Raise ValueError for arguments that a module which is sharded already cannot take."""
-    passed = [name for name, was in was_passed.items() if was]
-    if passed:
+def _activations(
+    modules: Sequence[nn.Module], survey: Survey, mp_policy: MixedPrecisionLike, sample: Any
+) -> Activations:
+    """Measure the one module, in the dtype that most of its weights compute in."""
+    if len(modules) != 1:
         raise ValueError(
-            f"plan: {type(module).__name__} is sharded already, so {', '.join(passed)} would "
+            f"plan: sample goes with one module, found {len(modules)}; plan the module that "
+            "contains them."
+        )
+    numel: Counter[torch.dtype] = Counter()
+    for bucket in survey.buckets:
+        if bucket.compute.is_floating_point:
+            numel[bucket.compute] += bucket.numel
+    dtype = max(numel, key=lambda found: numel[found], default=None)
+    names = [name for bucket in survey.buckets for name in bucket.parameters]
+    casts = isinstance(mp_policy, MixedPrecision) and not mp_policy.cast_forward_inputs
+    dtypes = {} if dtype is None else dict.fromkeys(names, dtype)
+    return measure_activations(modules[0], sample, dtypes, None if casts else dtype)
+
+
+def _describe(
+    modules: Sequence[nn.Module],
+    survey: Survey,
+    keeps: tuple[int, str | None],
+    available: int | None = None,
+    *,
+    activations: Activations | None = None,
+    is_sharded: bool = False,
+) -> Plan:
+    """Play a step of what was surveyed, and put the figures together."""
+    step = play(survey)
+    return Plan(
+        module="+".join(type(m).__name__ for m in modules),
+        is_sharded=is_sharded,
+        ranks=max((bucket.ranks for bucket in survey.buckets), default=1),
+        replicas=max((bucket.replicas for bucket in survey.buckets), default=1),
+        optimizer=keeps[1],
+        units=tuple(_unit(record, survey, step) for record in survey.records),
+        memory=_memory(survey, step, keeps[0]),
+        notes=notes_on(survey),
+        activations=activations,
+        device_memory=available,
+        accumulation=price_accumulation(survey),
+        moments=tuple(step.moments),
+    )
+
+
+def _trial(found: Plan) -> Trial:
+    return Trial(found.needed, found.step.total_bytes, found.step.collectives)
+
+
+_UNSAID: Mapping[str, Any] = {
+    "mp_policy": _FULL_PRECISION,
+    "offload_policy": _NO_OFFLOAD,
+    "ignored": [],
+    "granularity": 1,
+    "prefetch": _NEXT_UNIT,
+}
+
+
+def _check_nothing_passed(module: nn.Module, passed: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments that a module which is sharded already cannot take."""
+    said = []
+    for name, value in passed.items():
+        unsaid = _UNSAID.get(name)
+        is_equal = value == unsaid if name in ("ignored", "granularity") else value is unsaid
+        if not is_equal:
+            said.append(name)
+    if said:
+        raise ValueError(
+            f"plan: {type(module).__name__} is sharded already, so {', '.join(said)} would "
             "change nothing; call plan(module) alone, or plan a module that is not sharded."
         )
 

@@ -55,6 +55,17 @@ class Peak:
         )
 
 
+@dataclass(frozen=True)
+class PlannedMoment:
+    """What is transient after each change in a step; ``unit`` is the one that runs."""
+
+    phase: str
+    unit: str
+    peak: Peak
+
+    DERIVED: ClassVar = ()
+
+
 @dataclass
 class _Keeping:
     """As the switches of a unit, in a step that synchronises gradients."""
@@ -88,6 +99,7 @@ class Step:
     backward: Peak
     traffic_forward: list[TrafficReport]  # by bucket
     traffic_backward: list[TrafficReport]
+    moments: list[PlannedMoment] = field(default_factory=list)
 
 
 class _Ledger:
@@ -109,6 +121,8 @@ class _Ledger:
         self.refreshed: set[int] = set()  # fused buckets gathered over replicas since the last step
         self.step = 0
         self.now = self.peak = Peak()
+        self.at = ("forward", "")  # phase and unit
+        self.moments: list[PlannedMoment] = []
         self.traffic = [TrafficReport()] * count
 
     def end_step(self) -> None:
@@ -125,6 +139,7 @@ class _Ledger:
         )
         if self.now.total > self.peak.total:
             self.peak = self.now
+        self.moments.append(PlannedMoment(*self.at, self.now))
 
     # Gathering
 
@@ -291,9 +306,10 @@ class _Player:
         """Three steps: the first records the order, the last is like every later one."""
         result = Step(Peak(), Peak(), [], [])
         for _ in range(3):
+            self.ledger.moments = []
             forward, gathers = self._measure(self._forward)
             backward, reduces = self._measure(self._backward)
-            result = Step(forward, backward, gathers, reduces)
+            result = Step(forward, backward, gathers, reduces, self.ledger.moments)
             self.ledger.end_step()
         return result
 
@@ -308,6 +324,7 @@ class _Player:
         is_watched = False  # something trained was read, so outputs lead backward to it
         for event in self.events:
             node = self.nodes[id(event.record)]
+            self.ledger.at = ("forward", node.name)
             if event.use is not None:
                 is_watched = is_watched or event.use.grad_bytes > 0
             elif event.enters:
@@ -327,6 +344,7 @@ class _Player:
         reached, bounded = _graph(self.events)
         for event in reversed(self.events):
             node = self.nodes[id(event.record)]
+            ledger.at = ("backward", node.name)
             if event.use is not None:
                 use = event.use
                 if use.grad_bytes and use.param not in node.gradients:

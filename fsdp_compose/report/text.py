@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Container, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -19,6 +21,24 @@ def size(nbytes: int) -> str:
     return f"{_digits(value) if unit else str(nbytes)} {_UNITS[unit]}"
 
 
+def parse_size(name: str, value: Any) -> int:
+    """Read bytes: a number, or a text such as ``'80GiB'``, ``'16 GB'`` or ``'512MiB'``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = value if isinstance(value, str) else ""
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKMGTP]?)(i?)B\s*", text)
+    if found:
+        power = " KMGTP".index(found[2].upper() or " ")
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f'plan: {name} is {value!r}; wanted bytes, as a number or as "80GiB" or "16GB".'
+        )
+    return value
+
+
 def count(number: int) -> str:
     """Write a number with three significant digits, ``'33.1M'``; exact below 1000."""
     value, unit = float(number), 0
@@ -29,6 +49,40 @@ def count(number: int) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+WIDTH = 100
+"""Columns of every report."""
+
+
+def wrapped(text: str, indent: str = "  ", bullet: str = "") -> str:
+    """Break text at ``WIDTH`` columns; lines after the first stand under its first word."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            WIDTH,
+            initial_indent=indent + (bullet if i == 0 else " " * len(bullet)),
+            subsequent_indent=indent + " " * len(bullet),
+            break_long_words=True,
+            break_on_hyphens=False,
+        )
+        for i, line in enumerate(text.split("\n"))
+    )
+
+
+def shortened(name: str, width: int) -> str:
+    """A name in at most ``width`` columns: its beginning and its end."""
+    if len(name) <= width:
+        return name
+    ahead = (width - 1) // 2
+    return f"{name[:ahead]}…{name[len(name) - (width - 1 - ahead) :]}"
+
+
+def fit_names(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Shorten the first column so that a table of ``rows`` is at most ``WIDTH`` wide."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = max(12, WIDTH - 2 - sum(2 + width for width in widths[1:]))
+    return [[shortened(row[0], room), *row[1:]] for row in rows]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

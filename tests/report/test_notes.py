@@ -1,4 +1,4 @@
-"""What happens is named: in the log at INFO, and as ranges in a profile."""
+"""What happens is named: in the log, at INFO and DEBUG, and as ranges in a profile."""
 
 from __future__ import annotations
 
@@ -28,17 +28,22 @@ def test_the_log_has_unit_phase_and_bytes() -> None:
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
         log = logging.getLogger("fsdp_compose")
         log.addHandler(handler)
-        log.setLevel(logging.INFO)
+        log.setLevel(logging.DEBUG)
         torch.manual_seed(0)
         step(rank)
         return lines
 
     lines = run_ranks(check, 2)[0]
-    of_block = [line for line in lines if "blocks.0" in line]
-    assert [line.split()[0] for line in of_block] == [
+    summaries = [line for line in lines if "sharded" in line]
+    assert summaries == [
+        "rank 0 sharded Block: units 1, parameter elements 103, ranks 2, bytes on this rank 208",
+        "rank 0 sharded Tower: units 1, parameter elements 56, ranks 2, bytes on this rank 112",
+    ]
+    gathers = [line for line in lines if "blocks.0" in line]
+    assert [line.split()[2] for line in gathers] == [
         "gather", "release", "gather", "release", "reduce",
     ]  # fmt: skip
-    assert all("bytes" in line for line in of_block)
+    assert all(line.startswith("rank 0: ") and "bytes" in line for line in gathers)
 
 
 @pytest.mark.filterwarnings("ignore")

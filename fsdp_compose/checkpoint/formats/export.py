@@ -158,6 +158,8 @@ def find_stored(path: Path, file_format: Format) -> Found:
     suffix = file_format.suffix
     if path.is_file():
         return _of_file(path, file_format)
+    if not path.exists():
+        raise RuntimeError(f"{path}: does not exist; wanted a file or a folder of {suffix} files.")
     indices = sorted(path.glob(f"*{suffix}.index.json"))
     if len(indices) > 1:
         raise RuntimeError(

@@ -1,0 +1,185 @@
+"""``fsdp-compose plan`` and ``trace``: plans of a model that is named, recordings of a script."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.policy import MixedPrecision, ShardingStrategy
+from fsdp_compose.cli.errors import UserError
+from fsdp_compose.construct.wrap import Policy, by_class, by_name
+from fsdp_compose.report import Plan, plan, plot_memory, plot_plan, plot_shards
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "long": torch.int64,
+}
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print what was planned; the exit code is 1 where it does not fit.
+
+    Raises:
+        UserError: an argument means nothing.
+    """
+    model = _build(args.model)
+    units = _choose_units(model, args.units)
+    mp = MixedPrecision(_dtype(args.dtype), _dtype(args.reduce_dtype))
+    try:
+        found = plan(
+            model,
+            world_size=_world(args.world_size),
+            units=units,
+            strategy=None if args.strategy is None else ShardingStrategy(args.strategy),
+            mp_policy=mp,
+            optimizer=args.optimizer,
+            device_memory=args.device_memory,
+            sample=None if args.sample is None else tuple(map(_sample, args.sample)),
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    print(found.to_json() if args.json else found)
+    for path, draw in (
+        (args.memory, plot_memory),
+        (args.shards, plot_shards),
+        (args.picture, plot_plan),
+    ):
+        if path is not None:
+            _draw(draw, found, path)
+    return 1 if found.fits is False else 0
+
+
+def _draw(draw: Any, found: Plan, path: Path) -> None:
+    try:
+        draw(found, path)
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from error
+    print(f"{path} written", file=sys.stderr)
+
+
+def _build(name: str) -> nn.Module:
+    """The model that a Python file and a name, a module and a name, or a config.json tell."""
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return _build_from_config(path)
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise UserError(
+            f"{name!r} names no model; wanted PATH:NAME of a Python file, or package.module:NAME, "
+            "with NAME a function without arguments that returns a module, or a config.json."
+        )
+    source = _load(place)
+    if attribute not in vars(source):
+        known = [n for n, v in vars(source).items() if callable(v) and not n.startswith("_")]
+        raise UserError(f"{place} has no {attribute!r}; it has {', '.join(sorted(known)[:12])}.")
+    make = vars(source)[attribute]
+    try:
+        with torch.device("meta"):
+            model = make if isinstance(make, nn.Module) else make()
+    except Exception as error:
+        raise UserError(
+            f"{attribute}() raised {type(error).__name__}: {error}; name a function without "
+            "arguments that returns a module and can be built on the meta device."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{attribute}() returned {type(model).__name__}; wanted an nn.Module.")
+    return model
+
+
+def _load(place: str) -> Any:
+    """The module in a file, or of a name that can be imported."""
+    path = Path(place)
+    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    if path.suffix != ".py":
+        try:
+            return importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(f"{place}: cannot be imported: {error}") from error
+    if not path.is_file():
+        raise UserError(f"{path} does not exist.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    source = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = source
+    spec.loader.exec_module(source)
+    return source
+
+
+def _build_from_config(path: Path) -> nn.Module:
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"{path} does not exist.")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise UserError("a config.json needs transformers: pip install transformers.") from error
+    config = transformers.AutoConfig.from_pretrained(str(path.parent))
+    with torch.device("meta"):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _choose_units(model: nn.Module, wanted: list[str] | None) -> Policy | None:
+    """By class where a word is the name of one in the model, else by pattern of names."""
+    if not wanted:
+        return None
+    kinds = {type(module).__name__: type(module) for module in model.modules()}
+    policies = [by_class(kinds[word]) if word in kinds else by_name(word) for word in wanted]
+    joined = policies[0]
+    for policy in policies[1:]:
+        joined = joined | policy
+    return joined
+
+
+def _world(text: str) -> int | tuple[int, int]:
+    """``64``, or ``8x8`` for replicas and shards."""
+    parts = text.split("x")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) > 2:
+        raise UserError(
+            f"--world-size is {text!r}; wanted ranks, as 64, or replicas x shards, 8x8."
+        )
+    numbers = [int(part) for part in parts]
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def _sample(text: str) -> torch.Tensor:
+    """``8x2048:long`` as a tensor of that shape without memory."""
+    shape, _, dtype = text.partition(":")
+    if not all(part.isdecimal() for part in shape.split("x")):
+        raise UserError(f"--sample is {text!r}; wanted a shape and a dtype, as 8x2048:long.")
+    sizes = [int(part) for part in shape.split("x")]
+    return torch.empty(sizes, dtype=_dtype(dtype or "fp32"), device="meta")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in _DTYPES:
+        raise UserError(f"dtype {name!r} is not known; wanted one of {', '.join(_DTYPES)}.")
+    return None if name is None else _DTYPES[name]
+
+
+def finish_trace(out: Path, ranks: int) -> int:
+    """Join the recordings of all ranks into one file, and say what is where."""
+    events: list[Any] = []
+    for rank in range(ranks):
+        part = out / f"rank{rank}.json"
+        if part.is_file():
+            events += json.loads(part.read_text("utf-8"))["traceEvents"]
+            part.unlink()
+    if not events:
+        raise UserError("nothing was recorded: the script sharded no module, or ran no forward.")
+    (out / "trace.json").write_text(json.dumps({"traceEvents": events}), "utf-8")
+    print(f"{out / 'trace.json'}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")
+    for name in ("timeline.svg", "memory.svg"):
+        if (out / name).is_file():
+            print(out / name)
+    return 0

@@ -1,0 +1,161 @@
+"""What a forward and backward take besides weights and gradients, measured on the meta device.
+
+The module's own forward runs on tensors without memory, under a mode that notes how many bytes
+each operator would allocate and when they are freed again. So checkpointing, what autograd saves
+and what a backward needs in between are counted as they are; what kernels use inside is not. Where
+a forward asks for a number (``.item()``, ``if mask.all()``) it is told 1 or True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_compose.base.torch_private import DispatchMode, fused_attention, read_number
+from fsdp_compose.base.tree import find_tensors, map_tensors
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one rank for the sample that was passed.
+
+    Attributes:
+        forward, backward: the most that is there at once in each, weights and their gradients left
+            out.
+        kept: what is there between them, for backward.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+
+    DERIVED: ClassVar = ()
+
+
+def measure_activations(
+    module: nn.Module, sample: Any, dtypes: Mapping[str, torch.dtype], inputs: torch.dtype | None
+) -> Activations:
+    """Run ``module`` and its backward on the meta device; nothing of it is changed.
+
+    Args:
+        module: not sharded; its parameters may have memory or not.
+        sample: positional arguments as a tuple or list, keyword arguments as a dictionary, or one
+            tensor. Only their shapes and dtypes matter.
+        dtypes: what parameters compute in, by name.
+        inputs: what floating-point inputs are cast to; None: they stay.
+
+    Raises:
+        ValueError: the forward cannot run without memory.
+    """
+    values: dict[str, Tensor] = {}
+    for name, param in module.named_parameters():
+        leaf = torch.empty_like(param, dtype=dtypes.get(name, param.dtype), device="meta")
+        leaf.requires_grad_(param.requires_grad)
+        if param.requires_grad:
+            leaf.register_post_accumulate_grad_hook(_drop_gradient)
+        values[f"model.{name}"] = leaf
+    for name, buffer in module.named_buffers():
+        values[f"model.{name}"] = torch.empty_like(buffer, device="meta")
+
+    def on_meta(value: Tensor) -> Tensor:
+        dtype = inputs if inputs is not None and value.is_floating_point() else value.dtype
+        copy = torch.empty_like(value, dtype=dtype, device="meta")
+        return copy.requires_grad_(value.requires_grad)
+
+    args, kwargs = map_tensors(on_meta, _arguments(sample))
+    ledger = _Ledger([*values.values(), *find_tensors((args, kwargs))[0]])
+    step = _Step(module, ledger)
+    try:
+        # Replaced by name: a mode of torch functions is not active where backward recomputes.
+        fused = patch.object(nn.functional, _ATTENTION, _attend)
+        with torch.device("meta"), torch.enable_grad(), fused, ledger:
+            torch.func.functional_call(step, values, args, kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"plan: the forward of {type(module).__name__} cannot run on the meta device, so its "
+            f"activations cannot be measured: {type(error).__name__}: {error}. Call plan without "
+            "sample=, and leave room for activations."
+        ) from error
+    return Activations(step.forward_peak, ledger.peak, step.kept)
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
+
+
+def _drop_gradient(leaf: Tensor) -> None:
+    """A parameter's gradient is counted by the plan's step, from the moment it is made."""
+    leaf.grad = None
+
+
+class _Step(nn.Module):
+    """A forward and its backward in one call, since recomputation in backward reads the weights."""
+
+    def __init__(self, model: nn.Module, ledger: _Ledger) -> None:
+        super().__init__()
+        self.model = model
+        self.ledger = ledger
+        self.forward_peak = 0
+        self.kept = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        found = self.model(*args, **kwargs)
+        self.forward_peak, self.kept = self.ledger.peak, self.ledger.count_live()
+        self.ledger.peak = 0
+        roots = [tensor for tensor in find_tensors(found)[0] if tensor.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+class _Ledger(DispatchMode):
+    """Bytes in the storages that operators inside it made, now and at the most."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.known = {StorageWeakRef(tensor.untyped_storage()) for tensor in known}
+        self.storages: dict[StorageWeakRef, int] = {}
+        self.bound = 0  # of what is alive; not less than it
+        self.peak = 0
+
+    def count_live(self) -> int:
+        self.storages = {ref: size for ref, size in self.storages.items() if not ref.expired()}
+        self.bound = sum(self.storages.values())
+        return self.bound
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is read_number and args[0].is_meta:
+            return args[0].dtype is torch.bool or 1  # there are no numbers to look at
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                ref = StorageWeakRef(tensor.untyped_storage())
+                if ref not in self.storages and ref not in self.known:
+                    self.storages[ref] = tensor.untyped_storage().nbytes()
+                    self.bound += self.storages[ref]
+        if self.bound > self.peak:
+            self.peak = max(self.peak, self.count_live())
+        return out
+
+
+_ATTENTION = "scaled_dot_product_attention"
+_attention = getattr(nn.functional, _ATTENTION)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: Any) -> Tensor:
+    """Attention with the memory of a fused kernel, which keeps no matrix of tokens by tokens.
+
+    Every accelerator has such a kernel, and the meta device has not. No numbers are computed.
+    """
+    if query.dim() != 4 or not query.is_meta:
+        return _attention(query, key, value, *masks, **options)
+    if value.shape[-1] != query.shape[-1]:
+        value = nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+    out: Tensor = fused_attention(query, key, value)[0]
+    return out

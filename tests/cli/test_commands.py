@@ -1,0 +1,201 @@
+"""The commands that look: plan, trace, doctor, bench, checkpoint show; what they say to users."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compose as fc
+from fsdp_compose.__main__ import main
+from fsdp_compose.cli import doctor, progress
+from fsdp_compose.cli.checkpoint import _fold
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = """
+from torch import nn
+class Block(nn.Sequential):
+    def __init__(self): super().__init__(nn.Linear(64, 64), nn.ReLU())
+def model(): return nn.Sequential(nn.Embedding(100, 64), Block(), Block(), nn.Linear(64, 100))
+def broken(): raise KeyError("no such thing")
+def number(): return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a_model_of_mine.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _restore_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_plan_prints_draws_and_says_whether_it_fits(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--world-size", "4", "--units", "Block", "--units", "0", "--optimizer", "adamw"]
+    options += ["--dtype", "bf16", "--reduce-dtype", "fp32", "--sample", "2x8:long"]
+    assert main(["plan", f"{file}:model", *options, "--device-memory", "1GiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "plan for Sequential: 4 units" in printed and "it fits: " in printed
+    assert main(["plan", f"{file}:model", *options, "--device-memory", "10kB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    drawn = [f"--{name}={tmp_path / name}.svg" for name in ("memory", "shards", "picture")]
+    assert main(["plan", f"{file}:model", "--world-size", "2x2", *drawn]) == 0
+    assert "<svg" in (tmp_path / "shards.svg").read_text()
+    assert "2 replicas of 2 ranks" in capsys.readouterr().out
+
+
+WRONG = {
+    "names no model; wanted PATH:NAME": ["{file}"],
+    "has no 'modle'; it has Block, broken, model, number": ["{file}:modle"],
+    "broken() raised KeyError": ["{file}:broken"],
+    "number() returned int; wanted an nn.Module": ["{file}:number"],
+    "no_such.py does not exist": ["no_such.py:model"],
+    "cannot be imported": ["no.such.package:model"],
+    "config.json does not exist": ["config.json"],
+    "--world-size is '8x'": ["{file}:model", "--world-size", "8x"],
+    "--sample is '8by8'": ["{file}:model", "--sample", "8by8"],
+    "dtype 'fp12' is not known": ["{file}:model", "--dtype", "fp12"],
+    "device_memory is '80 gigs'": ["{file}:model", "--device-memory", "80 gigs"],
+    "optimizer 'adamv' is not known": ["{file}:model", "--optimizer", "adamv"],
+    "matches no submodule": ["{file}:model", "--units", "Blok"],
+    "plot_memory needs": ["{file}:model", "--memory", "m.png"],
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_wrong_plans_are_one_line(
+    said: str, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", *(word.format(file=file) for word in WRONG[said])]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("fsdp-compose: ") and said in errors, errors
+    assert errors.count("\n") == 1
+
+
+def test_trace_records_every_rank(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist, fsdp_compose as fc\n"
+        "assert sys.argv[1:] == ['--steps', '2'], sys.argv\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.manual_seed(0)\n"
+        "model = fc.fully_shard(torch.nn.Linear(8, 8))\n"
+        "for _ in range(2): model(torch.ones(1, 8)).sum().backward()\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "fsdp_compose", "trace", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, str(script), "--steps", "2"],
+        check=False, cwd=ROOT, text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "memory.svg", "timeline.svg", "trace.json",
+    ]  # fmt: skip
+    assert "Perfetto" in done.stdout
+
+
+def test_doctor_finds_nothing_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    said = " ".join(finding["what"] for finding in findings)
+    for word in (
+        "Python",
+        "torch",
+        "backends: gloo",
+        "interfaces: ",
+        "cores",
+        "two ranks gathered",
+    ):
+        assert word in said, word
+
+
+def test_doctor_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    monkeypatch.setenv("MASTER_PORT", "none")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.4.0")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "rich" else True)
+    assert main(["doctor"]) == 1  # the two ranks cannot meet over eth99 either
+    printed = capsys.readouterr().out
+    for word in (
+        "WRONG  torch 2.4.0 is too old\n       -> pip install",
+        "GLOO_SOCKET_IFNAME names 'eth99', which is not there\n       -> set it to one of lo",
+        "MASTER_PORT is set, RANK, WORLD_SIZE, MASTER_ADDR is not",
+        "MASTER_PORT is 'none'",
+        "note   rich is not installed",
+        "two ranks could not gather: ",
+        "5 of these are wrong",
+    ):
+        assert word in printed, printed
+
+
+def test_bench_lists_runs_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert {"host_overhead", "padding", "step_time"} <= set(capsys.readouterr().out.split())
+    assert main(["bench", "speed"]) == 2
+    assert "no benchmark 'speed'; there are host_overhead" in capsys.readouterr().err
+    assert main(["bench", "padding", "--help"]) == 0
+
+
+def test_show_folds_names_that_are_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = fc.fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))))
+    fc.save_full(tmp_path / "f", model)
+    assert main(["checkpoint", "show", str(tmp_path / "f")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["{0..4}.weight", "{0..4}.bias"]
+    assert lines[-1].startswith("10 entries, 60 elements")
+    assert main(["checkpoint", "show", "--all", str(tmp_path / "f")]) == 0
+    assert "3.weight" in capsys.readouterr().out
+    assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere does not exist." in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "g")]) == 1
+    rows = [("a.0", "x"), ("a.1", "x"), ("a.3", "x"), ("b.0", "x"), ("b.1", "y"), ("b.2", "x")]
+    assert [row[0] for row in _fold(rows)] == ["a.0", "a.1", "a.3", "b.0", "b.2", "b.1"]
+
+
+def test_a_bar_is_shown_after_two_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seen(is_terminal: bool, now: Callable[[], float]) -> str:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+        monkeypatch.setattr(progress.time, "monotonic", now)
+        assert list(progress.follow(list(range(4)), "writing")) == [0, 1, 2, 3]
+        return capsys.readouterr().err
+
+    def clock(step: float) -> Callable[[], float]:
+        ticks: Iterator[float] = iter([step * i for i in range(9)])
+        return lambda: next(ticks)
+
+    assert seen(True, clock(0.4)) == "" == seen(False, clock(2.0))
+    assert "3/4" in seen(True, clock(1.1))
+
+
+def test_run_takes_a_module_and_its_arguments(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc=1", "-m", "platform"]
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0 and "Linux" in done.stdout + "Linux" * (sys.platform != "linux")

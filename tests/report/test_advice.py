@@ -1,0 +1,231 @@
+"""A plan says whether it fits, what activations take, and what to change, as it would be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_compose as fc
+from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard, no_sync, wrap
+from fsdp_compose.report import Plan, explain, plan
+from fsdp_compose.report.activations import measure_activations
+from fsdp_compose.report.text import size
+
+from harness import run_ranks
+from models import Ledger, Tower, by_block, data, mesh_of_replicas, seeded, square
+
+BF16_FP32 = MixedPrecision(torch.bfloat16, torch.float32)
+
+
+class Layer(nn.Module):
+    """The parameters of a decoder layer of an 8B model, at full size or smaller."""
+
+    def __init__(self, width: int, hidden: int, keys: int) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList(nn.Parameter(torch.empty(width)) for _ in range(2))
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, keys, bias=False) for _ in range(2))
+        self.up, self.gate = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2) * self.norms[0])
+        return x + self.down(F.silu(self.gate(x * self.norms[1])) * self.up(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, depth=32, width=4096, hidden=14336, keys=1024, vocab=128256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(Layer(width, hidden, keys) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.again = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return self.head(self.norm(x))
+
+
+SMALL = (3, 32, 48, 16, 100)  # depth, width, hidden, keys and values, vocabulary
+TOKENS = torch.zeros(2, 24, dtype=torch.long)
+
+
+def on_meta(*shape: int) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(*shape)
+
+
+def pasted(line: str) -> dict[str, Any]:
+    """The arguments that a line of advice writes."""
+    names = {"wrap": wrap, "MixedPrecision": MixedPrecision, "Offload": Offload, "torch": torch}
+    for kind in (Layer, Decoder):
+        names[kind.__name__] = kind
+    return eval(f"dict({line})", names)
+
+
+def check_advice(found: Plan, model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Every line, pasted, saves what it says; the lines by what they set."""
+    lines = {}
+    for advice in found.advice:
+        changed = plan(model, **{**options, **pasted(advice.paste)})
+        assert found.needed - changed.needed == advice.saved_bytes
+        assert found.step.total_bytes - changed.step.total_bytes == advice.saved_traffic
+        lines[advice.paste] = changed
+    return lines
+
+
+def test_an_8b_model_at_64_ranks() -> None:
+    """An embedding and a head of their own: 7.74 GiB becomes 4.81."""
+    options = {"world_size": 64, "mp_policy": BF16_FP32, "optimizer": "adamw"}
+    options |= {"units": wrap.by_class(Layer), "device_memory": "80GiB"}
+    found = plan(on_meta(), **options)
+    assert size(found.memory.total) == "7.74 GiB" and found.fits
+    lines = check_advice(found, on_meta(), **options)
+    ends = 'units=wrap.by_class({Layer}) | wrap.by_name("embed", "head")'
+    assert size(lines[ends].memory.total) == "4.81 GiB"
+    assert "reshard_after_forward=False" in lines  # there is room
+    text = str(found)
+    words = " ".join(text.split())
+    assert "2.94 GiB less at the peak" in words and ends in words
+    assert "it fits: 72.3 GiB are left for activations" in text
+    assert max(map(len, text.split("\n"))) <= 100
+
+
+def test_a_model_that_does_not_fit() -> None:
+    options = {"world_size": 8, "optimizer": "adamw", "device_memory": "24GB"}
+    found = plan(on_meta(), **options)
+    assert not found.fits and found.device_memory == 24 * 10**9
+    assert "it does NOT fit: " in str(found)
+    lines = check_advice(found, on_meta(), **options)
+    assert next(iter(lines)) == "units=wrap.by_class({Layer})"
+    assert "offload_policy=Offload(params=True)" in lines
+    assert "mp_policy=MixedPrecision(torch.bfloat16, torch.float32)" in lines
+
+
+def test_the_outermost_unit_should_stay_gathered() -> None:
+    options = {"world_size": 8, "units": wrap.by_class(Layer), "reshard_after_forward": True}
+    found = plan(on_meta(), **options)
+    assert "reshard_after_forward=None" in check_advice(found, on_meta(), **options)
+    quiet = plan(on_meta(), **{**options, "reshard_after_forward": None})
+    assert "reshard_after_forward=None" not in {advice.paste for advice in quiet.advice}
+
+
+def test_units_too_small_for_their_link() -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(128, 128) for _ in "0123" * 4)) for _ in "ab")
+    )
+    options = {"world_size": 8, "units": wrap.by_class(nn.Linear)}
+    found = plan(model, **options)
+    (advice,) = found.advice
+    assert "32 units gather less than 1.00 MiB each" in advice.text
+    check_advice(found, model, **options)
+    assert not plan(model, world_size=8).advice
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_activations_are_those_of_a_real_step(again: bool) -> None:
+    """What is measured without memory is what operators allocate in the same step with memory."""
+    model = Decoder(*SMALL)
+    model.again = again
+    planned = measure_activations(model, TOKENS, {}, None)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with Ledger(TOKENS, *model.parameters()) as ledger:
+        out = model(TOKENS)
+        forward, kept = ledger.peak, ledger.live()
+        ledger.peak = 0
+        torch.autograd.backward(out, torch.ones_like(out))
+    assert (planned.forward, planned.kept) == (forward, kept)
+    assert planned.backward == pytest.approx(ledger.peak, rel=0.02)
+
+
+def test_a_sample_is_counted_and_changes_nothing() -> None:
+    model = Decoder(*SMALL)
+    options = {"world_size": 4, "units": wrap.by_class(Layer), "mp_policy": BF16_FP32}
+    before = dict(model.named_parameters())
+    bare, found = plan(model, **options), plan(model, sample=(TOKENS,), **options)
+    assert all(p is before[name] and p.grad is None for name, p in model.named_parameters())
+    assert bare.needed == bare.memory.total < found.needed
+    assert found.activations is not None
+    full = plan(model, world_size=4, units=options["units"], sample={"tokens": TOKENS})
+    assert full.activations.kept > 1.5 * found.activations.kept  # twice the bytes in fp32
+    as_dict = json.loads(found.to_json())
+    assert as_dict["needed"] == found.needed and as_dict["fits"] is None
+    assert as_dict["activations"]["kept"] == found.activations.kept
+
+
+class Asking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[: int(x.sum())]) if (x > 0).all() else x.numpy()
+
+
+def test_forwards_that_ask_for_numbers() -> None:
+    asked = plan(Asking(4, 4), world_size=2, sample=torch.ones(3, 4)).activations
+    assert asked is not None and asked.forward == 4 * 4  # one row
+    with pytest.raises(ValueError, match=r"Tower cannot run on the meta device.*without sample="):
+        plan(Tower(), world_size=2, sample="no input")
+
+
+def test_wrong_questions() -> None:
+    for wrong in ("80 gigs", -1, True, 2.5, "GiB"):
+        with pytest.raises(ValueError, match=r'device_memory is .*; wanted bytes.*"80GiB"'):
+            plan(Tower(), world_size=2, device_memory=wrong)
+    with pytest.raises(ValueError, match="sample goes with one module, found 2"):
+        plan([nn.Linear(2, 2), nn.Linear(2, 2)], world_size=2, sample=torch.ones(1, 2))
+    with pytest.raises(ValueError, match="sharded already, so sample would change nothing"):
+        plan(fully_shard(Tower()), sample=torch.ones(1, 2))
+
+
+def test_the_price_of_accumulation_is_what_stays() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), mesh=mesh_of_replicas(2, 2))
+        prices = {way.keep: way for way in plan(model).accumulation}
+        with no_sync(model):
+            square(model, data(0, rank)).backward()
+            assert sum(unit.packed for unit in explain(model).units) == prices["unsharded"].held
+        square(model, data(1, rank)).backward()
+        fc.set_requires_all_reduce(model, False)
+        with fc.count_traffic() as traffic:
+            square(model, data(0, rank)).backward()
+        assert sum(unit.partial for unit in explain(model).units) == prices["no_all_reduce"].held
+        assert traffic.reduce_bytes + traffic.all_reduce_bytes == prices["no_all_reduce"].moved
+        fc.set_requires_all_reduce(model, True)
+        square(model, data(1, rank)).backward()
+        with fc.count_traffic() as traffic:
+            square(model, data(0, rank)).backward()
+        assert traffic.reduce_bytes + traffic.all_reduce_bytes == prices["sharded"].moved
+
+    run_ranks(ranks, 4)
+
+
+def test_long_names_fit_in_100_columns() -> None:
+    model = nn.Sequential()
+    inner = model
+    for i in range(4):
+        inner.add_module(f"a_module_with_a_very_long_name_{i}", nn.Sequential(nn.Linear(8, 8)))
+        inner = inner.get_submodule(f"a_module_with_a_very_long_name_{i}")
+    options = {"units": wrap.by_class(nn.Linear), "strategy": ShardingStrategy.FULL_SHARD}
+    text = str(plan(model, world_size=1024, **options)) + "\n"
+    fully_shard(model, units=wrap.by_class(nn.Linear))
+    fc.unshard(model)
+    text += str(explain(model))
+    assert max(map(len, text.split("\n"))) <= 100 and "a_module_with" in text
+
+
+def test_explain_is_quiet_where_nothing_is_odd() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=wrap.by_name("*"))
+    text = str(explain(model))
+    assert len(text.split("\n")) <= 3 and "Nothing is gathered, and nothing is under way." in text
+    assert json.loads(explain(model).to_json())["gathered"] == []

@@ -1,0 +1,124 @@
+"""README and the pages of docs/ are true: blocks run, commands parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import fsdp_compose as fc
+from fsdp_compose.__main__ import build_parser
+from fsdp_compose.cli.launch import free_port
+
+from docs_pages import PAGES, README, ROOT, Block, Page
+from harness import run_ranks
+
+NAMES = [page.name for page in PAGES]
+RUN = [page for page in PAGES if page.of("python", "py") and not page.needs]
+
+
+def run_blocks(page: Page, blocks: list[Block]) -> None:
+    """Run blocks one after the other in one namespace; lines in errors are those of the page."""
+    names = {"__name__": "__main__"}
+    for block in blocks:
+        code = compile("\n" * block.line + block.text, str(page.path), "exec")
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(code, names)
+
+
+def run_script(page: Page, block: Block, ranks: int) -> None:
+    """Run a script on ``ranks`` forked ranks, as torchrun starts it; 0: as plain python does."""
+    port = free_port()
+
+    def start(rank: int) -> None:
+        if ranks:
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }  # fmt: skip
+        run_blocks(page, [block])
+        assert not dist.is_initialized()
+
+    run_ranks(start, max(1, ranks), init=False)
+
+
+@pytest.mark.parametrize("page", RUN, ids=[page.name for page in RUN])
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_run(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for block in page.of("python", "py") if not block.needs]
+    shared = [block for block in blocks if not block.is_script]
+    if shared:
+        ranks = max(1, page.ranks)
+        run_ranks(lambda rank: run_blocks(page, shared), ranks, init=page.ranks > 0)
+    for block in blocks:
+        if block.is_script:
+            run_script(page, block, 0)
+            run_script(page, block, 2)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_blocks_can_be_read(page: Page) -> None:
+    """Every block has a language that is known, compiles, and calls public names alone."""
+    for block in page.blocks:
+        where = f"{page.name}:{block.line}"
+        assert block.language in {"python", "py", "console", "bash", "text", ""}, where
+        if block.language in ("python", "py"):
+            ast.parse(block.text)
+    for name in re.findall(r"\bfc\.([a-zA-Z_]+)", page.text):
+        assert name in fc.__all__, f"{page.name}: {name}"
+
+
+def commands(page: Page) -> list[list[str]]:
+    """The command lines of a page, in words."""
+    found = []
+    for block in page.blocks:
+        if block.language in ("console", "bash") or (page is README and not block.language):
+            text = re.sub(r"\\\n", " ", block.text)
+            found += [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [words for words in found if words]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_parse(page: Page) -> None:
+    """Commands of ours take the arguments that they are shown with; make has the targets."""
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    for words in commands(page):
+        if words[0] == "fsdp-compose":
+            build_parser().parse_args(words[1:])
+        elif words[0] == "make":
+            assert set(words[1:]) <= targets, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Page) -> None:
+    known = {other.path: other for other in PAGES}
+    for link in page.links:
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        path = (page.path.parent / target).resolve() if target else page.path
+        if path.is_relative_to(ROOT / "docs" / "reference") or path.name == "reference.md":
+            continue  # made when the site is built
+        assert path.exists(), f"{page.name}: {link}"
+        if anchor and path in known:
+            assert anchor in known[path].anchors, f"{page.name}: {link}"
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r": ([\w-]+\.md)$", nav, re.MULTILINE)
+    made = ["reference.md"]
+    assert sorted(listed) == sorted([page.path.name for page in PAGES[1:]] + made)
+
+
+def test_readme_is_short() -> None:
+    assert README.text.count("\n") < 200
