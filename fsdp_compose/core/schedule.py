@@ -402,13 +402,13 @@ class Schedule(Generic[U, P]):
     def receive(self, unit: U, parts: Sequence[P], ends_backward: bool) -> None:
         """When gradients arrive: release their unit, pack them, and reduce complete buffers.
 
-        Reductions under way are finished and the unit is released before a buffer is allocated,
-        but not a unit whose gathered parameters a gradient lies in.
+        The unit is released first, unless a gradient lies in its gathered parameters. Reductions
+        under way are finished then, so that one flat buffer exists at a time.
         """
-        self.work.finish_reductions()
         last = ends_backward and self.work.reads_gathered(unit, parts)
         if ends_backward and not last:
             self.leave_backward(unit)
+        self.work.finish_reductions()
         for part in parts:
             self.work.pack(part)
         if last:
