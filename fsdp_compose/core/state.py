@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -277,7 +277,8 @@ def unit_of(bucket: Bucket) -> Unit:
 
 def units_with(bucket: Bucket) -> list[Unit]:
     """Every unit that gathers ``bucket``."""
-    return [u for engine in all_engines() for u in list(engine.units) if bucket in u.gathered]
+    engines = here.engines.values()
+    return [u for engine in engines for u in list(engine.units) if bucket in u.gathered]
 
 
 def owner_of(entry: Entry) -> Bucket:
@@ -386,17 +387,12 @@ class _FSDPState:
         return _FSDPState(unit, dict(self.buffer_dtypes), self.state_dict_type)
 
 
-def all_engines() -> Iterable[Engine]:
-    """Every device's engine; those of the rank that runs, where ranks are simulated."""
-    return here.engines.values()
-
-
 def engine_of(device: torch.device, make_work: Callable[[Engine], Work[Unit, Any]]) -> Engine:
     """The engine of ``device``, made on first use; ``make_work`` gives what does its work."""
-    engine = here.engines.get(device)
-    if engine is None:
-        engine = here.engines[device] = Engine(make_streams(device), make_work)
-    return engine
+    if device not in here.engines:
+        here.engines[device] = Engine(make_streams(device), make_work)
+    found: Engine = here.engines[device]
+    return found
 
 
 def log_of(engine: Engine, mesh: Mesh) -> Log | None:

@@ -12,12 +12,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.reducing import get_grad, requires_grad
-from fsdp_compose.core.state import all_engines, owner_of
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_reduced, is_open
@@ -75,7 +76,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _shown_entries() -> list[Entry]:
     return [
         entry
-        for engine in all_engines()
+        for engine in here.engines.values()
         for unit in engine.units
         if unit.opened is not None
         for entry in unit.entries
@@ -97,7 +98,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if type(optimizer).__module__.startswith("torchao."):
         _refuse_torchao(optimizer)
     caller = f"{type(optimizer).__name__}.step()"
-    for engine in all_engines():
+    for engine in here.engines.values():
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:
             continue
@@ -156,7 +157,7 @@ def _check_other_parameters(
     are as many of the same shapes.
     """
     shapes = Counter(tuple(param.shape) for param in params)
-    for engine in all_engines():
+    for engine in here.engines.values():
         with raw():
             trained = [
                 entry.spec

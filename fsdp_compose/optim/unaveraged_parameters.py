@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import clipped_parameters, parameter_slots
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.added_parameters import listed
-from fsdp_compose.core.state import all_engines, owner_of
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.plain_parameters import source_of
 from fsdp_compose.sharded import HANDLERS, is_sharded_parameter
 
@@ -37,7 +38,7 @@ def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         RuntimeError: naming them.
     """
-    counts = tuple([len(engine.units) for engine in all_engines()])
+    counts = tuple([len(engine.units) for engine in here.engines.values()])
     counts += tuple([len(group["params"]) for group in optimizer.param_groups])
     if _known.get(optimizer) == counts:
         return
@@ -91,7 +92,7 @@ def _unit_over_ranks(param: nn.Parameter) -> str | None:
 def _list_plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those that are trained, and neither sharded nor ignored; a DTensor has a mesh of its own."""
     ignored: set[int] = set()
-    for engine in all_engines():
+    for engine in here.engines.values():
         for unit in engine.units:
             for ref in unit.checks.left_alone.values():
                 item = ref()

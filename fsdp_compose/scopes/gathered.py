@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
@@ -21,7 +22,7 @@ from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, 
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Unit, all_engines, find_state
+from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.scopes.module_edits import check_edits, remember_modules
 from fsdp_compose.scopes.open_scope import (
     Scope,
@@ -120,7 +121,7 @@ def _find_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
     by_slots = {
         id(values): unit
-        for engine in all_engines()
+        for engine in here.engines.values()
         for unit in engine.units
         for values, _, _ in unit.links.places
     }

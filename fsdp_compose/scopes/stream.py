@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.state import all_engines, owner_of
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
 from fsdp_compose.sharded import to_local
 
@@ -45,7 +46,7 @@ def iter_full(
     """
     entries = {
         (id(values), name): (unit, unit.entries[index])
-        for engine in all_engines()
+        for engine in here.engines.values()
         for unit in engine.units
         for values, name, index in unit.links.places
     }

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_groups import groups_of_class
-from fsdp_compose.core.state import all_engines, find_state
+from fsdp_compose.core.state import find_state
 from fsdp_compose.simulation import own
 from fsdp_compose.simulation.faults import Fault, RunOtherUnit
 from fsdp_compose.simulation.group import SimulatedGroup
@@ -238,7 +238,7 @@ class _Run:
                 continue
             calls.append(None)
             if len(calls) == fault.call + 1:
-                units = [unit for engine in all_engines() for unit in engine.units]
+                units = [unit for engine in here.engines.values() for unit in engine.units]
                 others = [unit.modules[0]() for unit in units if unit.name == fault.instead]
                 for other in filter(None, others[:1]):
                     other(*inputs)

@@ -273,7 +273,7 @@ def test_the_host_waits_at_the_end_of_a_pass_alone(offload: str) -> None:
         copies: list[bool] = []
 
         def to_host(grad: Tensor, pin_memory: bool) -> Tensor:
-            copies.append(state.engines[grad.device].streams.reduce is races.device.active)
+            copies.append(here.engines[grad.device].streams.reduce is races.device.active)
             return grad.clone()
 
         def synchronize(event: Event) -> None:
@@ -291,7 +291,7 @@ def test_the_host_waits_at_the_end_of_a_pass_alone(offload: str) -> None:
                     square(model, data(micro, rank)).backward()
                     for other in range(2):
                         (square(plain, data(micro, other)) / 2).backward()
-            engine = next(iter(state.engines.values()))
+            engine = next(iter(here.engines.values()))
             assert engine.host_reads is None
         assert races.found == [] and all(copies)
         assert set(waits) <= {"land", "wait_for_host_reads"}

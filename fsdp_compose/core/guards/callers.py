@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdp_compose.base.process import once
+from fsdp_compose.base.process import here, once
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_jit_tracing
 from fsdp_compose.base.torch_stack import is_in_call
 from fsdp_compose.core.passes import recover
-from fsdp_compose.core.state import Engine, Unit, all_engines, get_state
+from fsdp_compose.core.state import Engine, Unit, get_state
 
 _FORKED = (
     "in a process that was forked off, such as a worker of a DataLoader, where the other ranks "
@@ -94,7 +94,7 @@ class _OutOfReach:
 
 
 def _note_fork() -> None:
-    for engine in all_engines():
+    for engine in here.engines.values():
         for unit in list(engine.units):
             unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
             meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]

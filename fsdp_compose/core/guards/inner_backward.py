@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import (
     forward_hook_tables,
     graph_task_id,
@@ -34,7 +35,7 @@ from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.passes import open_backward, running_task
 from fsdp_compose.core.schedule import Backward
-from fsdp_compose.core.state import Unit, all_engines
+from fsdp_compose.core.state import Unit
 
 
 def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
@@ -93,7 +94,7 @@ def watch_given(module: nn.Module, args: Any, output: Any) -> None:
 def _watch(values: Any) -> None:
     if not torch.is_grad_enabled():
         return
-    for engine in all_engines():
+    for engine in here.engines.values():
         _watch_tensors(engine.schedule.active, find_tensors(values)[0])
 
 
