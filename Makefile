@@ -1,5 +1,4 @@
-# make demo | test | test-models | lint | docs | bench | conformance | wheel | clean: needs python3 >= 3.10
-# and nothing else.
+# make demo | test | test-models | lint | bench | conformance | clean: needs python3 >= 3.10 and nothing else.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,10 +13,7 @@ TITAN := $(VENV)/torchtitan
 # Python keeps what it compiles: the tests start some hundred processes that import the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-DOCS := $(VENV)/.docs
-EMPTY := build/empty
-
-.PHONY: demo test test-models lint docs bench conformance wheel clean
+.PHONY: demo test test-models lint bench conformance clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
@@ -31,21 +27,6 @@ test-models: $(MODELS)
 	if PYTHONPATH=$(TITAN):tests $(BIN)/python -c "import titan_models" 2>/dev/null; \
 	then OMP_NUM_THREADS=1 PYTHONPATH=$(TITAN) $(BIN)/python -m pytest -m torchtitan tests/libraries; \
 	else echo "torchtitan cannot be imported here: its tests are left out"; fi
-
-# The site, with warnings as errors. Apart from the test suite, which runs every block of the pages
-# without it: whoever tests does not need mkdocs. Only pip needs a network.
-docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet --strict
-	@echo "build/site/index.html"
-
-# The wheel with its declared dependencies alone in an empty environment runs the README's example.
-wheel: $(READY)
-	rm -rf build dist && mkdir -p $(EMPTY)
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(BIN)/python -m venv $(EMPTY)/venv
-	$(EMPTY)/venv/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl
-	$(BIN)/python tests/docs_pages.py > $(EMPTY)/train.py
-	cd $(EMPTY) && venv/bin/fsdp-compose run --nproc 2 train.py
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
@@ -73,10 +54,6 @@ $(READY): pyproject.toml
 	  || { echo "$(PYTHON) has no working venv module; on Debian: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -c '$(KEEP)' 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install -e ".[dev,demo,safetensors]"
-	touch $@
-
-$(DOCS): $(READY)
-	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	touch $@
 
 # Models of other libraries, by the torch that is there. What torchtitan's Llama is made of goes into

@@ -102,7 +102,3 @@ class Page:
 
 README = Page(ROOT / "README.md")
 PAGES = [README, *map(Page, sorted((ROOT / "docs").glob("*.md")))]
-
-
-if __name__ == "__main__":  # prints the README's example
-    print(next(block.text for block in README.blocks if block.is_script))

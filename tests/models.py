@@ -25,6 +25,7 @@ from fsdp_compose import (
     wrap,
 )
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, raw
+from fsdp_compose.comm.shared_memory import all_segments
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of
 
@@ -300,8 +301,22 @@ def fqns(model: nn.Module) -> list[str]:
     return [spec_of(p).fqn for p in model.parameters()]
 
 
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether it is memory that the ranks of a host read of each other."""
+    for segments in all_segments():
+        memories = [memory for slot in segments.slots for memory in slot.memories.values()]
+        memories += [seen for peer in segments.peers.values() for _, seen in peer.maps.values()]
+        for memory in memories:
+            if 0 <= storage.data_ptr() - memory.data_ptr() < max(memory.nbytes, 1):
+                return True
+    return False
+
+
 class Ledger(TorchDispatchMode):
-    """Bytes in the storages that operators inside it made or wrote, now and at the most."""
+    """Bytes in the storages that operators inside it made or wrote, now and at the most.
+
+    Of the memory that ranks of a host share, what this rank has lent to itself to write.
+    """
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
@@ -318,14 +333,14 @@ class Ledger(TorchDispatchMode):
                 del self.storages[key]
             else:
                 total += storage.nbytes()
-        return total
+        return total + sum(segments.lent_bytes() for segments in all_segments())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.excluded:
+                if storage._cdata not in self.excluded and not is_shared(storage):
                     self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
         self.peak = max(self.peak, self.live())
         return out

@@ -48,11 +48,16 @@ class Call(NamedTuple):
         group: the ranks. ``group.pg`` is torch's process group, ``group.rank`` this rank in it.
         tag: for messages between two ranks; ranks that do different things have different tags.
         purpose: what the call is for, as error texts say it.
+        offered: what ``Transport.offer`` returned here.
+        offers: gives what it returned on every rank, by rank, once the works are waited for; None
+            outside of a unit's passes, where nothing is offered.
     """
 
     group: Group
     tag: int
     purpose: str
+    offered: Sequence[int] = ()
+    offers: Callable[[], Sequence[Any]] | None = None
 
 
 class Started(NamedTuple):
@@ -62,12 +67,16 @@ class Started(NamedTuple):
         works: objects with ``wait()``; the data is there once all have returned.
         peers: the global rank that each work is with, for errors; empty: with all ranks at once.
         parts: of a reduction: this rank's part of the sum, or, in rank order, what each rank adds
-            to it, which is then summed here in the gradients' dtype.
+            to it, which is then summed here in the gradients' dtype. It is read when the works
+            have returned.
+        release: where the parts lie in memory of other ranks: called once they have been read.
+            They are not written then.
     """
 
     works: Sequence[Any] = ()
     peers: Sequence[int] = ()
     parts: Sequence[torch.Tensor] = ()
+    release: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,6 +97,12 @@ class Transport:
         copies_own: ``gather`` puts ``own`` into its part, so that ``own`` may lie elsewhere.
         may_wait: the functions may wait for other ranks. On gloo the ranks then compare what they
             do before each call; where this is False, they compare while the data travels.
+        offer: ``(data, group)``: make ``data``, the ``own`` of a gather or the ``whole`` of a
+            reduction, readable for other ranks, and return integers that they get in
+            ``Call.offers``. Called before ranks compare what they do, so that data that was
+            compared is there to be read. None: nothing is offered.
+        lend: ``(nbytes, group)``: memory in which gradients are packed, so that they are offered
+            where they lie; it answers None where there is none.
     """
 
     gather: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Call], Started]
@@ -96,8 +111,18 @@ class Transport:
     exchange: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Call], Started]
     copies_own: bool = False
     may_wait: bool = True
+    offer: Callable[[torch.Tensor, Group], Sequence[int]] | None = None
+    lend: Callable[[int, Group], Any] | None = None
 
     def __repr__(self) -> str:
         """By the names of its functions, which ranks compare."""
         functions = (self.gather, self.reduce_scatter, self.all_reduce, self.exchange)
         return f"Transport({', '.join(map(name_of, functions))})"
+
+
+def is_alive(pg: Any) -> bool:
+    """Whether the process group was not destroyed."""
+    try:
+        return dist.get_rank(pg) >= 0
+    except ValueError:
+        return False

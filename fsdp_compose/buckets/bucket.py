@@ -98,6 +98,7 @@ class GradBuffer:
     parts: Sequence[torch.Tensor]  # by rank of the axis that sums first
     views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     gaps: list[torch.Tensor]  # where no parameter lies
+    lease: Any = None  # of memory that other ranks read, see Transport.lend; None: of its own
 
 
 @dataclass(eq=False, repr=False)

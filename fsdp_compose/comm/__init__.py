@@ -8,7 +8,8 @@ Files, each importing only from those above it:
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group
     meeting      ranks that wait for each other in different groups raise
-    transports   how tensors travel: between pairs of ranks, or by the group's collectives
+    shared_memory  memory that ranks of one host read of each other
+    transports   how tensors travel: shared memory, pairs of ranks, or the group's collectives
     heads        ranks say what they do ahead of data
     collectives  gather, reduce and exchange over plain tensors and a group
     small_reduce  a few numbers, compared for what they are

@@ -29,6 +29,8 @@ from fsdp_compose.comm.heads import meet as meet
 from fsdp_compose.comm.messages import gather_objects as gather_objects
 from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
+from fsdp_compose.comm.shared_memory import Offer
+from fsdp_compose.comm.shared_memory import open_segments as open_segments
 from fsdp_compose.comm.transports import transport_of as transport_of
 
 
@@ -67,6 +69,7 @@ class ReduceScatter:
     exchange: Exchange
     contributions: Sequence[torch.Tensor]
     own: int = 0  # which contribution is this rank's, in the buffer that was packed
+    release: Callable[[], None] | None = None  # the others' are theirs, until this is called
 
     def result(self, dtype: torch.dtype, scale: float) -> torch.Tensor:
         """This rank's part of the sum, times ``scale``, in ``dtype``; a tensor of its own."""
@@ -75,11 +78,14 @@ class ReduceScatter:
         if len(parts) == 1:
             total = parts[0].to(dtype)
         elif parts[0].dtype == dtype:
-            total = torch.add(parts[0], parts[1], out=parts[1 if self.own == 0 else 0])
+            received = None if self.release else parts[1 if self.own == 0 else 0]
+            total = torch.add(parts[0], parts[1], out=received)
         else:
             total = parts[0].to(dtype).add_(parts[1])
         for part in parts[2:]:
             total += part
+        if self.release is not None:
+            self.release()
         return total if scale == 1.0 else total.mul_(scale)
 
 
@@ -88,17 +94,23 @@ def _open(
     purpose: str,
     nbytes: int,
     caller: Caller | None,
+    data: torch.Tensor,
     flags: Flags | None = None,
 ) -> tuple[Call, Heads | None]:
-    """What a transport is told; on gloo also the heads of other ranks, if they are not read yet."""
+    """What a transport is told; on gloo also the heads of other ranks, if they are not read yet.
+
+    Args:
+        data: what this rank brings.
+    """
     if not is_point_to_point(group):
         return Call(group, 0, purpose), None
     if caller is None:
         return Call(group, tag_of(purpose, nbytes), purpose), None
-    head = caller.head()
-    call = Call(group, tag_behind(caller, head, group), purpose)
-    heads = send_heads(caller, head, group, purpose, flags)
-    if transport_of(group).may_wait:
+    head, transport = caller.head(), transport_of(group)
+    offer = Offer() if transport.offer is None else Offer(*transport.offer(data, group))
+    heads = send_heads(caller, head, group, purpose, flags, offer=offer)
+    call = Call(group, tag_behind(caller, head, group), purpose, offer, heads.offers)
+    if transport.may_wait:
         heads.check()
         return call, None
     return call, heads
@@ -124,9 +136,15 @@ def gather_parts(
         return Exchange()
     here.traffic.gathers += 1
     here.traffic.gather_bytes += whole.numel() - own.numel()
-    call, heads = _open(group, purpose, own.nbytes, caller)
+    call, heads = _open(group, purpose, own.nbytes, caller, own)
     started = transport_of(group).gather(whole, parts, own, call)
     return Exchange(started.works, purpose, started.peers, heads)
+
+
+def lend_memory(nbytes: int, group: Group) -> Any:
+    """Memory to pack gradients in that ``group`` reduces, see ``Transport.lend``; or None."""
+    lend = None if group.pg is None else transport_of(group).lend
+    return None if lend is None or not nbytes else lend(nbytes, group)
 
 
 def gather_encoded(
@@ -180,10 +198,10 @@ def reduce_scatter_parts(
     own = parts[group.rank]
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
-    call, heads = _open(group, purpose, own.nbytes, caller, flags)
+    call, heads = _open(group, purpose, own.nbytes, caller, whole, flags)
     started = transport_of(group).reduce_scatter(whole, parts, call)
     exchange = Exchange(started.works, purpose, started.peers, heads)
-    return ReduceScatter(exchange, started.parts, group.rank)
+    return ReduceScatter(exchange, started.parts, group.rank, started.release)
 
 
 def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -198,7 +216,7 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += own.numel() * (group.size - 1)
     received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
-    call, _ = _open(group, "exchange gradients", own.nbytes, None)
+    call, _ = _open(group, "exchange gradients", own.nbytes, None, own)
     started = transport_of(group).exchange(parts, received, call)
     wait_for(started.works, started.peers, call.purpose)
     return received

@@ -16,14 +16,15 @@ import torch
 from fsdp_compose.base.group import Call, Group
 from fsdp_compose.comm.flags import Flags
 from fsdp_compose.comm.messages import wait_for
+from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.transports import send_pairs
 
 Head = tuple[int, ...]
 """Eight integers that say what a rank is doing; as sent, ``HEAD`` integers, see ``send_heads``."""
 
-HEAD = 10
+HEAD = 14
 DATA, COMPARISON, MEETING = 0, 1, 2
-FLAGS = HEAD - 2
+KIND, FLAGS, OFFER = 8, 9, 10  # what stands where; before FLAGS, ranks that do the same are equal
 
 # Tags of data behind heads, and of flags. Those of heads and of messages are smaller.
 _DATA_TAGS = 1 << 30
@@ -52,7 +53,7 @@ class Heads:
 
     caller: Caller
     group: Group
-    sent: torch.Tensor
+    sent: list[int]
     received: torch.Tensor  # by peer
     works: Sequence[Any]
     peers: Sequence[int]
@@ -73,7 +74,7 @@ class Heads:
         """
         if self.caller.epoch(self.group) != self.epoch:
             return False
-        mine, rows = self.sent.tolist(), self.rows()
+        mine, rows = self.sent, self.rows()
         self.compare(mine, rows)
         if self.flags is not None:
             self._unite(self.flags, mine, rows)
@@ -81,10 +82,15 @@ class Heads:
 
     def compare(self, mine: list[int], rows: list[list[int]]) -> None:
         """Raise unless every peer does the same."""
-        if any(row != mine for row in rows):
-            what = _without_flags(mine)
-            if any(_without_flags(row) != what for row in rows):
-                self.caller.disagree(self.group)
+        what = mine[:FLAGS]
+        if any(row[:FLAGS] != what for row in rows):
+            self.caller.disagree(self.group)
+
+    def offers(self) -> list[Offer]:
+        """What each rank of the group offers in its memory, by rank; when the heads are there."""
+        rows = self.received.tolist()
+        rows.insert(self.group.rank, self.sent)
+        return [Offer(*row[OFFER:]) for row in rows]
 
     def _unite(self, flags: Flags, mine: list[int], rows: list[list[int]]) -> None:
         assert self.group.pg is not None
@@ -109,15 +115,17 @@ def send_heads(
     purpose: str,
     flags: Flags | None = None,
     kind: int = DATA,
+    offer: Sequence[int] = (),
 ) -> Heads:
     """Tell every other rank of the group what this one does, and start hearing what they do.
 
-    Two integers follow ``head``: how many bytes of flags come behind it, which may differ between
-    ranks that do the same, and whether it is ahead of data, a comparison alone, or a meeting.
+    Behind ``head`` stand whether it is ahead of data, a comparison alone, or a meeting, and what
+    may differ between ranks that do the same: how many bytes of flags follow, and what is offered.
     """
     assert group.pg is not None
     is_partial = flags is not None and not flags.is_full
-    mine = [*head, flags.nbytes if flags is not None and is_partial else 0, kind]
+    mine = [*head, kind, flags.nbytes if flags is not None and is_partial else 0]
+    mine += offer or Offer()
     sent = torch.tensor(mine)
     received = sent.new_empty(group.size - 1, HEAD)
     incoming = list(received.unbind())
@@ -125,7 +133,7 @@ def send_heads(
     epoch = caller.epoch(group)
     started = send_pairs([sent] * group.size, incoming, Call(group, 1 + epoch, purpose))
     heads = Heads(
-        caller, group, sent, received, started.works, started.peers, purpose, epoch, flags
+        caller, group, mine, received, started.works, started.peers, purpose, epoch, flags
     )
     if flags is not None and is_partial:
         data, peers = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
@@ -139,11 +147,7 @@ def tag_behind(caller: Caller, head: Head, group: Group) -> int:
 
 
 def _flag_tag(head: list[int]) -> int:
-    return _FLAG_TAGS | hash(tuple(_without_flags(head))) & (_FLAG_TAGS - 1)
-
-
-def _without_flags(head: list[int]) -> list[int]:
-    return head[:FLAGS] + head[FLAGS + 1 :]
+    return _FLAG_TAGS | hash(tuple(head[:FLAGS])) & (_FLAG_TAGS - 1)
 
 
 def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> list[int]:
@@ -153,9 +157,9 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
     """
     for group in groups:
         if group.pg is not None:
-            head = (*both, *[0] * (FLAGS - len(both)))
+            head = (*both, *[0] * (KIND - len(both)))
             rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
-            if any(row[-1] != COMPARISON for row in rows):
+            if any(row[KIND] != COMPARISON for row in rows):
                 caller.disagree(group)
             both = [max(column) for column in zip(both, *rows, strict=False)]
     return both
@@ -173,7 +177,7 @@ def meet(caller: Caller, code: int, group: Group, unread: Sequence[Heads]) -> No
     if group.pg is not None:
         for heads in unread:
             if heads.group == group and heads.epoch == caller.epoch(group):
-                heads.compare(heads.sent.tolist(), heads.rows())
-        head = (code, *[0] * (FLAGS - 1))
+                heads.compare(heads.sent, heads.rows())
+        head = (code, *[0] * (KIND - 1))
         heads = send_heads(caller, head, group, "end a skippable step", kind=MEETING)
-        heads.compare(heads.sent.tolist(), heads.rows())
+        heads.compare(heads.sent, heads.rows())

@@ -1,13 +1,21 @@
-"""The two transports that come with the library: pairs of ranks, and the group's own collectives.
+"""The library's own transports: shared memory, pairs of ranks, and the group's collectives.
 
 On gloo tensors go between pairs of ranks: its own all-gather and reduce-scatter move the data two
 to three times, and what each rank adds to a sum then travels in low precision and is summed in fp32
 here, in rank order, so that results do not depend on timing.
+
+Ranks of one host read each other's memory instead (comm/shared_memory.py): a gather reads every
+rank's copy of its shard, a reduction the packed gradients where they lie, and sums the same numbers
+in the same order. Nothing is sent for it, as the heads that go ahead of an exchange say where to
+read: who waits for them sleeps, and hears of ranks that are missing or do something else. In a
+group over several hosts, ranks of one host share memory and the others send to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +29,7 @@ from fsdp_compose.base.torch_private import (
     reduce_scatter_single,
 )
 from fsdp_compose.comm.messages import is_point_to_point, post_pairs
+from fsdp_compose.comm.shared_memory import Lease, Offer, Reading, segments_of
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -63,6 +72,105 @@ def _exchange_pairs(
     leaving = {r: outgoing[r] for r in others if outgoing[r].numel()}
     works = post_pairs(arriving, leaving, group, call.tag, call.purpose)
     return Started(works, [group.ranks[r] for r in [*arriving, *leaving]])
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """Reading what one rank offers, as a work.
+
+    Attributes:
+        like: of the dtype and size of what is read, which is ...
+        begin: ... from here in bytes ...
+        nbytes: ... of so many that the rank offers.
+        take: is given it.
+    """
+
+    rank: int
+    reading: Reading
+    call: Call
+    like: torch.Tensor
+    begin: int
+    nbytes: int
+    take: Callable[[torch.Tensor], object]
+    is_last: bool = False  # ... of the reading, which is over then
+
+    def wait(self) -> None:
+        assert self.call.offers is not None
+        offer: Offer = self.call.offers()[self.rank]
+        if not offer.ticket:  # it had no memory, and sends
+            found = torch.empty_like(self.like)
+            post_pairs({self.rank: found}, {}, *self.call[:3])[0].wait()
+        elif offer.nbytes != self.nbytes:
+            raise RuntimeError(f"it brings {offer.nbytes} bytes, and this rank {self.nbytes}.")
+        else:
+            offered = self.reading.read_from(self.rank, offer)
+            found = offered[self.begin : self.begin + self.like.nbytes].view(self.like.dtype)
+        self.take(found)
+        if self.is_last:
+            self.reading.close()
+
+
+def _start_on_host(
+    outgoing: Sequence[torch.Tensor],
+    incoming: Mapping[int, torch.Tensor],
+    reads: Sequence[_Read],
+    call: Call,
+) -> Started:
+    """Send ``outgoing[r]`` to ranks that do not read it here, and wait for what ``reads`` read.
+
+    Args:
+        incoming: by rank of another host, what is to be filled.
+    """
+    near = [read.rank for read in reads]
+    leaving = {r: outgoing[r] for r in incoming}
+    if call.offered == Offer():
+        leaving |= {r: outgoing[r] for r in near}
+    works = [*reads, *post_pairs(incoming, leaving, *call[:3])]
+    return Started(works, [call.group.ranks[r] for r in (*near, *incoming, *leaving)])
+
+
+def _offer_on_host(data: torch.Tensor, group: Group) -> Offer:
+    segments = segments_of(group)
+    return Offer() if segments is None or data.device.type != "cpu" else segments.offer(data)
+
+
+def _lend_on_host(nbytes: int, group: Group) -> Lease | None:
+    segments = segments_of(group)
+    return None if segments is None else segments.lend(nbytes)
+
+
+def _gather_on_host(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, call: Call
+) -> Started:
+    group, mine = call.group, parts[call.group.rank]
+    if own.data_ptr() != mine.data_ptr():
+        mine.copy_(own)
+    segments = segments_of(group)
+    if segments is None or call.offers is None:
+        return _gather_pairs(whole, parts, mine, call)
+    reading = segments.begin()
+    reads = [_Read(r, reading, call, mine, 0, mine.nbytes, parts[r].copy_) for r in segments.peers]
+    reads[-1].is_last = True
+    return _start_on_host([mine] * group.size, {r: parts[r] for r in segments.far}, reads, call)
+
+
+def _reduce_on_host(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
+    """Each rank reads its part of the others' gradients; one of another host is sent its part."""
+    group, segments = call.group, segments_of(call.group)
+    if segments is None or call.offers is None:
+        return _reduce_pairs(whole, parts, call)
+    own = parts[group.rank]
+    found = [own] * group.size  # until the others' are there
+    for rank in segments.far:
+        found[rank] = torch.empty_like(own)
+    reading = segments.begin(segments.lease_of(whole))
+    begin, nbytes = group.rank * own.nbytes, whole.nbytes
+    reads = [
+        _Read(r, reading, call, own, begin, nbytes, partial(found.__setitem__, r))
+        for r in segments.peers
+    ]
+    started = _start_on_host(parts, {r: found[r] for r in segments.far}, reads, call)
+    return started._replace(parts=found, release=reading.close)
 
 
 def _gather_at_once(
@@ -110,6 +218,16 @@ PAIRS = Transport(
 )
 """Tensors go between pairs of ranks; the default on gloo."""
 
+ON_HOST = replace(
+    PAIRS,
+    gather=_gather_on_host,
+    reduce_scatter=_reduce_on_host,
+    copies_own=True,
+    offer=_offer_on_host,
+    lend=_lend_on_host,
+)
+"""Ranks of one host read each other's memory, the others send; where some ranks share a host."""
+
 AT_ONCE = Transport(
     gather=_gather_at_once,
     reduce_scatter=_reduce_at_once,
@@ -123,4 +241,8 @@ AT_ONCE = Transport(
 
 def transport_of(group: Group) -> Transport:
     """The transport that was chosen for the group, or else its backend's default."""
-    return group.transport or (PAIRS if is_point_to_point(group) else AT_ONCE)
+    if group.transport is not None:
+        return group.transport
+    if not is_point_to_point(group):
+        return AT_ONCE
+    return PAIRS if segments_of(group) is None else ON_HOST

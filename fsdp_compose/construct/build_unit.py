@@ -20,6 +20,7 @@ from fsdp_compose.base.unwritten import is_unwritten
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import make_bucket
 from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.comm.collectives import open_segments
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
 from fsdp_compose.construct.initialise import broadcast, initialise
@@ -125,11 +126,18 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
     cast_buffers(plan, unit.mp)
 
 
+def share_memory(mesh: Mesh) -> None:
+    """Let ranks on one host read each other's memory; every rank of the mesh must call."""
+    if mesh.device.type == "cpu":
+        open_segments(mesh.groups)
+
+
 def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     """Cut this rank's shard from whole parameters, which become views of the shard."""
     mesh = bucket_plan.mesh
     if plan.options.placement.fused:
         mesh = fuse(mesh, plan.options.mesh)
+        share_memory(mesh)
     mesh = with_own_reductions(mesh)
     shard, entries = _cut_shard(plan, bucket_plan, mesh)
     params = [entry.param for entry in entries]
@@ -141,7 +149,10 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
             open_dtensor(param)
         else:
             param.data = shard.new_empty(0)
-    spread = plan.options.placement.spread
+    ranks = plan.options.placement.spread
+    spread = None if ranks is None else subgroup_of(mesh.shard, ranks)
+    if spread is not None:
+        share_memory(replace(mesh, shard=spread))
     bucket = make_bucket(
         entries,
         bucket_plan.layout,
@@ -149,7 +160,7 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         shard,
         bucket_plan.mp,
         plan.options.offload,
-        None if spread is None else subgroup_of(mesh.shard, spread),
+        spread,
     )
     for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
         param.grad = grad  # takes this rank's slice

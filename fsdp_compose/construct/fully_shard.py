@@ -36,6 +36,7 @@ from fsdp_compose.construct.build_unit import (
     build_unit,
     leave_for_loading,
     rename_nested_units,
+    share_memory,
 )
 from fsdp_compose.construct.choose_units import plan_shards
 from fsdp_compose.construct.compare_ranks import compare_plans
@@ -179,6 +180,9 @@ def fully_shard(
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     meta = MetaValues(compare_plans(plans, mesh, problem, _listed(modules)))
+    for plan in plans:
+        for bucket in plan.buckets:
+            share_memory(bucket.mesh)
     for plan in plans:
         build_unit(plan, meta)
     for outer in modules:

@@ -17,7 +17,7 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.build import make_grad_buffer
+from fsdp_compose.buckets.build import close_grad_buffer, open_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket
@@ -57,11 +57,7 @@ class Arrival:
 
 def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
     """Copy or add the gradients of the bucket's entries into its flat buffer; None is zero."""
-    buffer = bucket.grads
-    if buffer is None:
-        buffer = bucket.grads = make_grad_buffer(bucket)
-    elif not bucket.arriving.packed:
-        buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
+    buffer = open_grad_buffer(bucket)
     views: list[torch.Tensor] = buffer.views
     given: Any = grads
     zeros, used = buffer.gaps, bucket.every
@@ -248,7 +244,7 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
         bucket.grads = None  # the result may be the buffer itself
     elif not bucket.arriving.packed:
         # Not before the current stream has waited for the reduction that reads it.
-        bucket.grads.flat.untyped_storage().resize_(0)
+        close_grad_buffer(bucket)
     return reduction.result
 
 
@@ -366,5 +362,4 @@ def discard_packed(bucket: Bucket) -> None:
     """Drop gradients that were packed and not reduced."""
     bucket.arriving.packed = False
     bucket.arriving.used = bucket.arriving.trained = 0
-    assert bucket.grads is not None
-    bucket.grads.flat.untyped_storage().resize_(0)
+    close_grad_buffer(bucket)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fsdp_compose.base.group import is_alive
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Prefetch
 from fsdp_compose.base.process import here
@@ -27,7 +28,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
 from fsdp_compose.buckets.copies import copy_bucket, copy_slot
 from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
-from fsdp_compose.core.guards.collective_log import Log, code_of, is_alive, log_key
+from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
 from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
 from fsdp_compose.sharded import Parallel, unit_finders

@@ -26,6 +26,7 @@ from fsdp_compose import (
     wrap,
 )
 from fsdp_compose.base.codec import encoded_nbytes
+from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.report import TrafficReport, count_traffic, plan
 
 from harness import rank_errors, run_ranks
@@ -76,7 +77,7 @@ def shard(codec: GatherCodec | None, **options: Any) -> nn.Module:
     precision = MixedPrecision(gather_codec=codec)
     model = seeded(Model).float()
     before = plan(model, mp_policy=precision, **{**KEPT, **options})
-    fully_shard(model, mp_policy=precision, **{**KEPT, **options})
+    fully_shard(model, mp_policy=precision, transport=PAIRS, **{**KEPT, **options})
     after = plan(model)
     assert (before.step, before.memory) == (after.step, after.memory)
     return model

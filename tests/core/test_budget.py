@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, wrap
+from fsdp_compose.base.group import Transport
 from fsdp_compose.base.process import here
+from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.core.state import Unit
 
 from harness import run_ranks
@@ -137,14 +139,20 @@ class Copies(TorchDispatchMode):
         return found
 
 
+@pytest.mark.parametrize("transport", [None, PAIRS])
 @pytest.mark.parametrize("shard", [by_block, one_unit])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_copies(strategy: str, shard: Callable[..., nn.Module]) -> None:
-    """A gather writes this rank's own part and nothing else; a gradient is copied once."""
+def test_copies(
+    strategy: str, shard: Callable[..., nn.Module], transport: Transport | None
+) -> None:
+    """A gather writes this rank's own part and nothing else; a gradient is copied once.
+
+    On one host a gather also copies this part to where the others read it, and theirs from there.
+    """
 
     def ranks(rank: int) -> None:
         model, plain = seeded(Tower), seeded(Tower)
-        shard(model, strategy=ShardingStrategy[strategy])
+        shard(model, strategy=ShardingStrategy[strategy], transport=transport)
         optim = steady(model, rank)
         x = data(5, rank)
         with Copies() as copies:
@@ -159,12 +167,14 @@ def test_copies(strategy: str, shard: Callable[..., nn.Module]) -> None:
             gathers = here.traffic.gathers - gathers
             loss.backward()
             backward = copies.take()
-        own = sorted(("copy_", b.shard.numel()) for u in units(model) for b in u.buckets)
-        assert gathers == len(own)
-        assert plain_forward == [] and forward == own
-        again = [] if strategy == "SHARD_GRAD_OP" else [
-            ("copy_", b.shard.numel()) for u in units(model)[1:] for b in u.buckets
-        ]  # fmt: skip
+        buckets = [[b.shard for b in u.buckets] for u in units(model)]
+        parts = [
+            ("copy_", s.nbytes if transport is None else s.numel()) for row in buckets for s in row
+        ]
+        times = 3 if transport is None else 1  # for others, of this rank, and of the other rank
+        assert gathers == len(parts)
+        assert plain_forward == [] and forward == sorted(parts * times)
+        again = [] if strategy == "SHARD_GRAD_OP" else parts[len(buckets[0]) :] * times
         wanted = sorted([("_foreach_copy_", p.numel()) for p in model.parameters()] + again)
         assert backward == sorted(wanted + plain_backward), "more than one copy per gradient"
         optim.step()

@@ -19,6 +19,7 @@ from fsdp_compose import (
     ShardingStrategy,
     fully_shard,
 )
+from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.report import TrafficReport, count_traffic, plan
 
 from harness import fake_world, run_ranks
@@ -144,7 +145,7 @@ def test_traffic_and_memory_are_those_of_a_real_step(cell: str) -> None:
         model = seeded(build).float()
         opened = resolved(options, model)
         before = plan(model, units=BLOCKS, **opened).to_dict()
-        by_block(model, **opened)
+        by_block(model, transport=PAIRS, **opened)  # as between hosts
         return trained_step(rank, model), before, plan(model).to_dict()
 
     activations = 100 * WIDTH  # one row in each layer, 30 of them

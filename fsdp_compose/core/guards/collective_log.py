@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
@@ -379,14 +378,6 @@ def _name(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def is_alive(pg: Any) -> bool:
-    """Whether the process group was not destroyed."""
-    try:
-        return dist.get_rank(pg) >= 0
-    except ValueError:
-        return False
 
 
 def log_key(mesh: Mesh) -> tuple[Any, ...]:

@@ -1,0 +1,307 @@
+"""Ranks on one host read each other's memory: the same numbers, nothing read late, nothing left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compose import (
+    MixedPrecision,
+    ShardingStrategy,
+    accumulate,
+    fully_shard,
+    no_sync,
+    unshard,
+)
+from fsdp_compose.comm import shared_memory, transports
+from fsdp_compose.comm.shared_memory import Reading, Segments, all_segments
+from fsdp_compose.comm.transports import PAIRS
+
+from harness import rank_errors, run_ranks
+from laws import Heard, stack
+from models import Tower, by_block, data, seeded, sgd, square
+
+HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
+WAYS: dict[str, tuple[dict[str, Any], tuple[int, int] | None]] = {
+    "released": ({}, None),
+    "kept": ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, None),
+    "half": ({"mp_policy": HALF}, None),
+    "summed in fp32": ({"mp_policy": MixedPrecision(torch.bfloat16, torch.float32)}, None),
+    "spread": ({"reshard_after_forward": 2}, None),
+    "hybrid": ({"strategy": ShardingStrategy.HYBRID_SHARD}, (2, 2)),
+    "fused": ({"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER}, (2, 2)),
+}
+
+
+def train(options: dict[str, Any], shape: tuple[int, int] | None, steps: int = 3) -> list[Tensor]:
+    """Weights after a few steps, each of a microbatch without reduction and one with it."""
+    if shape is not None:
+        options = options | {"mesh": init_device_mesh("cpu", shape)}
+    model = by_block(seeded(Tower), **options)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        rank = dist.get_rank()
+        with accumulate(model, keep="unsharded") if step == 1 else no_sync(model):
+            square(model, data(10 + step, rank)).backward()
+        square(model, data(step, rank)).backward()
+        optim.step()
+        optim.zero_grad()
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def tickets() -> int:
+    return sum(segments.ticket for segments in all_segments())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_numbers_as_by_messages(way: str) -> None:
+    """Bit for bit, on four ranks; and passes send no data."""
+
+    def ranks(rank: int) -> None:
+        options, shape = WAYS[way]
+        wanted = train(options | {"transport": PAIRS}, shape)
+        assert tickets() == 0
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("_gather_pairs", "_reduce_pairs"):
+                send = getattr(transports, name)
+                patch.setattr(transports, name, lambda *a, send=send: pytest.fail(a[-1].purpose)
+                              if a[-1].offers is not None else send(*a))  # fmt: skip
+            found = train(options, shape)
+        assert tickets() > 0
+        assert all(map(torch.equal, found, wanted))
+
+    run_ranks(ranks, 4)
+
+
+def test_what_is_read_late_is_what_was_offered() -> None:
+    """A rank reads long after another has gathered again and again and written its shard."""
+
+    def ranks(rank: int) -> None:
+        layer = fully_shard(nn.Linear(64, 64, bias=False))
+        read = Reading.read_from
+
+        def read_late(self: Reading, other: int, offer: Any) -> Tensor:
+            found = read(self, other, offer)
+            if rank == 1:
+                time.sleep(0.05)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Reading, "read_from", read_late)
+            for step in range(6):
+                with torch.no_grad():
+                    layer.weight.fill_(step)
+                    handle = unshard(layer, async_op=True)
+                    assert handle is not None
+                    handle.wait()
+                    seen = layer.weight.detach().clone()
+                    assert (seen == step).all(), (step, seen.unique())
+                    from fsdp_compose import reshard
+
+                    reshard(layer)
+        (segments,) = all_segments()
+        assert 1 <= len(segments.slots) <= 4
+
+    run_ranks(ranks, 2)
+
+
+def test_memory_is_the_same_every_step() -> None:
+    """A handle that nobody waits for, and exchanges that were given up, do not make it grow."""
+
+    def ranks(rank: int) -> list[int]:
+        model, other = by_block(seeded(Tower)), fully_shard(nn.Linear(8, 8))
+        optim, held = sgd(model.parameters()), []
+        waiting = unshard(other, async_op=True)
+        for step in range(12):
+            if step % 4 == 1:
+                with pytest.raises(ZeroDivisionError):
+                    (model(data(step, rank)).sum() * (1 / 0)).backward()
+            square(model, data(step, rank)).backward()
+            optim.step()
+            optim.zero_grad()
+            dist.barrier()
+            (segments,) = all_segments()
+            held.append(segments.held_bytes())
+            assert segments.lent_bytes() == 0
+        assert waiting is not None
+        waiting.wait()
+        return held
+
+    for held in run_ranks(ranks, 2):
+        assert held[-1] == held[3] < 20 * 4096, held
+
+
+def count_processes(inode: int) -> int:
+    """How many processes have a segment open or mapped."""
+    found = 0
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:
+            continue
+        found += any("memfd:fsdp_compose" in x and x.split()[4] == str(inode) for x in lines)
+    return found
+
+
+def test_a_killed_rank_is_noticed_and_leaves_nothing(tmp_path: Path) -> None:
+    """The others raise and name it; when they are gone too, so is all shared memory."""
+    files = set(os.listdir("/dev/shm"))
+
+    def ranks(rank: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 3)
+        patience = timedelta(seconds=20)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=patience)
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        (segments,) = all_segments()
+        (tmp_path / f"{rank}").write_text(str(os.fstat(segments.fd).st_ino))
+        dist.barrier()
+        assert count_processes(os.fstat(segments.fd).st_ino) == 3
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "memfd:fsdp_compose" in line and line.split()[4] != str(
+                os.fstat(segments.fd).st_ino
+            ):
+                assert line.split()[1] == "r--s", "another rank's memory can be written"
+        dist.barrier()
+        for step in range(100):
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            square(model, data(step, rank)).backward()
+
+    first, second, third = rank_errors(ranks, 3, init=False)
+    assert second is not None and "SIGKILL" in second
+    for error in (first, third):
+        assert error is not None and "rank 1 does not answer" in error, error
+    inodes = [int((tmp_path / f"{rank}").read_text()) for rank in range(3)]
+    assert [count_processes(inode) for inode in inodes] == [0, 0, 0]
+    assert not {name for name in set(os.listdir("/dev/shm")) - files if "fsdp" in name}
+
+
+def test_a_group_that_ends_takes_its_memory_along(tmp_path: Path) -> None:
+    """The next group's first model finds none of it; groups over the same ranks share none."""
+
+    def count() -> int:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return sum("memfd:fsdp_compose" in os.readlink(x) for x in links if os.path.islink(x))
+
+    def train_once(rank: int, mesh: dist.ProcessGroup | None) -> None:
+        model = by_block(seeded(Tower), mesh=mesh)
+        square(model, data(0, rank)).backward()
+
+    def ranks(rank: int) -> None:
+        counts = []
+        for name in ("first", "second"):
+            store = dist.FileStore(str(tmp_path / name), 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            train_once(rank, None)
+            counts.append(count())
+            train_once(rank, dist.new_group([0, 1]))
+            assert len(list(all_segments())) == 2 and count() > counts[0] > 0
+            dist.barrier()
+            dist.destroy_process_group()
+            gc.collect()
+        assert counts[0] == counts[1], counts
+
+    run_ranks(ranks, 2, init=False)
+
+
+def without_memory(rank: int, when: str) -> Callable[[], object]:
+    """Forbid this process large files, and so shared memory, where it is rank 1."""
+
+    def act() -> None:
+        if rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            size = 0 if when == "from the start" else 1 << 15
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    return act
+
+
+@pytest.mark.parametrize("when", ["from the start", "later"])
+def test_a_rank_without_memory_sends(when: str) -> None:
+    """Its data travels in messages and it says so; the other ranks share memory still."""
+
+    def ranks(rank: int) -> None:
+        make = lambda transport: fully_shard(  # noqa: E731
+            seeded(lambda: stack(3, 64)), transport=transport
+        )
+        results = []
+        heard = Heard()
+        for transport in (PAIRS, None):
+            if transport is None and when == "from the start":
+                without_memory(rank, when)()
+            model = make(transport)
+            without_memory(rank, when)()
+            optim = sgd(model.parameters())
+            for step in range(3):
+                square(model, data(step, rank, 2, 64)).backward()
+                optim.step()
+                optim.zero_grad()
+            results.append([p.full_tensor() for p in model.parameters()])
+        assert all(map(torch.equal, *results))
+        found = [sorted(s.peers) for s in all_segments()]
+        if when == "from the start":
+            assert found == ([] if rank == 1 else [[2 - rank]])
+        else:
+            assert len(found[0]) == 2 and ("shared memory" in "".join(heard.lines)) == (rank == 1)
+
+    run_ranks(ranks, 3)
+
+
+def test_a_group_over_two_hosts_uses_both() -> None:
+    """Ranks of one host share memory, others send to each other; the sums are the same."""
+
+    def ranks(rank: int) -> None:
+        wanted = train({"transport": PAIRS}, None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_memory, "_name_host", lambda: (f"host {rank // 2}", ""))
+            found = train({}, None)
+        (segments,) = all_segments()
+        assert list(segments.peers) == [rank ^ 1] and len(segments.far) == 2
+        assert all(map(torch.equal, found, wanted))
+
+    run_ranks(ranks, 4)
+
+
+def test_alone_on_its_host_nothing_is_shared() -> None:
+    """Each rank on a host of its own, or where memory of others cannot be opened: by messages."""
+
+    def ranks(rank: int, how: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "hosts":
+                patch.setattr(shared_memory, "_name_host", lambda: (str(rank), ""))
+            elif rank == 1:
+                patch.setattr(Segments, "try_peer", lambda *args: False)
+            train({}, None, 1)
+        assert not list(all_segments())
+
+    for how in ("hosts", "permission"):
+        run_ranks(ranks, 2, how)
+
+
+def test_other_bytes_are_an_error_before_they_are_read() -> None:
+    """A rank whose model has another dtype: every rank says how many bytes each brings."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(nn.Linear(64, 64))
+        model(torch.ones(1, 64)).sum().backward()
+        if rank:
+            model.half()
+        with torch.no_grad():
+            model(torch.ones(1, 64, dtype=next(model.parameters()).dtype))
+
+    errors = rank_errors(ranks, 2)
+    assert all(error is not None and "bytes" in error for error in errors), errors
