@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import default_store
+from fsdp_compose.base.torch_private import GATHER_OPTIONS, all_gather_single, default_store
 from fsdp_compose.comm import waiting
 
 
@@ -256,14 +256,15 @@ def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     size = torch.tensor([own.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(group.size)]
-    dist.all_gather(sizes, size, group=group.pg)
-    lengths = [int(length) for length in sizes]
-    padded = own.new_empty(max(lengths))
+    sizes = size.new_empty(group.size)
+    all_gather_single(group.pg, sizes, size, GATHER_OPTIONS).wait()
+    lengths = sizes.tolist()
+    padded = own.new_zeros(max(lengths))
     padded[: own.numel()].copy_(own)
-    whole = [torch.empty_like(padded) for _ in range(group.size)]
-    dist.all_gather(whole, padded, group=group.pg)
-    return {r: to_bytes(whole[r][:length]) for r, length in enumerate(lengths)}
+    whole = own.new_empty(group.size * padded.numel())
+    all_gather_single(group.pg, whole, padded, GATHER_OPTIONS).wait()
+    host = whole.cpu().view(group.size, -1)
+    return {r: to_bytes(host[r, :length]) for r, length in enumerate(lengths)}
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

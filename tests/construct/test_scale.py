@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from fsdp_compose import fully_shard, wrap
+from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.parts import MANY_RANKS, Parts, cut_by_rank
-from fsdp_compose.comm import meeting
+from fsdp_compose.comm import meeting, messages
 from fsdp_compose.core.state import iter_units
 
 from harness import fake_world, run_ranks
@@ -124,3 +126,14 @@ def test_ranks_that_agree_exchange_digests() -> None:
 
     for largest in run_ranks(ranks, 4, (2, 2)):
         assert largest < 200
+
+
+def test_bytes_of_every_rank_come_in_one_buffer() -> None:
+    """Where ranks exchange objects through collectives, whatever their lengths."""
+
+    def ranks(rank: int) -> None:
+        group = group_of(dist.group.WORLD, torch.device("cpu"))
+        found = messages._all_gather_bytes(b"x" * (5 * rank + 1), group)
+        assert found == {r: b"x" * (5 * r + 1) for r in range(3)}
+
+    run_ranks(ranks, 3)
