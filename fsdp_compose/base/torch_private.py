@@ -104,6 +104,10 @@ raw = torch._C.DisableTorchFunctionSubclass
 read_version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 """How often a tensor was written in a way autograd can see."""
 
+_plain: Any = torch.Tensor
+read_base: Callable[[torch.Tensor | None], torch.Tensor | None] = _plain._base.__get__
+"""What a tensor is a view of; use under ``raw``."""
+
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler is recording: ranges cost microseconds even where nothing records them."""
 

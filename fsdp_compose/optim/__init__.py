@@ -5,7 +5,9 @@ Files, each importing only from those above it:
     plain_parameters       flat_parameters, local_parameters: plain tensors over the shards
     unaveraged_parameters  steps over sharded parameters and plain ones nobody averages (D18)
     slice_step             steps of torch's elementwise optimizers run on the slices themselves
+    matrices               whole matrices at the ranks that own them, collected and returned
     step_guard             a step that would train nothing, or on wrong values, raises (D12)
+    gradients              gradients, those of a bucket as one tensor where they are one buffer
     clip                   norms and clipping
     owner_step             one rank has each matrix and computes its update once
     scaler                 loss scaling whose ranks agree on overflow

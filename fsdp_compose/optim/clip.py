@@ -1,54 +1,33 @@
 """Norms and clipping of sharded gradients.
 
-A norm is taken over the gradients' own slices with one foreach call per dtype, then combined with
-one all-reduce of a few numbers per shard group. Nothing waits for a device unless errors are asked.
+A norm is taken over the gradients' own slices, or over the buffers they lie in, with one foreach
+call per dtype, then combined with one all-reduce of a few numbers per shard group. The host never
+waits for a device, unless it is asked to raise for what is not finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
+from fsdp_compose.base.torch_private import clipped_parameters, raw
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.small_reduce import reduce_alike
-from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.divisors import held_by_fewer
-from fsdp_compose.core.guards.scope_parameters import leaf_of
-from fsdp_compose.core.guards.surroundings import check_once
 from fsdp_compose.core.state import owner_of
+from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, join_buckets
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
-from fsdp_compose.scopes.unshard import check_reduced
-from fsdp_compose.sharded import (
-    Parallel,
-    is_sharded,
-    is_sharded_parameter,
-    part_of,
-    spec_of,
-    to_local,
-)
-
-Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class _Grad:
-    """A gradient's elements on this rank, and the groups whose ranks hold the rest or the same."""
-
-    name: str
-    local: torch.Tensor
-    groups: tuple[Group, ...]
-    copies: int = 1  # ranks of the groups that hold the same elements
-    param: nn.Parameter | None = None  # that a unit has
+from fsdp_compose.sharded import HANDLERS, ShardedParameter
 
 
 def grad_norm(
@@ -83,7 +62,7 @@ def grad_norm(
         >>> round(float(grad_norm(model)), 3)
         2.449
     """
-    grads = _collect_gradients(module_or_params, "grad_norm")
+    grads = collect_gradients(module_or_params, "grad_norm", joins=norm_type > 0)
     return _compute_norm(grads, float(norm_type), _experts_of(grads, expert_mesh))
 
 
@@ -120,79 +99,23 @@ def clip_grad_norm_(
         >>> round(float(norm), 3), round(float(grad_norm(model)), 3)
         (2.449, 1.0)
     """
-    grads = _collect_gradients(module_or_params, "clip_grad_norm_")
+    params = module_or_params
+    if not isinstance(params, nn.Module | torch.Tensor):
+        params = list(params)
+    grads = collect_gradients(params, "clip_grad_norm_", joins=norm_type > 0)
     experts = _experts_of(grads, expert_mesh)
     total = _compute_norm(grads, float(norm_type), experts)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "
-            f"{_first_nonfinite(grads, experts)}. To clip anyway, pass error_if_nonfinite=False."
+            f"{_first_nonfinite(params, expert_mesh)}. To clip anyway, pass "
+            "error_if_nonfinite=False."
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
         for key, members in _by_kind([grad.local for grad in grads]).items():
             torch._foreach_mul_(members, scale.to(key[0]))
     return total
-
-
-def _collect_gradients(params: Params, caller: str) -> list[_Grad]:
-    named: Iterable[tuple[str, torch.Tensor]]
-    if isinstance(params, nn.Module):
-        check_once(params, caller)
-        named = params.named_parameters()
-    else:
-        listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        check_clipped(listed)
-        named = ((f"parameter {i}", param) for i, param in enumerate(listed))
-    grads = []
-    for name, shown in named:
-        param = leaf_of(shown)
-        sharded = is_sharded(param)
-        owned = None
-        if isinstance(param, nn.Parameter) and is_sharded_parameter(param):
-            owned = param
-            check_reduced([owner_of(find_entry(param))], caller, param)
-        grad = param.grad
-        if grad is None:
-            continue
-        if sharded:
-            spec = spec_of(param)
-            grads.append(
-                _Grad(
-                    f"{spec.fqn!r} (unit {spec.unit!r})",
-                    to_local(grad),
-                    _groups_of_several((spec.group, *_groups_beside(spec.parallel))),
-                    _copies(spec.parallel),
-                    owned,
-                )
-            )
-        else:
-            grads.append(_take_unsharded(repr(name), param, grad))
-    return grads
-
-
-def _groups_of_several(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    return tuple(group for group in groups if group.size > 1)
-
-
-def _take_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> _Grad:
-    """The gradient of a plain parameter, or of one that only tensor parallelism splits."""
-    if not isinstance(param, nn.Parameter):
-        return _Grad(name, part_of(grad.detach()), ())
-    parallel = find_parallel(param, name, "")
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
-    return _Grad(name, part_of(grad.detach()), _groups_beside(parallel), _copies(parallel))
-
-
-def _groups_beside(parallel: Parallel | None) -> tuple[Group, ...]:
-    return () if parallel is None else parallel.groups
-
-
-def _copies(parallel: Parallel | None) -> int:
-    """How many ranks beside the shard group have what tensor parallelism left whole."""
-    axes = () if parallel is None else parallel.axes
-    return math.prod(axis.group.size for axis in axes if axis.dim is None)
 
 
 def _by_kind(
@@ -210,10 +133,12 @@ class _Experts:
     """Gradients that are not alike on the ranks of a group, which hold other parameters."""
 
     group: Group
-    grads: list[_Grad]
+    grads: list[Gradient]
 
 
-def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None) -> _Experts | None:
+def _experts_of(
+    grads: list[Gradient], mesh: DeviceMesh | dist.ProcessGroup | None
+) -> _Experts | None:
     """Which gradients are experts'; check that every other one counts on all ranks alike."""
     if mesh is None and len({grad.groups for grad in grads}) <= 1:
         return None
@@ -234,17 +159,18 @@ def _experts_of(grads: list[_Grad], mesh: DeviceMesh | dist.ProcessGroup | None)
     return None
 
 
-def _explain_uneven(grad: _Grad, ranks: int, most: int, given: str) -> str:
+def _explain_uneven(grad: Gradient, ranks: int, most: int, given: str) -> str:
     return (
-        f"the gradient of {grad.name} is spread over {ranks} of the {most} ranks that others are "
-        f"spread over, with {given}, so it is not known what the other ranks hold. If they hold "
-        "other experts, pass expert_mesh=mesh['ep'], or make the experts DTensors over that mesh, "
-        "or declare_tensor_parallel them, before fully_shard. If they hold the same parameters and "
-        f"see the same data, say so with set_gradient_divide_factor(module, {ranks})."
+        f"the gradient of {grad.names[0]} is spread over {ranks} of the {most} ranks that others "
+        f"are spread over, with {given}, so it is not known what the other ranks hold. If they "
+        "hold other experts, pass expert_mesh=mesh['ep'], or make the experts DTensors over that "
+        "mesh, or declare_tensor_parallel them, before fully_shard. If they hold the same "
+        "parameters and see the same data, say so with set_gradient_divide_factor(module, "
+        f"{ranks})."
     )
 
 
-def _compute_norm(grads: list[_Grad], order: float, experts: _Experts | None) -> torch.Tensor:
+def _compute_norm(grads: list[Gradient], order: float, experts: _Experts | None) -> torch.Tensor:
     """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
     if experts is not None and order == 0:
         raise ValueError(
@@ -273,18 +199,17 @@ def _compute_norm(grads: list[_Grad], order: float, experts: _Experts | None) ->
 
 
 def _reduce_norms(
-    grads: list[_Grad], order: float, wide: torch.dtype, device: torch.device
+    grads: list[Gradient], order: float, wide: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Numbers over all ranks of each gradient's groups, to be combined to the norm's power."""
     if not grads:
         return torch.full((1,), _norm_of_nothing(order), dtype=wide, device=device)
-    norms = _local_norms([grad.local for grad in grads], order, wide, device)
-    members: dict[tuple[tuple[Group, ...], int], list[int]] = {}
-    for index, grad in enumerate(grads):
-        members.setdefault((grad.groups, grad.copies), []).append(index)
+    members: dict[tuple[tuple[Group, ...], int], list[torch.Tensor]] = {}
+    for grad in grads:
+        members.setdefault((grad.groups, grad.copies), []).append(grad.local)
     pending: dict[tuple[Group, ...], torch.Tensor] = {}
     for (groups, copies), found in members.items():
-        joined = _combine_local(norms[found], order)
+        joined = _combine_local(_local_norms(found, order, wide, device), order)
         if copies > 1 and not math.isinf(order):
             joined /= copies  # each adds its share: ranks get one norm even if they differ
         pending[groups] = torch.cat([pending[groups], joined]) if groups in pending else joined
@@ -304,17 +229,20 @@ def _is_double(tensor: torch.Tensor) -> bool:
 def _local_norms(
     locals_: list[torch.Tensor], order: float, wide: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """One number per tensor: its norm; of an empty slice, what changes nothing."""
-    norms = torch.full((len(locals_),), _norm_of_nothing(order), dtype=wide, device=device)
-    for key in _by_kind(locals_):
-        positions = [i for i, t in enumerate(locals_) if t.numel() and (t.device, t.dtype) == key]
-        half = key[1] in (torch.float16, torch.bfloat16)
-        found = torch._foreach_norm(
-            [locals_[i] for i in positions], order, dtype=torch.float32 if half else None
-        )
-        values = torch.stack(found).to(device=device, dtype=wide)
-        norms[torch.tensor(positions, device=device)] = values
-    return norms
+    """One number per tensor: its norm; of an empty slice, what changes nothing.
+
+    In the order of the tensors, made without a list of places, which the host would have to send.
+    """
+    norms: dict[int, torch.Tensor] = {}
+    for (_, dtype), members in _by_kind(locals_).items():
+        half = dtype in (torch.float16, torch.bfloat16)
+        found = torch._foreach_norm(members, order, dtype=torch.float32 if half else None)
+        norms.update(zip(map(id, members), found, strict=True))
+    nothing = torch.full((), _norm_of_nothing(order), dtype=wide, device=device)
+    listed = [norms.get(id(tensor), nothing) for tensor in locals_]
+    if len({(norm.device, norm.dtype) for norm in listed}) > 1:
+        listed = [norm.to(device=device, dtype=wide) for norm in listed]
+    return torch.stack(listed).to(device=device, dtype=wide)
 
 
 def _norm_of_nothing(order: float) -> float:
@@ -330,15 +258,15 @@ def _combine_local(norms: torch.Tensor, order: float) -> torch.Tensor:
     return _combine(norms if math.isinf(order) else norms.pow(order), order).reshape(1)
 
 
-def _describe_norm(grads: list[_Grad], order: float) -> str:
+def _describe_norm(grads: list[Gradient], order: float) -> str:
     """What ranks that combine norms compare; only where they are counted does the order matter."""
-    names = (grad.name for grad in grads)
+    names = (name for grad in grads for name in grad.names)
     shown = ", ".join(names if order == 0 else sorted(names))
     return f"take the norm of order {order:g} of the gradients of {shown}"
 
 
 def _combine_over_groups(
-    pending: dict[tuple[Group, ...], torch.Tensor], order: float, grads: list[_Grad]
+    pending: dict[tuple[Group, ...], torch.Tensor], order: float, grads: list[Gradient]
 ) -> list[torch.Tensor]:
     """Combine numbers over the groups of each, with one all-reduce per group and mesh dimension."""
     done: list[torch.Tensor] = []
@@ -371,8 +299,10 @@ def _combine_over_ranks(
     return torch.where(has_nan > 0, math.nan, sign * extreme)
 
 
-def _first_nonfinite(grads: list[_Grad], experts: _Experts | None) -> str:
+def _first_nonfinite(params: Params, expert_mesh: DeviceMesh | dist.ProcessGroup | None) -> str:
     """Name the first parameter whose gradient is not finite, on whatever rank."""
+    grads = collect_gradients(params, "clip_grad_norm_", joins=False)
+    experts = _experts_of(grads, expert_mesh)
     flags = [not bool(torch.isfinite(grad.local).all()) for grad in grads]
     for group in dict.fromkeys(group for grad in grads for group in grad.groups):
         members = [i for i, grad in enumerate(grads) if group in grad.groups]
@@ -380,10 +310,58 @@ def _first_nonfinite(grads: list[_Grad], experts: _Experts | None) -> str:
         shared = torch.tensor([float(flags[i]) for i in members], device=device)
         for i, flag in zip(members, comm.all_reduce(shared, group, "max").tolist(), strict=True):
             flags[i] = bool(flag)
-    name = grads[flags.index(True)].name if any(flags) else None
+    name = grads[flags.index(True)].names[0] if any(flags) else None
     if experts is not None:
         names = comm.gather_objects(name, experts.group)
         name = next((found for found in names if found is not None), None)
     if name is None:
         return "every gradient is finite, but their norm is not"
     return f"the gradient of {name} is not finite"
+
+
+def _join_for_torch(params: Sequence[Any] | None, grads: Any) -> list[Gradient] | None:
+    """The gradients that ``torch.nn.utils`` clips, if they are those of whole buckets."""
+    if params is None:
+        return None
+    check_clipped(params)
+    if set(map(type, params)) != {ShardedParameter}:
+        return None
+    found, left = join_buckets(params)
+    is_all = not left and sum(len(gradient.names) for gradient in found) == len(grads)
+    return found if is_all and len({gradient.groups for gradient in found}) == 1 else None
+
+
+def _take_norm(handler: Any) -> Any:
+    """``handler`` of ``_foreach_norm``, unless torch clips: it is given one norm of them all.
+
+    It takes the norm of the norms that it gets, so one of all is as good as one of each.
+    """
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        params = clipped_parameters()
+        is_joint = len(args) == 2 and not kwargs and args[1] > 0
+        found = _join_for_torch(params, args[0]) if is_joint else None
+        if found is None:
+            return handler(func, args, kwargs)
+        return [_compute_norm(found, float(args[1]), None).to(found[0].local.dtype)]
+
+    return handle
+
+
+def _scale(handler: Any) -> Any:
+    """``handler`` of ``_foreach_mul_``, unless torch clips: buffers are scaled as wholes."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        params = clipped_parameters()
+        found = None if kwargs else _join_for_torch(params, args[0])
+        if found is None:
+            return handler(func, args, kwargs)
+        with raw():
+            torch._foreach_mul_([gradient.local for gradient in found], *args[1:])
+        return None
+
+    return handle
+
+
+HANDLERS[torch._foreach_norm] = _take_norm(HANDLERS[torch._foreach_norm])
+HANDLERS[torch._foreach_mul_] = _scale(HANDLERS[torch._foreach_mul_])

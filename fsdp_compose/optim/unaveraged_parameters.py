@@ -25,7 +25,7 @@ from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.added_parameters import listed
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.plain_parameters import source_of
-from fsdp_compose.sharded import HANDLERS, is_sharded_parameter
+from fsdp_compose.sharded import HANDLERS, ShardedParameter, is_sharded_parameter
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 _AVERAGED = "_fsdp_compose_averaged"
@@ -53,7 +53,8 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
     Raises:
         RuntimeError: naming them.
     """
-    _check_params(params, "clip_grad_norm_", "clips", "a call")
+    if set(map(type, params)) != {ShardedParameter}:
+        _check_params(params, "clip_grad_norm_", "clips", "a call")
 
 
 def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:

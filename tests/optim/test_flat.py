@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -69,6 +70,46 @@ def test_training_with_the_optimizer_on_the_host(way: str) -> None:
     def ranks(rank: int) -> None:
         offload = Offload(optimizer=True, pin_memory=False)
         twin(rank, 2, way, shard=lambda m: by_block(m, offload_policy=offload)).train()
+
+    run_ranks(ranks)
+
+
+class _Kernels(TorchDispatchMode):
+    """Kernels that ran, each with how many tensors it was given first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        count = len(args[0]) if args and isinstance(args[0], list) else 1
+        self.found.append((func.__name__.split(".")[0], count))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("offload", [{"params": True, "grads": True}, {"optimizer": True}])
+def test_an_offloaded_step_is_one_pass(offload: dict[str, bool]) -> None:
+    """AdamW, fused over the flat host buffers: one kernel for all, and no gradient is copied."""
+
+    def ranks(rank: int) -> None:
+        policy = Offload(pin_memory=False, **offload)
+        model = by_block(seeded(Tower), offload_policy=policy)
+        flat = flat_parameters(model)
+        optimizer = torch.optim.AdamW(flat, lr=0.1, fused=True)
+        for seed in range(2):
+            square(model, data(seed, rank)).backward()
+            for bucket, param in zip((b for u in units(model) for b in u.buckets), flat):
+                grads = [to_local(entry.param.grad) for entry in bucket.entries]
+                assert all(
+                    grad.untyped_storage().data_ptr() == param.grad.untyped_storage().data_ptr()
+                    for grad in grads
+                )
+            with _Kernels() as kernels:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert len(flat) < len(list(model.parameters()))
+        ran = [kernel for kernel in kernels.found if "record_function" not in kernel[0]]
+        assert ran == [("_foreach_add_", len(flat)), ("_fused_adamw_", len(flat))]
 
     run_ranks(ranks)
 

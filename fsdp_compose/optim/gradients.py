@@ -1,0 +1,211 @@
+"""The gradients of a module or of parameters, a bucket's as one tensor where they are one buffer.
+
+A backward leaves the gradients of a bucket as slices of one flat buffer. As long as every one of
+them is still there, a norm of them all is the norm of the buffer, and one multiplication scales
+them. What was set, cleared or replaced since is taken one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.torch_private import raw, read_base
+from fsdp_compose.buckets.bucket import Bucket
+from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.construct.tensor_parallel import find_parallel
+from fsdp_compose.core.guards.scope_parameters import leaf_of
+from fsdp_compose.core.guards.surroundings import check_once
+from fsdp_compose.core.reducing import get_grad
+from fsdp_compose.core.state import all_engines, owner_of, unit_of
+from fsdp_compose.optim.unaveraged_parameters import check_clipped
+from fsdp_compose.scopes.unshard import check_reduced
+from fsdp_compose.sharded import (
+    Parallel,
+    ShardedParameter,
+    ShardSpec,
+    is_sharded,
+    is_sharded_parameter,
+    part_of,
+    spec_of,
+    to_local,
+)
+
+Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """One or more gradients' elements on this rank, as one plain tensor.
+
+    Attributes:
+        names: of the parameters, for errors and for what ranks compare.
+        local: the elements.
+        groups: whose ranks hold the rest, or the same.
+        copies: how many ranks of the groups hold the same elements.
+        param: the parameter, or the first of several, if a unit has it.
+    """
+
+    names: Sequence[str]
+    local: torch.Tensor
+    groups: tuple[Group, ...]
+    copies: int = 1
+    param: nn.Parameter | None = None
+
+
+def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[Gradient]:
+    """The gradients of a module's parameters, or of those given, that are not None.
+
+    Args:
+        joins: give the gradients of a bucket as one where they lie in one buffer.
+
+    Raises:
+        RuntimeError: gradients were accumulated and not reduced (D12), or nothing averages some
+            of the parameters (D18); ``caller`` is named.
+    """
+    if isinstance(params, nn.Module):
+        if not all(params in engine.surveyed for engine in all_engines()):
+            check_once(params, caller)
+        shown: list[Any] = list(params.parameters())
+    else:
+        shown = [params] if isinstance(params, torch.Tensor) else list(params)
+        check_clipped(shown)
+    if set(map(type, shown)) == {ShardedParameter}:
+        sharded, others = shown, []
+    else:
+        leaves = list(map(leaf_of, shown))
+        sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
+        others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
+    _check_reduced(sharded, caller)
+    found, left = join_buckets(sharded) if joins else ([], sharded)
+    return found + _take_one_by_one(params, [*left, *others])
+
+
+def join_buckets(params: Sequence[Any]) -> tuple[list[Gradient], list[Any]]:
+    """The gradients of each bucket that lie in one buffer, and the parameters left with another.
+
+    Args:
+        params: sharded parameters.
+    """
+    if len(set(map(id, params))) < len(params):
+        return [], list(params)
+    with raw():
+        grads = list(map(get_grad, params))
+        bases = [None if grad is None else read_base(grad) for grad in grads]
+    keys = list(map(id, bases))
+    counts, firsts = Counter(keys), dict(zip(keys, zip(params, bases, strict=True), strict=True))
+    found: list[Gradient] = []
+    joined: set[int] = set()
+    for key, (param, base) in firsts.items():
+        bucket = None if base is None else owner_of(find_entry(param))
+        known = None if bucket is None else _know(bucket)
+        if base is None or bucket is None or known is None or counts[key] < len(bucket.entries):
+            continue
+        if base.numel() == bucket.layout.shard_numel and base.dim() == 1:
+            found.append(Gradient(known.names, base, known.groups, param=param))
+            joined.add(key)
+    if len(joined) == len(firsts):
+        return found, []
+    pairs = zip(params, grads, keys, strict=True)
+    return found, [p for p, grad, key in pairs if grad is not None and key not in joined]
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What a bucket's gradients are called, and who has the rest of them."""
+
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+
+_known: WeakKeyDictionary[Bucket, _Known | None] = WeakKeyDictionary()
+
+
+def _know(bucket: Bucket) -> _Known | None:
+    """None where the norm of the flat gradient is not that of the gradients in it.
+
+    Tensor parallelism splits parameters of one bucket in different ways, complex gradients lie in a
+    buffer of real numbers, and a communication hook may leave something between the gradients.
+    """
+    if unit_of(bucket).switches.comm_hook is not None:
+        return None
+    if bucket not in _known:
+        specs = [entry.spec for entry in bucket.entries]
+        is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
+        names = tuple(map(describe, specs))
+        groups = groups_of_several((bucket.mesh.shard,))
+        _known[bucket] = _Known(names, groups) if is_plain else None
+    return _known[bucket]
+
+
+def describe(spec: ShardSpec) -> str:
+    """The parameter and its unit, for errors."""
+    return f"{spec.fqn!r} (unit {spec.unit!r})"
+
+
+_get_residence = attrgetter("_shard_spec.residence")
+
+
+def _check_reduced(params: Sequence[Any], caller: str) -> None:
+    """Raise where gradients of a bucket wait to be reduced, naming its first parameter (D12)."""
+    keys = list(map(id, map(_get_residence, params)))
+    firsts = dict(zip(reversed(keys), reversed(params), strict=True))
+    for key in dict.fromkeys(keys):
+        check_reduced([owner_of(find_entry(firsts[key]))], caller, firsts[key])
+
+
+def _take_one_by_one(params: Params, leaves: Iterable[Any]) -> list[Gradient]:
+    names: dict[int, str] = {}
+    if isinstance(params, nn.Module):
+        names = {id(leaf_of(param)): repr(name) for name, param in params.named_parameters()}
+    found = []
+    for number, param in enumerate(leaves):
+        grad = param.grad
+        if grad is None:
+            continue
+        if is_sharded(param):
+            spec = spec_of(param)
+            groups = groups_of_several((spec.group, *_groups_beside(spec.parallel)))
+            owned: Any = param if is_sharded_parameter(param) else None
+            copies = _count_copies(spec.parallel)
+            found.append(Gradient((describe(spec),), to_local(grad), groups, copies, owned))
+        else:
+            name = names.get(id(param), f"'parameter {number}'")
+            found.append(_take_unsharded(name, param, grad))
+    return found
+
+
+def groups_of_several(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """The groups of more than one rank."""
+    return tuple(group for group in groups if group.size > 1)
+
+
+def _take_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> Gradient:
+    """The gradient of a plain parameter, or of one that only tensor parallelism splits."""
+    if not isinstance(param, nn.Parameter):
+        return Gradient((name,), part_of(grad.detach()), ())
+    parallel = find_parallel(param, name, "")
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
+    part = part_of(grad.detach())
+    return Gradient((name,), part, _groups_beside(parallel), _count_copies(parallel))
+
+
+def _groups_beside(parallel: Parallel | None) -> tuple[Group, ...]:
+    return () if parallel is None else parallel.groups
+
+
+def _count_copies(parallel: Parallel | None) -> int:
+    """How many ranks beside the shard group have what tensor parallelism left whole."""
+    axes = () if parallel is None else parallel.axes
+    return math.prod(axis.group.size for axis in axes if axis.dim is None)

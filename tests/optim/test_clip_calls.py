@@ -1,0 +1,157 @@
+"""Clipping takes one norm for each bucket, asks nothing of the host, and sees every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_compose as fc
+from fsdp_compose.base.process import here
+
+from harness import fake_world, run_ranks
+
+
+class Calls(TorchDispatchMode):
+    """Kernels that ran, each with the number of tensors in its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        name = func.__name__.split(".")[0]
+        self.found.append((name, len(first) if isinstance(first, list) else 1))
+        return func(*args, **(kwargs or {}))
+
+
+class Made(TorchFunctionMode):
+    """Tensors made from Python numbers, which the host sends to the device and waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.tensor, torch.as_tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)) for _ in range(3)))
+
+
+def sharded() -> nn.Module:
+    model = build()
+    for block in model:
+        fc.fully_shard(block)
+    return fc.fully_shard(model)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.linspace(-1, 1, 10).view(2, 5)).square().sum().backward()
+
+
+Clip = Callable[[nn.Module, float], torch.Tensor]
+WAYS: dict[str, Clip] = {
+    "module": lambda model, p: fc.clip_grad_norm_(model, 0.1, p),
+    "parameters": lambda model, p: fc.clip_grad_norm_(model.parameters(), 0.1, p),
+    "torch's": lambda model, p: nn.utils.clip_grad_norm_(model.parameters(), 0.1, p),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("p", [2.0, float("inf"), 1.0])
+def test_a_bucket_is_one_tensor_and_no_host_waits(way: str, p: float) -> None:
+    with fake_world(2):
+        model = sharded()
+        backward(model)
+        WAYS[way](model, p)
+        before = here.traffic.all_reduces
+        with Calls() as calls:
+            WAYS[way](model, p)
+        assert here.traffic.all_reduces == before + 1
+        with Made() as made:
+            WAYS[way](model, p)
+        counts = [n for name, n in calls.found if name.startswith("_foreach")]
+        assert counts == [3, 3]  # a norm and a product over three buckets of four parameters
+        waits = {"_local_scalar_dense", "nonzero", "index", "index_put_", "masked_select", "item"}
+        assert not waits & {name for name, _ in calls.found} and not made.count
+
+
+EDITS: dict[str, Callable[[Any], None]] = {
+    "none": lambda model: None,
+    "cleared": lambda model: setattr(model[0][0].weight, "grad", None),
+    "replaced": lambda model: setattr(model[1][1].bias, "grad", torch.full((5,), 3.0)),
+    "edited": lambda model: model[2][0].weight.grad.mul_(2.0),
+    "frozen and accumulated": lambda model: (
+        model[0][0].weight.requires_grad_(False),
+        backward(model),
+    ),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_edited_gradients_count_as_they_are(world: int) -> None:
+    """Every way, order and edit equals torch's clipping of the plain model."""
+
+    def body(rank: int) -> None:
+        for name, edit in EDITS.items():
+            for p in (2.0, 0.0) if name != "replaced" else (0.5, float("inf")):
+                for way, clip in WAYS.items():
+                    model, plain = sharded(), build()
+                    for each in (plain, model):
+                        backward(each)
+                        edit(each)
+                    norm = clip(model, p)
+                    wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
+                    torch.testing.assert_close(norm.float(), wanted, msg=f"{name} {p} {way}")
+                    for mine, theirs in zip(model.parameters(), plain.parameters()):
+                        if theirs.grad is None:
+                            assert mine.grad is None
+                        else:
+                            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+    run_ranks(body, world)
+
+
+def test_one_of_a_bucket_is_clipped_alone() -> None:
+    """Parameters given twice, or in part, are not taken for the whole of their buckets."""
+    model, plain = sharded(), build()
+    for each in (model, plain):
+        backward(each)
+    for pick in (
+        lambda m: [m[0][0].weight],
+        lambda m: [m[0][0].weight, m[0][0].weight, m[1][0].bias],
+    ):
+        norm = fc.clip_grad_norm_(pick(model), 1e-3)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(pick(plain), 1e-3))
+    for mine, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_what_a_hook_leaves_in_gaps_is_not_counted() -> None:
+    """A communication hook that fills the padding changes no norm."""
+
+    def body(rank: int) -> None:
+        model = sharded()
+
+        def hook(state: Any, bucket: Any) -> torch.Tensor:
+            part = bucket.parts[rank].clone()
+            torch.distributed.all_reduce(part.mul_(0.0))
+            return part + 7.0
+
+        for unit in model:
+            fc.register_comm_hook(unit, None, hook)
+        backward(model)
+        alone = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        torch.testing.assert_close(fc.grad_norm(model), alone)
+
+    run_ranks(body, 2)
