@@ -19,6 +19,7 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.reducing import get_grad, requires_grad
 from fsdp_compose.core.state import owner_of
+from fsdp_compose.optim.matrices import stands_for_matrix
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_reduced, is_open
@@ -137,7 +138,7 @@ def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
             return
         sharded = [param for param in params if is_sharded_parameter(param)]
         idle = next((param for param in sharded if requires_grad(param)), None)
-    if not sharded:
+    if not sharded and not any(map(stands_for_matrix, params)):
         _check_other_parameters(optimizer, params)
     if idle is not None:
         spec = spec_of(idle)
