@@ -23,8 +23,6 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 # What has no example yet. Names leave this list; none is added.
 WITHOUT_EXAMPLE = {
-    "declare_tensor_parallel",
-    "pipeline_stage",
     "Transport",
     "GatherCodec",
     "ShardedParameter",

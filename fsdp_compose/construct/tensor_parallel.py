@@ -53,6 +53,18 @@ def declare_tensor_parallel(
         TypeError: something is not a parameter, or not a mesh.
         ValueError: a parameter is a DTensor or sharded already, has no such dimension, or the parts
             do not fit together. The same on every rank of ``mesh``.
+
+    Example:
+        >>> def shard_rows():
+        ...     sizes, names = (1, 2), ("dp", "tp")
+        ...     mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        ...     linear = nn.Linear(4, 2, bias=False)  # this rank's rows of a (4, 4) weight
+        ...     declare_tensor_parallel(linear.weight, mesh["tp"], dim=0)
+        ...     fully_shard(linear, mesh=mesh["dp"])
+        ...     whole = state_dict(linear, kind="full")["weight"]
+        ...     return tuple(linear.weight.shape), tuple(whole.shape)
+        >>> simulate(shard_rows, 2)
+        [((2, 4), (4, 4)), ((2, 4), (4, 4))]
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     group = _check_group(mesh)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw, read_base
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import find_entry
@@ -27,7 +28,7 @@ from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_once
 from fsdp_compose.core.reducing import get_grad
-from fsdp_compose.core.state import all_engines, owner_of, unit_of
+from fsdp_compose.core.state import owner_of, unit_of
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import (
@@ -74,7 +75,7 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
             of the parameters (D18); ``caller`` is named.
     """
     if isinstance(params, nn.Module):
-        if not all(params in engine.surveyed for engine in all_engines()):
+        if not all(params in engine.surveyed for engine in here.engines.values()):
             check_once(params, caller)
         shown: list[Any] = list(params.parameters())
     else:

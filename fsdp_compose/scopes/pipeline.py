@@ -59,6 +59,19 @@ def pipeline_stage(stage: StageT) -> StageT:
         RuntimeError: in ``schedule.step()``: inside ``no_sync`` or another scope that postpones
             reductions, or with gradients of an earlier step still in ``.grad``, if the schedule
             divides gradients, which would then be divided never or twice.
+
+    Example:
+        >>> from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+        >>> def train():
+        ...     sizes, names = (2, 1), ("dp", "pp")
+        ...     mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        ...     part = fully_shard(nn.Linear(2, 1), mesh=mesh["dp"])
+        ...     stage = PipelineStage(part, 0, 1, torch.device("cpu"), group=mesh.get_group("pp"))
+        ...     schedule = ScheduleGPipe(pipeline_stage(stage), 2, nn.functional.mse_loss)
+        ...     schedule.step(torch.ones(4, 2), target=torch.zeros(4, 1))
+        ...     return part.weight.grad is not None
+        >>> simulate(train, 2)
+        [True, True]
     """
     require_units(stage.submod, "pipeline_stage", advice="Shard the stage's module first.")
     run, finish = stage.backward_maybe_with_nosync, stage.perform_reduce_grad
