@@ -423,7 +423,7 @@ def _outcome(call: Callable[[], Any], world: _World | None) -> bytes:
     try:
         if world is not None:
             world.join()
-        value = call()
+        value = _recorded(call) if os.environ.get(TRACES) else call()
         if unraisable:
             error = RankError("Unraisable", "an exception nobody could catch", unraisable[0])
             return pickle.dumps(("error", error))
@@ -436,6 +436,26 @@ def _outcome(call: Callable[[], Any], world: _World | None) -> bytes:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(e.with_traceback(trace or e.__traceback__)))
         return pickle.dumps(("error", RankError(type(e).__name__, str(e), text)))
+
+
+TRACES = "FSDP_COMPOSE_TRACES"
+"""In the environment: a file; each rank's traces are checked, and how many there were noted."""
+
+
+def _recorded(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns; the rules of the schedule must accept what its engines did."""
+    from fsdp_compose.base.process import here
+
+    from traces import accept, recording
+
+    here.engines.clear()  # those of the process that was forked are not recorded
+    with recording() as traces:
+        value = call()
+    states = set().union(*(accept(trace) for trace in traces))
+    with open(os.environ[TRACES], "a") as file:
+        events = sum(len(trace.events) for trace in traces)
+        file.write(f"{len(traces)} traces, {events} events, {len(states)} states\n")
+    return value
 
 
 class _PlainPickler(pickle.Pickler):

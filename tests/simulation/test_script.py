@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
-
-PAGE = Path(__file__).parent.parent.parent / "docs" / "simulate.md"
 
 SCRIPT = """
 import os, sys
@@ -48,8 +45,3 @@ def test_a_script_runs_in_one_process(tmp_path: Path) -> None:
         assert f"rank {rank} of 3 ['--steps', '5']" in done.stdout
     assert "rank 1 of 3 raised ValueError: mine" in done.stderr
     assert f"    rank 0: {script}:1" in done.stderr
-
-
-def test_the_page_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    exec(compile("\n".join(blocks), str(PAGE), "exec"), {"__name__": "simulate"})
