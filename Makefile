@@ -1,4 +1,5 @@
-# make demo | test | test-models | lint | bench | conformance | clean: needs python3 >= 3.10 and nothing else.
+# make demo | test | test-models | lint | docs | bench | conformance | wheel | clean: needs python3 >= 3.10
+# and nothing else.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +14,11 @@ TITAN := $(VENV)/torchtitan
 # Python keeps what it compiles: the tests start some hundred processes that import the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-models lint bench conformance clean
+RECIPES := $(VENV)/recipes
+DOCS := $(VENV)/.docs
+EMPTY := build/empty
+
+.PHONY: demo test test-models lint docs bench conformance wheel clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
@@ -23,10 +28,28 @@ test: $(READY)
 	$(MAKE) test-models
 
 test-models: $(MODELS)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m models tests/libraries
+	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m models tests/libraries \
+	  --ignore=tests/libraries/test_recipes.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(RECIPES) $(BIN)/python -m pytest -m models \
+	  tests/libraries/test_recipes.py
 	if PYTHONPATH=$(TITAN):tests $(BIN)/python -c "import titan_models" 2>/dev/null; \
 	then OMP_NUM_THREADS=1 PYTHONPATH=$(TITAN) $(BIN)/python -m pytest -m torchtitan tests/libraries; \
 	else echo "torchtitan cannot be imported here: its tests are left out"; fi
+
+# The site, with warnings as errors. Apart from the test suite, which runs every block of the pages
+# without it: whoever tests does not need mkdocs. Only pip needs a network.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
+# The wheel with its declared dependencies alone in an empty environment runs the README's example.
+wheel: $(READY)
+	rm -rf build dist && mkdir -p $(EMPTY)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m venv $(EMPTY)/venv
+	$(EMPTY)/venv/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl
+	$(BIN)/python tests/docs_pages.py > $(EMPTY)/train.py
+	cd $(EMPTY) && venv/bin/fsdp-compose run --nproc 2 train.py
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
@@ -56,11 +79,19 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install -e ".[dev,demo,safetensors]"
 	touch $@
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	touch $@
+
 # Models of other libraries, by the torch that is there. What torchtitan's Llama is made of goes into
 # a folder of its own: the rest of torchtitan's dependencies would move what the other tests run on.
+# So do the libraries of docs/recipes.md, of which those that install are tried.
 $(MODELS): $(READY)
 	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch.txt
 	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e ".[models]"
+	rm -rf $(RECIPES)
+	$(BIN)/python -m pip install --no-deps --target $(RECIPES) ema-pytorch torchao diffusers requests \
+	  lightning lightning-utilities torchmetrics || rm -rf $(RECIPES)
 	rm -rf $(TITAN)
 	$(BIN)/python -m pip install --no-deps --target $(TITAN) \
 	  torchtitan spmd-types tyro docstring-parser || rm -rf $(TITAN)

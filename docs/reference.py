@@ -92,7 +92,9 @@ def _docstring(text: str) -> str:
             continue
         after = re.search(r"^\S", body, re.MULTILINE)
         body, rest = (body[: after.start()], body[after.start() :]) if after else (body, "")
-        parts.append(f"**{title}**\n\n{_items(body)}")
+        is_list = title in ("Args", "Raises", "Attributes")
+        shown = _items(body) if is_list else _prose(textwrap.dedent(body))
+        parts.append(f"**{title}**\n\n{shown}")
         if rest:
             parts.append(_prose(rest))
     return "\n\n".join(part for part in parts if part.strip())
@@ -118,7 +120,8 @@ def _prose(text: str) -> str:
     for part in re.split(r"\n\s*\n", text.strip("\n")):
         if part.startswith(("===", "    ", ">>>")) or "\n===" in part:
             kind = "pycon" if part.lstrip().startswith(">>>") else "text"
-            parts.append(f"```{kind}\n{textwrap.dedent(part)}\n```")
+            plain = re.sub(r"``([^`]+)``", r"\1    ", textwrap.dedent(part))  # as wide as it was
+            parts.append(f"```{kind}\n{plain}\n```")
         else:
             parts.append(_codes(re.sub(r"::$", ":", part)))
     return "\n\n".join(parts)

@@ -3,8 +3,9 @@
 A page says in comments that a reader does not see how its Python blocks are run:
 
     <!-- ranks: 2 -->            on so many ranks; without it in one process without a group
-    <!-- needs: transformers -->  where these libraries are, in the part with other libraries
 
+The recipes are scripts too, on two ranks with a process group; one that says ``with="library"`` is
+run where that is installed (tests/libraries/test_recipes.py).
 Blocks of a page share their names. A block with a title that ends in ``.py`` is a script: it is run
 by itself, with the environment of torchrun and no process group. A block that says
 ``needs="library"`` is a script of that library that is compiled only.
@@ -42,6 +43,10 @@ class Block:
         return self.title.endswith(".py")
 
     @property
+    def libraries(self) -> list[str]:
+        return re.findall(r"\w+", (re.findall(r'with="([^"]+)"', self.options) or [""])[0])
+
+    @property
     def needs(self) -> str:
         return (re.findall(r'needs="([^"]+)"', self.options) or [""])[0]
 
@@ -68,10 +73,6 @@ class Page:
     def ranks(self) -> int:
         """How many ranks run it; 0 for one process without a process group."""
         return int(self.directives.get("ranks", "0"))
-
-    @property
-    def needs(self) -> list[str]:
-        return [name.strip() for name in self.directives.get("needs", "").split(",") if name]
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -102,3 +103,7 @@ class Page:
 
 README = Page(ROOT / "README.md")
 PAGES = [README, *map(Page, sorted((ROOT / "docs").glob("*.md")))]
+
+
+if __name__ == "__main__":  # prints the README's example
+    print(next(block.text for block in README.blocks if block.is_script))

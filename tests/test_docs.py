@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -17,11 +18,12 @@ import fsdp_compose as fc
 from fsdp_compose.__main__ import build_parser
 from fsdp_compose.cli.launch import free_port
 
+import error_texts
 from docs_pages import PAGES, README, ROOT, Block, Page
 from harness import run_ranks
 
 NAMES = [page.name for page in PAGES]
-RUN = [page for page in PAGES if page.of("python", "py") and not page.needs]
+RUN = [page for page in PAGES if page.of("python", "py") and page.path.name != "recipes.md"]
 
 
 def run_blocks(page: Page, blocks: list[Block]) -> None:
@@ -118,6 +120,47 @@ def test_the_site_has_every_page() -> None:
     listed = re.findall(r": ([\w-]+\.md)$", nav, re.MULTILINE)
     made = ["reference.md"]
     assert sorted(listed) == sorted([page.path.name for page in PAGES[1:]] + made)
+
+
+def error_rows() -> list[tuple[list[str], str, str]]:
+    """(fragments of texts, cause, cure) of each row of the page on troubleshooting."""
+    page = Page(ROOT / "docs" / "troubleshooting.md")
+    rows = [line[2:-2].split(" | ") for line in page.text.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`([^`]+)`", said), cause, cure) for said, cause, cure in rows]
+
+
+def test_every_error_is_found_by_its_text() -> None:
+    """Each error that the source raises has a row with a part of its text; a row, an error."""
+    fragments = [fragment for said, _, _ in error_rows() for fragment in said]
+    errors = list(error_texts.raised())
+    assert len(errors) > 250
+    missing = [
+        f"{place}: {text}" for place, text in errors if not any(f in text for f in fragments)
+    ]
+    assert not missing, "add a row to docs/troubleshooting.md for\n" + "\n".join(missing)
+    everything = error_texts.written()
+    assert not [fragment for fragment in fragments if fragment not in everything]
+    assert all(len(cause) > 7 and len(cure) > 3 for _, cause, cure in error_rows())
+    assert len(set(fragments)) == len(fragments)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """Under its question, with its signature, its docstring and its example."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    text = reference.write_reference()
+    questions = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert [part.split("\n")[0] for part in questions] == list(reference.list_questions())
+    names = [n for n in fc.__all__ if n != "wrap"] + [f"wrap.{n}" for n in fc.wrap.__all__]
+    assert sorted(re.findall(r"^### (\S+)$", text, re.MULTILINE)) == sorted(names)
+    shard = text.split("### fully_shard\n")[1].split("\n### ")[0]
+    assert "```python\nfully_shard(\n    module: M,\n    *,\n" in shard
+    assert "mp_policy: MixedPrecisionLike = MixedPrecision()," in shard
+    assert "- `units`: a policy" in shard and "**Raises**" in shard and "```pycon\n>>> " in shard
+    assert text.count("```pycon") >= len(names) - 20
+    assert not re.search(r"(?<!`)``(?!`)", text) and text.count("```") % 2 == 0
 
 
 def test_readme_is_short() -> None:
