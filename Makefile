@@ -1,5 +1,5 @@
-# make demo | test | test-models | lint | docs | bench | conformance | wheel | clean: needs python3 >= 3.10
-# and nothing else.
+# make demo | test | test-models | lint | docs | bench | conformance | faults | wheel | clean: needs
+# python3 >= 3.10 and nothing else.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -18,7 +18,7 @@ RECIPES := $(VENV)/recipes
 DOCS := $(VENV)/.docs
 EMPTY := build/empty
 
-.PHONY: demo test test-models lint docs bench conformance wheel clean
+.PHONY: demo test test-models lint docs bench conformance faults wheel clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
@@ -57,11 +57,15 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 
 bench: $(READY)
-	set -e; for file in benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$file; done
+	set -e; for file in $(filter-out benchmarks/faults.py,$(wildcard benchmarks/*.py)); do OMP_NUM_THREADS=1 $(BIN)/python $$file; done
 
 # Every behaviour in the table, by FSDP1, FSDP2, DDP and this library; about ten minutes.
 conformance: $(READY)
 	$(BIN)/python benchmarks/conformance --save
+
+# Ranks killed, stopped, out of memory and so on under torch's elastic agent; about ten minutes.
+faults: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py --save
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

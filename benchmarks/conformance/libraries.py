@@ -59,11 +59,9 @@ def square(model: Callable[..., Any], x: Tensor) -> Tensor:
 
 
 def _clean(name: str) -> str:
-    return (
-        name.removeprefix("module.")
-        .replace("_fsdp_wrapped_module.", "")
-        .replace("_checkpoint_wrapped_module.", "")
-    )
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 class Library:
@@ -186,6 +184,8 @@ class Fsdp2(Library):
 
     @contextlib.contextmanager
     def gathered(self, model: Any, write: bool = False) -> Any:
+        if write:
+            raise NotApplicable("has no scope that writes back")
         units = [m for m in model.modules() if hasattr(m, "unshard")]
         for unit in units:
             unit.unshard()

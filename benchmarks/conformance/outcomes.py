@@ -48,7 +48,7 @@ EXACT, CLEAR, UNCLEAR, HANG, SILENT, NONE = OUTCOMES = (
 )
 ADVICE = re.compile(
     r"\b(call|calls|use|pass|set|build|wrap|load|keep|choose|make sure|ensure|should|must|please"
-    r"|instead|write|look at|consider|enable|need to|needs to|try|wanted)\b",
+    r"|shard|freeze|instead|write|look at|consider|enable|need to|needs to|try|wanted)\b",
     re.IGNORECASE,
 )
 WAITED = re.compile(r"timed out|timeout|connection closed", re.IGNORECASE)
@@ -151,10 +151,11 @@ def _judge(case: Row, errors: dict[int, RankError], late: bool) -> Seen:
         if error.type == "NotApplicable":
             return Seen(NONE, error.message)
     raised = [error for error in errors.values() if error.type != "Hung"]
+    raised.sort(key=lambda error: error.type == "Died")
     for error in raised:
         names_it = re.search(case.names, error.message, re.IGNORECASE)
         if names_it and ADVICE.search(error.message):
-            return Seen(CLEAR, str(error), late)
+            return Seen(CLEAR, str(error), late and bool(WAITED.search(error.message)))
     if raised and not (late and any(WAITED.search(error.message) for error in raised)):
         return Seen(UNCLEAR, str(raised[0]))
     text = f" ({raised[0]})" if raised else ""

@@ -7,6 +7,7 @@ import collections
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import common
 
@@ -33,23 +34,37 @@ def main() -> int:
         for r in ROWS
         if re.search(options.only, f"{r.run.__module__} {r.run.__name__} {r.key} {r.title}", re.I)
     ]
-    found: dict[str, Found] = {}
+    before = common.RESULTS / "conformance.json"
+    found = _read(before) if options.save and len(chosen) < len(ROWS) else {}
     for case in chosen:
-        seen = {name: _run(case, name) for name in options.libraries}
-        found[case.name] = seen
+        seen = found.setdefault(case.name, {})
+        seen.update({name: _run(case, name) for name in options.libraries})
         print(f"{case.key:8s} {case.title}", flush=True)
-        for name, one in seen.items():
+        for name in options.libraries:
+            one = seen[name]
             print(f"    {name:6s} {one.outcome:14s} {_short(one.text, 400)}", flush=True)
-    report = render(chosen, found)
+    report = render([case for case in ROWS if case.name in found], found)
     print(report.split("\n\n## ")[0])
     if options.save:
         (common.RESULTS / "conformance.md").write_text(report)
         data = {
-            name: {lib: asdict(one) for lib, one in seen.items()} for name, seen in found.items()
+            case.name: {lib: asdict(found[case.name][lib]) for lib in found[case.name]}
+            for case in ROWS
+            if case.name in found
         }
         (common.RESULTS / "conformance.json").write_text(json.dumps(data, indent=1) + "\n")
     ours = [(case, found[case.name]["ours"]) for case in chosen if "ours" in found[case.name]]
     return int(any(seen.outcome in BAD and not case.limit for case, seen in ours))
+
+
+def _read(path: Path) -> dict[str, Found]:
+    """What the last run found, which rows that are not run again keep."""
+    known = {case.name for case in ROWS}
+    return {
+        name: {lib: Seen(**one) for lib, one in seen.items()}
+        for name, seen in json.loads(path.read_text()).items()
+        if name in known
+    }
 
 
 def _run(case: Row, name: str) -> Seen:

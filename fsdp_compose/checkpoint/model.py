@@ -281,7 +281,10 @@ def match(
     values = {names[k]: v for k, v in given.items() if k in names}
     problems = [p for n, v in values.items() if (p := _find_misfit(n, v, current[n])) is not None]
     if strict and missing:
-        problems.append(f"missing keys: {list_names(missing, unexpected)}")
+        names_missing = list_names(missing, unexpected)
+        problems.append(
+            f"missing keys: {names_missing}; pass strict=False to keep these as they are"
+        )
     if strict and unexpected:
         problems.append(f"unexpected keys: {list_names(unexpected, missing or names)}")
     problem: Exception | None = None

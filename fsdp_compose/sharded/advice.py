@@ -136,7 +136,7 @@ def _in_optimizer(name: str) -> str:
         return (
             f"{name} takes all parameters as one vector, so it cannot step a sharded model "
             "(owner_step refuses it, and on local_parameters(model) each rank would search by "
-            "itself); step a model that is not sharded: fsdp_compose.undo(model)."
+            "itself); call fsdp_compose.undo(model) on every rank, and step the plain model."
         )
     if _IS_SUM.search(name):
         return (

@@ -26,6 +26,7 @@ def _demand(holds: bool, otherwise: str) -> None:
 
 @row("U27", "parameter names stay")
 def names(lib: Library) -> None:
+    lib.pick("wraps the model, as it documents", fsdp2=1, ours=1)
     pair = lib.pair(tower)
     found = [n for n, _ in pair.model.named_parameters()]
     _demand(found == [n for n, _ in pair.plain.named_parameters()], f"{found[0]}")
@@ -33,6 +34,8 @@ def names(lib: Library) -> None:
 
 @row("U27", "isinstance(model, its class) and attributes of the model")
 def classes(lib: Library) -> None:
+    lib.pick("wraps the model, as it documents", fsdp2=1, ours=1)
+
     class Named(Tower):
         answer = 42
 

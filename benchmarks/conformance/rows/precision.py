@@ -90,7 +90,9 @@ def kept_precision(lib: Library) -> None:
         fsdp2(model, mp_policy=MixedPrecisionPolicy(param_dtype=low))
     else:
         lib.pick("one dtype; autocast instead", fsdp1=1)
-        model = lib.shard(model, mixed_precision=Mixed1(low, _module_classes_to_ignore=[Watches]))
+        model = lib.shard(
+            model, [model[0]], mixed_precision=Mixed1(low, _module_classes_to_ignore=[Watches])
+        )
     model(data(0).float()).float().sum().backward()
     if seen != [torch.float32]:
         raise Wrong(f"computed in {seen}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 
 from conformance.libraries import Library, Wrong, compare, data, square
-from conformance.models import Tied, Tower, tower
+from conformance.models import Block, Tied, Tower, tower
 from conformance.outcomes import row
 
 
@@ -284,7 +284,7 @@ def no_group(lib: Library) -> None:
 @row("U5 D15", "print the plan: units, memory, collectives")
 def plans(lib: Library) -> None:
     lib.pick("has no plan", ours=1)
-    text = str(fc.plan(tower(), world_size=8, units=lambda fqn, m: fqn.startswith("blocks.")))
+    text = str(fc.plan(tower(), world_size=8, units=fc.wrap.by_class({Block})))
     if "blocks.0" not in text:
         raise Wrong("no such unit")
 

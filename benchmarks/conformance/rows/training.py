@@ -284,7 +284,7 @@ def toggles(lib: Library) -> None:
     pair.check()
 
 
-def _fails(lib: Library, where: str) -> None:
+def _fails(lib: Library, where: str, reset: Any = lambda model: None) -> None:
     pair = lib.pair(tower).train(1)
 
     def loss(model: Any, x: Tensor) -> Tensor:
@@ -304,6 +304,7 @@ def _fails(lib: Library, where: str) -> None:
         loss(pair.model, data(9)).backward()
     if handle is not None:
         handle.remove()
+    reset(pair.model)
     pair.optims[0].zero_grad()
     pair.train(2)
 
@@ -316,6 +317,16 @@ def fails_in_forward(lib: Library) -> None:
 @row("U29 T16", "an exception in backward on every rank, then normal steps")
 def fails_in_backward(lib: Library) -> None:
     _fails(lib, "backward")
+
+
+@row("U29", "the same, with what the library has to be called after it")
+def fails_and_resets(lib: Library) -> None:
+    reset = lib.pick(
+        "has nothing to be called",
+        fsdp2=lambda m: m.reset_iter_state(),
+        ours=lambda m: None,
+    )
+    _fails(lib, "backward", reset)
 
 
 @row("basic", "a sum over all ranks' losses is logged from p.grad's norm")
