@@ -60,7 +60,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, Any]:
-    """The operands with every plain tensor cut as ``spec`` is; refuse what has no one meaning."""
+    """Cut every plain operand as ``spec`` says; refuse what could mean several things."""
     target = kwargs.get("out", args[0] if func in ops.IN_PLACE and args else None)
     if target is not None and not is_sharded(target):
         refuse(func, spec, _INTO_PLAIN, WHOLE_COPY)
@@ -122,7 +122,7 @@ def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As elementwise functions; what ``module.to_empty()`` makes is marked as not written yet."""
+    """As an elementwise function; mark what ``module.to_empty()`` makes as not written yet."""
     out = _elementwise(func, args, kwargs)
     if isinstance(args[0], Parameter) and is_sharded(args[0]) and is_converted_by_module():
         spec = args[0]._shard_spec
@@ -134,9 +134,10 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call over lists of tensors. The usual case, the same specs in each list, is one compare.
+    """Call a function over lists of tensors on the slices.
 
-    Lists compare their items by identity first, and specs have no other equality.
+    Usually each list has slices of the same specs, which one comparison of lists tells: lists
+    compare their items by identity, and specs have no other equality.
     """
     specs: list[ShardSpec] | None = None
     value: Any
@@ -164,7 +165,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _count_write(tensors: list[Tensor]) -> None:
-    """Fused kernels write without counting it, and what is kept gathered goes by the count."""
+    """Count what a fused kernel wrote, as torch does not: units kept gathered look at the count."""
     with raw():
         increment_version(tensors)
 
@@ -174,7 +175,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A foreach call with plain tensors among the sharded, or slices of different specs."""
+    """Call a foreach function with plain tensors among the sharded ones, or with other specs."""
     names = [*range(len(args)), *kwargs]
     values = [*args, *kwargs.values()]
     lists = {name: list(v) for name, v in zip(names, values, strict=True) if _is_list(v)}
@@ -213,7 +214,7 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gradient scaling: an infinity in any rank's slice is found by every rank of its group."""
+    """Unscale gradients; every rank of a group learns of an infinity in any rank's slice."""
     out = _foreach(func, args, kwargs)
     grads, found_inf = args[0], args[1]
     groups = [group for g in grads if is_sharded(g) for group in g._shard_spec.whole_groups]
@@ -223,7 +224,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A reduction of everything: ``max(a, b)`` and what is given a dimension are not."""
+    """Reduce all elements over the group; ``max(a, b)`` is elementwise, a dimension is refused."""
     source = next((k for k in ("input", "self", "x", "A") if k in kwargs), None)
     if source is not None:
         args = (kwargs[source], *args)
@@ -303,9 +304,10 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """No address; to recurrent modules, which may be moved to CUDA, equal ones: not to be joined.
+    """Refuse the address, except to ``RNNBase.flatten_parameters``, which is given 0 for each.
 
-    ``flatten_parameters`` leaves weights alone of which two share an address.
+    It leaves weights alone of which two share an address, so a sharded recurrent module can be
+    moved to CUDA.
     """
     if is_called_by(nn.RNNBase.flatten_parameters):
         return 0
@@ -313,14 +315,14 @@ def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a one-element tensor holds; every rank must ask."""
+    """Return the number that a one-element tensor holds; every rank must ask for it."""
     if args[0]._shard_spec.seen.numel() != 1:
         refuse(func, args[0]._shard_spec, "it has more than one element")
     return func(args[0].full_tensor())
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.new_zeros(size)``: sharded when the size is p's own, else plain."""
+    """Call ``p.new_zeros(size)`` and the like: sharded if the size is p's own, else plain."""
     tensor, *rest = args
     spec = tensor._shard_spec
     if "size" in kwargs:
@@ -338,7 +340,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor of numbers like ``p``; other sharded tensors in it are refused."""
+    """Make a tensor of numbers like ``p``; refuse sharded tensors among the numbers."""
     data = kwargs["data"] if "data" in kwargs else args[1]
     if is_sharded(data):
         refuse(func, data._shard_spec)
@@ -353,7 +355,7 @@ def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Padding by nothing, with which libraries fit a bias to its tied weight."""
+    """Allow padding by nothing, by which libraries fit a bias to its tied weight."""
     tensor = kwargs["input"] if "input" in kwargs else args[0]
     pad = kwargs["pad"] if "pad" in kwargs else args[1]
     if any(pad) or len(pad) % 2:
@@ -362,7 +364,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each complex element is two real ones, so the slice of one is the slice of the other."""
+    """View complex elements as two real ones each: a slice of the one is a slice of the other."""
     spec = args[0]._shard_spec
     if spec.parallel is not None:
         refuse(func, spec, "it is split by tensor parallelism")
@@ -398,7 +400,7 @@ def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """A function of torch or Tensor that a method of ours answers."""
+    """Return a handler that calls the method ``name`` of a sharded tensor."""
     mine = getattr(ShardedTensor, name)
     return lambda func, args, kwargs: mine(*args, **kwargs)
 

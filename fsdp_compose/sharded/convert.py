@@ -1,4 +1,4 @@
-"""How a parameter with its hooks becomes sharded and plain again; the object stays the same."""
+"""Makes a parameter with its hooks sharded, and plain again; the Python object stays the same."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tag_all(tensors: Iterable[Any], specs: Iterable[ShardSpec]) -> None:
 
 
 def untag(tensor: Any) -> Any:
-    """Undo :func:`tag`: the same object, plain again, of the local slice."""
+    """Undo :func:`tag`: the same object is a plain tensor of the local slice again."""
     if type(tensor) in _PLAIN:
         own = tensor.__dict__
         for name in ("_shard_spec", "dtype", "device"):
@@ -61,12 +61,12 @@ def untag(tensor: Any) -> Any:
 
 
 def as_own_file(tensor: Tensor) -> Any:
-    """A detached slice that pickle may store, for a file of this rank alone."""
+    """Return a detached slice that pickle may store, for a file of this rank alone."""
     return tag(to_local(tensor), replace(spec_of(tensor), is_own_file=True))
 
 
 def whole_slice(whole: Tensor, spec: ShardSpec) -> Tensor:
-    """This rank's elements of a plain tensor of the shape that all ranks hold together."""
+    """Cut this rank's elements from a plain tensor of the shape that all ranks hold together."""
     return part_slice(whole if spec.parallel is None else spec.parallel.cut(whole), spec)
 
 
@@ -76,7 +76,7 @@ def take_over_hooks(
     gradient: OrderedDict[int, Any] | None,
     accumulated: OrderedDict[int, Any] | None,
 ) -> None:
-    """Run the hooks in a plain leaf's tables as a sharded parameter's; the tables stay the same."""
+    """Let a plain leaf's hooks run as those of a sharded parameter, in the tables they lie in."""
     if gradient is not None:
         gradient.update({key: sharded_hook(hook, spec) for key, hook in gradient.items()})
         spec.hooks.gradient = gradient
@@ -89,9 +89,9 @@ def take_over_hooks(
 
 
 def open_dtensor(param: Any) -> None:
-    """Let a DTensor parameter be an empty plain tensor underneath, to be tagged; its object stays.
+    """Put an empty plain tensor into a DTensor parameter, which can be tagged then.
 
-    Its gradient must be taken from it before, and its gradient hooks.
+    The Python object stays. Take its gradient and its gradient hooks from it before.
     """
     with raw():
         accumulated = take_leaf_hooks(param)[1]
@@ -102,7 +102,7 @@ def open_dtensor(param: Any) -> None:
 
 
 def close_dtensor(param: Any, part: Tensor, spec: ShardSpec) -> None:
-    """Undo ``open_dtensor`` of an untagged parameter, around ``part``."""
+    """Undo ``open_dtensor``: make an untagged parameter the DTensor around ``part`` again."""
     assert spec.parallel is not None
     with torch.no_grad():
         whole: Any = torch.nn.Parameter(spec.parallel.wrap(part.detach()), param.requires_grad)

@@ -16,8 +16,9 @@ from fsdp_compose.sharded.spec import Hooks, ShardSpec
 class DeferredHook:
     """A post-accumulate hook, in the table that autograd reads.
 
-    The engine delivers it once it has set the gradient. Autograd, which is told None then, calls it
-    before, idly, unless the gradient is one that autograd accumulates itself.
+    The engine calls ``deliver`` once it has set the reduced gradient. Autograd, which got None as
+    the gradient, has called the hook before, and that call does nothing. Only where autograd
+    accumulates a gradient itself (``create_graph``) does its own call run the hook.
     """
 
     def __init__(self, hook: Callable[[Any], None], hooks: Hooks) -> None:
@@ -55,7 +56,7 @@ def listen(param: Tensor, spec: ShardSpec) -> None:
 
 
 def give_back_hooks(spec: ShardSpec) -> Hooks:
-    """The same tables, with the hooks as their owners registered them."""
+    """Return the hooks' tables, with the hooks as their owners registered them."""
     hooks = spec.hooks
     hooks.gradient.update({key: hook.__wrapped__ for key, hook in hooks.gradient.items()})
     hooks.accumulated.update({key: hook.hook for key, hook in hooks.accumulated.items()})

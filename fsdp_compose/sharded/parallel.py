@@ -1,4 +1,4 @@
-"""How what a rank holds is part of a larger tensor, which tensor parallelism split: no shards here.
+"""Where a rank's part lies in a larger tensor that tensor parallelism split; shards come later.
 
 A parameter of a tensor-parallel layer is split, or repeated, over other ranks than those that the
 library shards it over. What one rank would hold without sharding is its *part*; the bucket shards
@@ -97,7 +97,7 @@ class Parallel:
         return part
 
     def assemble(self, part: Tensor) -> Tensor:
-        """The whole plain tensor, from every rank's part; a collective per split."""
+        """Gather the whole plain tensor from every rank's part; one collective per split."""
         for axis in reversed(self.axes):
             if axis.dim is None or axis.group.size == 1:
                 continue
@@ -114,7 +114,7 @@ class Parallel:
         ).copy_(part)
 
     def wrap(self, part: Tensor) -> Tensor:
-        """What a module reads: for a DTensor one around ``part``, differentiable; else ``part``."""
+        """Return what a module reads: ``part``, or a DTensor around it, differentiable."""
         if self.dtensor is None:
             return part
         if part.requires_grad and torch.is_grad_enabled():
@@ -126,7 +126,7 @@ class Parallel:
         return dtensor
 
     def to_plain(self) -> tuple[Any, ...]:
-        """The place in plain data, without the other ranks: what a pickled slice keeps."""
+        """Return the place as plain data without process groups, for a pickled slice."""
         axes = tuple((a.group.rank, a.group.ranks, a.dim, a.sizes) for a in self.axes)
         return tuple(self.shape), self.stride, axes, self.dtensor is not None or self.reads_whole
 

@@ -83,7 +83,7 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def _extreme_over(vector: Tensor, op: str, group: Group, purpose: str) -> Tensor:
-    """The largest or smallest over the ranks, NaN where one is, which a maximum may lose."""
+    """Take the largest or smallest over the ranks; NaN where one is, which a maximum may lose."""
     vector = vector.detach()
     if not vector.is_floating_point() and op == "min":
         return ~reduce_alike(~vector, group, "max", purpose)
@@ -105,7 +105,7 @@ def _plain(dim: Any, keepdim: bool) -> bool:
 
 
 def _over_all(reduce: Callable[[Tensor, ShardSpec], Tensor]) -> Reduction:
-    """``reduce`` of all elements, in the dtype asked for; over some dimensions it is not known."""
+    """Let ``reduce`` run on all elements in the dtype asked for; refuse a dimension."""
 
     def over_all(
         local: Tensor,
@@ -158,7 +158,7 @@ def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
 
 
 def _limit(local: Tensor, op: str) -> Tensor:
-    """What no element changes: the least value for a maximum, the greatest for a minimum."""
+    """Return what changes no result: the least value for a maximum, the greatest for a minimum."""
     if local.dtype == torch.bool:
         value: float = op == "min"
     elif local.is_floating_point():
@@ -247,7 +247,7 @@ def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
 
 
 def _combine_norms(norms: Tensor, order: float, groups: tuple[Group, ...], what: str) -> Tensor:
-    """The norm of the whole from the norms of its slices."""
+    """Combine the norms of slices into the norm of the whole."""
     for group in groups:
         if group.size > 1:
             norms = _norms_over(norms, order, group, what)

@@ -62,7 +62,7 @@ class Residence:
 
     ``moved``: a parameter's storage was replaced (``p.data = x``, ``module.to(dtype)``).
     ``emptied``: ``module.to_empty()`` replaced it, by memory that nobody has written.
-    ``lent``: plain tensors over a parameter's slice were handed out.
+    ``is_shared``: plain tensors over a parameter's slice were handed out.
     ``written``: counts the times ``p.data`` gave out an alias whose writes autograd does not see.
     ``is_hooked``: a hook was registered on one of its parameters.
     """
@@ -159,13 +159,13 @@ class ShardSpec:
 
     @property
     def lengths(self) -> list[int]:
-        """Elements that each rank of the group holds."""
+        """How many elements each rank of the group holds."""
         cuts = (_cut(self.offset, self.numel, self.shard_numel, r) for r in range(self.group.size))
         return [stop - start for start, stop in cuts]
 
     @property
     def held(self) -> str:
-        """What this rank holds, for messages."""
+        """Say what this rank holds, for errors."""
         what = f"elements {self.start}..{self.stop}" if self.stop > self.start else "no elements"
         if self.parallel is None or not self.parallel.splits:
             return f"{what} of shape {tuple(self.shape)}"
@@ -187,7 +187,9 @@ def _cut(offset: int, numel: int, shard_numel: int, rank: int) -> tuple[int, int
 def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: str = "") -> NoReturn:
     """Raise D1 for a function that cannot work on the slice of ``spec``; D9 if DTensor calls it.
 
-    ``instead`` says what to call, where that does not follow from ``func`` and from who calls it.
+    Args:
+        why: what is wrong beyond that it needs the whole.
+        instead: what to call, where that does not follow from ``func`` and from who calls it.
     """
     if is_called_by_dtensor():
         raise ShardedWeightError(

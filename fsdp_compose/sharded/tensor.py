@@ -1,8 +1,9 @@
 """The classes of sharded tensor, and how a plain slice becomes one.
 
-Classes are switched by ``__class__``, so a parameter stays the same Python object. What a method
-or property here answers is answered without ``__torch_function__``, which is four times as slow:
-these are what optimizers read for every tensor in every step. The rest goes through ``HANDLERS``.
+A tensor becomes sharded by a change of its ``__class__``, so a parameter stays the same Python
+object. The methods and properties here answer without ``__torch_function__``, which takes four
+times as long: optimizers read them for every tensor in every step. All else goes through
+``HANDLERS``.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ HANDLERS: dict[Callable[..., Any], Handler] = {}
 
 
 class _Cached:
-    """An attribute that is read once and then found in the instance's own dictionary.
+    """An attribute that is read from torch once, and kept in the instance's own dictionary.
 
-    Optimizers read dtype and device of every tensor in every step; ``set_local`` forgets them.
+    Optimizers read dtype and device of every tensor in every step. ``set_local`` removes what was
+    kept, since another slice may have another dtype or device.
     """
 
     def __init__(self, name: str) -> None:
@@ -145,14 +147,14 @@ class _Sharded(TorchState):
 
     @property
     def data(self) -> Tensor:
-        """The slice, outside autograd; what is written through it is not counted by torch."""
+        """The slice, outside autograd; torch does not count what is written through it."""
         if self._is_parameter:
             self._shard_spec.residence.written += 1
         return tag(call_raw(_data_get, (), (self,)), self._shard_spec)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """A slice takes the place of the slice; whoever holds the former one keeps its values."""
+        """Another slice takes this one's place; tensors over the former memory keep its values."""
         spec, mine = self._shard_spec, to_local(self)
         local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
         if not (self._is_parameter or is_sharded(value)) and local.dtype == mine.dtype:
@@ -276,10 +278,10 @@ class _Sharded(TorchState):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A slice and the place it has in the whole; what is unpickled knows it is a slice.
+        """Pickle the slice and its place in the whole, so that what is unpickled is a slice too.
 
         Raises:
-            ShardedWeightError: nobody asked for this rank's own slice, by ``kind="local"``.
+            ShardedWeightError: the slice was not asked for as such, by ``kind="local"``.
         """
         spec, local = self._shard_spec, to_local(self)
         if not spec.is_own_file:
@@ -303,7 +305,7 @@ class ShardedParameter(_Sharded, torch.nn.Parameter):  # type: ignore[misc, over
 
 
 class _Part:
-    """What tensor parallelism gave this rank, of which it holds a slice; to be written whole."""
+    """A rank's part of a tensor-parallel parameter, as one tensor that can be written."""
 
     def __init__(self, param: Any) -> None:
         self.param = param
@@ -313,9 +315,9 @@ class _Part:
 
 
 class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
-    """A slice of a parameter that is a DTensor, and stays one: mesh and placements are as before.
+    """A slice of a DTensor parameter, which stays a DTensor with the same mesh and placements.
 
-    Underneath it is a plain tensor, which autograd and optimizers handle at their usual speed.
+    Its memory is that of a plain tensor, which autograd and optimizers handle at their usual speed.
     """
 
     __slots__ = ()  # what a class must have in common with DTensor to take its place
@@ -349,7 +351,7 @@ def spec_of(tensor: Tensor) -> ShardSpec:
 
 
 def tag(tensor: Any, spec: ShardSpec) -> Any:
-    """Make this 1-D local slice a sharded tensor, or this Parameter of one a sharded parameter."""
+    """Make a 1-D local slice a sharded tensor, or a Parameter over one a sharded parameter."""
     tensor._shard_spec = spec
     if type(tensor) is Tensor:
         tensor.__class__ = ShardedTensor
@@ -364,7 +366,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
-    """Give a sharded tensor another slice: what ``.data = local`` does to a plain tensor."""
+    """Give a sharded tensor another slice, as ``.data = local`` gives a tensor other memory."""
     call_raw(_data_set, (), (tensor, local))
     tensor.__dict__.pop("dtype", None)
     tensor.__dict__.pop("device", None)
@@ -376,7 +378,7 @@ def is_sharded_parameter(tensor: object) -> bool:
 
 
 def gather_part(tensor: Tensor) -> Tensor:
-    """What this rank holds without sharding, detached: of a DTensor its local tensor."""
+    """Gather what this rank would hold without sharding, detached; of a DTensor its local part."""
     spec, local = spec_of(tensor), to_local(tensor)
     if spec.group.size == 1:
         flat = local.clone()
@@ -386,9 +388,9 @@ def gather_part(tensor: Tensor) -> Tensor:
 
 
 def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
-    """This rank's elements of a plain tensor that broadcasts to the shape the parameter reads as.
+    """Cut this rank's elements from a plain tensor that broadcasts to the shape it reads as.
 
-    Of a DTensor parameter also those of another DTensor on its mesh.
+    For a DTensor parameter, ``full`` may be another DTensor on its mesh.
     """
     if spec.parallel is not None and spec.reads_whole:
         full = spec.parallel.cut(full)
@@ -396,7 +398,7 @@ def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
-    """This rank's elements of what it holds without sharding."""
+    """Cut this rank's elements from what it would hold without sharding."""
     order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
     flat = full.expand(spec.shape).permute(order).reshape(-1)
     return flat[spec.start : spec.stop]
@@ -405,7 +407,7 @@ def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
 def sharded_hook(
     hook: Callable[[Tensor], Tensor | None], spec: ShardSpec
 ) -> Callable[[Tensor], Tensor | None]:
-    """A gradient hook that is given a sharded gradient and may return that or a whole one.
+    """Wrap a gradient hook: it is given the sharded gradient, and may return such or a whole one.
 
     ``__wrapped__`` is the hook itself, for a parameter that becomes plain again.
     """
@@ -436,7 +438,7 @@ def _build(cls: type, local: Tensor, spec: ShardSpec, requires_grad: bool) -> An
 def rebuild_sharded(
     local: Tensor, requires_grad: bool, is_parameter: bool, place: Any, where: Any
 ) -> Any:
-    """Unpickle: a slice without its group, on which every reduction and gather raises."""
+    """Build an unpickled slice. It has no group, so every reduction and gather of it raises."""
     fqn, unit, shape, stride, offset = place
     shard_numel, rank, size, *rest = where
     group = Group(None, rank, size, "none", tuple(range(size)))
@@ -464,7 +466,7 @@ def _outline(spec: ShardSpec) -> Tensor:
 
 
 def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:
-    """``value`` as a slice like ``spec``'s: the same slice of another tensor, or of a whole one."""
+    """Return ``value`` as a slice cut as ``spec`` says; a whole tensor is cut first."""
     if is_sharded(value):
         if value._shard_spec is spec or value._shard_spec.key == spec.key:
             return value

@@ -35,7 +35,7 @@ _checked: ContextVar[bool] = ContextVar("fsdp_compose_checked_optimizer_state", 
 
 @contextlib.contextmanager
 def checked_state() -> Iterator[None]:
-    """Scope in which ``Optimizer.load_state_dict`` is given state that is known to fit."""
+    """Open a scope in which ``Optimizer.load_state_dict`` is given state that is known to fit."""
     token = _checked.set(True)
     try:
         yield
@@ -76,7 +76,7 @@ class TorchState(_Base):
         set_class(self, kind)
 
     def is_floating_point(self) -> bool:
-        """As on Tensor; first, ``Optimizer.load_state_dict`` is refused what does not fit."""
+        """As on Tensor; if ``Optimizer.load_state_dict`` asks, refuse state that does not fit."""
         found = value_under_load()
         if found is not None and not _checked.get():
             check_loaded(self._shard_spec, *found)
@@ -92,7 +92,7 @@ class TorchState(_Base):
         return ()
 
     def redistribute(self, device_mesh: Any = None, placements: Sequence[Any] = ()) -> Any:
-        """The whole, for torch's walk; a collective in which all ranks must gather the same."""
+        """Gather the whole for torch's walk; every rank must gather the same parameter."""
         is_whole = all(isinstance(placement, Replicate) for placement in placements)
         if not (is_whole and is_called_by_state_walk()):
             refuse(DTensor.redistribute, self._shard_spec)

@@ -1,4 +1,4 @@
-"""Parameters that a unit's modules got since it was sharded are never quietly left out (D5).
+"""A parameter that a unit's modules got after sharding is never left out silently (D5).
 
 A full look through the modules finds them; it happens at the first forward after anything changed.
 Every other forward compares what the dictionaries of those modules hold with what was seen then.
@@ -82,12 +82,12 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
 
 
 def managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose parameters belong to the unit, with their names in it."""
+    """List the modules whose parameters belong to the unit, with their names in it."""
     return managed_from(unit, *[ref() for ref in unit.modules])
 
 
 def managed_from(unit: Unit, *roots: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
-    """``roots`` and what is inside them, as far as it is not another unit's."""
+    """List ``roots`` and the modules inside them that belong to no other unit."""
     seen: set[int] = set()
     for position, root in enumerate(roots):
         pending = [] if root is None else [(str(position) if len(roots) > 1 else "", root)]
@@ -143,7 +143,7 @@ def _unknown(
 
 
 def remember(unit: Unit) -> None:
-    """What the unit's modules hold now is all right."""
+    """Note what the unit's modules hold now as what they are to hold."""
     modules = [module for _, module in managed(unit)]
     tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
     parents = [children for m in modules if (children := child_slots(m))]

@@ -87,7 +87,7 @@ def is_running(module: nn.Module) -> bool:
 
 
 class _OutOfReach:
-    """What a group has in the place of its process group in a process that was forked off."""
+    """Stands for a group's process group in a forked process, and raises when it is used."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(f"a sharded parameter was gathered or summed {_FORKED}")
@@ -105,7 +105,7 @@ def _note_fork() -> None:
 
 
 class _Refusal:
-    """What ``torch.jit.script`` calls on a unit's module before it looks at anything else."""
+    """Raise; ``torch.jit.script`` calls this on a unit's module before anything else."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
@@ -118,13 +118,13 @@ class _Refusal:
 
 
 def refuse_script(module: nn.Module) -> None:
-    """Let ``torch.jit.script`` of a unit's module, or one around it, say why it cannot be."""
+    """Let ``torch.jit.script`` of a unit's module, or of one around it, raise and say why."""
     once(_watch_forks)
     vars(module).setdefault(SCRIPT_HOOK, _Refusal(get_state(module).unit.name))
 
 
 def allow_script(module: nn.Module) -> None:
-    """Take back what ``refuse_script`` did."""
+    """Undo ``refuse_script``."""
     if isinstance(vars(module).get(SCRIPT_HOOK), _Refusal):
         del vars(module)[SCRIPT_HOOK]
 

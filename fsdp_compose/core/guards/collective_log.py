@@ -1,4 +1,4 @@
-"""Ranks compare what they communicate, so that running different units is an error, not a blend.
+"""Compares what ranks communicate: different units raise, and their weights are never mixed.
 
 Every gather and reduction of a unit is an event of the log of its groups. In the first step, and in
 debug mode in every step, the ranks compare the event before each collective; otherwise a running
@@ -70,7 +70,7 @@ _WRITING = (
 
 
 def code_of(*key: Any) -> int:
-    """A number that is the same on every rank and in every run."""
+    """Return a number that is the same on every rank and in every run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK | 2
 
@@ -90,7 +90,7 @@ Frozen = list[tuple[str, str]]
 
 @dataclass(eq=False)
 class _Pending:
-    """A comparison that the host has not read, and what it compares."""
+    """A comparison whose result the host has not read yet, and what it compares."""
 
     result: torch.Tensor
     mark: Any  # stream mark behind it
@@ -126,13 +126,13 @@ class Log:
     doubts: int = 0  # guesses that are not those of the last comparison
 
     def number_unit(self) -> int:
-        """The number of a new unit, whose first step is compared before each collective."""
+        """Give a new unit its number; its first step is compared before each collective."""
         self.units += 1
         self.is_stepwise, self.is_proven, self.passes = True, False, 0
         return self.units
 
     def note(self, event: Event) -> None:
-        """``event`` is about to communicate.
+        """Note that ``event`` is about to communicate.
 
         Raises:
             RuntimeError: another rank is about to do something else.
@@ -145,7 +145,7 @@ class Log:
         self.hash = (self.hash * _FACTOR + event[0]) & _MASK
 
     def end_step(self, trained: bool) -> None:
-        """A backward, or a forward without one, is over: compare what was done since the last.
+        """After a backward, or a forward without one: compare what was done since the last.
 
         What a CUDA graph captures is not compared: the host cannot read anything until it runs.
 
@@ -205,7 +205,7 @@ class Log:
         self.guesses.append(Guess(weakref.ref(bucket), here, used.bits))
 
     def _check_guesses(self, comparison: _Pending) -> None:
-        """Some rank used other parameters than before: learn what all used.
+        """Learn what all ranks used, since some rank used other parameters than before.
 
         Raises:
             RuntimeError: a guess was wrong; names the parameter.
@@ -235,11 +235,11 @@ class Log:
         return [list(found) for found in zip(*rows, strict=True)]
 
     def epoch(self, group: Group) -> int:
-        """How often the ranks of ``group`` disagreed."""
+        """Count how often the ranks of ``group`` disagreed."""
         return self.epochs.get(group, 0) if self.epochs else 0
 
     def head(self) -> comm.Head:
-        """What this rank has done since the last comparison, and does now."""
+        """Describe what this rank has done since the last comparison, and does now."""
         code = self.events[-1][0] if self.events else 0
         return (code, self.hash, len(self.events), 0, 0, 0, 0, 0)
 
@@ -282,7 +282,7 @@ class Log:
 
 
 class StepDiscarded(RuntimeError):
-    """Some ranks discard the step that this one is in; ``reasons`` has why, by rank, if known."""
+    """Raised where some ranks discard the step; ``reasons`` says why, by rank, if known."""
 
     def __init__(self, told: dict[int, str]) -> None:
         rank, reason = max(told.items(), key=lambda item: bool(item[1]))
@@ -314,7 +314,7 @@ def _unknown(name: str, unit: str, step: int, is_used: bool) -> str:
 
 
 def explain_frozen(step: int, reports: Sequence[tuple[int, Frozen]]) -> str | None:
-    """Which parameters some ranks train and others do not (D17); None where they agree.
+    """Say which parameters some ranks train and others do not (D17); None where they agree.
 
     Args:
         reports: (rank, what it does not train), by rank.
@@ -335,7 +335,7 @@ def explain_frozen(step: int, reports: Sequence[tuple[int, Frozen]]) -> str | No
 
 
 def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
-    """What the ranks did differently first.
+    """Say what the ranks did differently first.
 
     Args:
         reports: (rank, its events since the ranks last agreed), by rank.

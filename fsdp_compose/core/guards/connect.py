@@ -1,4 +1,4 @@
-"""Full tensors that are at hand, connected to the sharded leaves: outside a unit's own forward.
+"""Connects full tensors to the sharded leaves where that is not done by a unit's own forward.
 
 ``Gather`` serves one forward of one unit and knows when its backward begins. Here the tensors may
 be used anywhere, so what they are stored in must stay until the graph that used them is gone; all
@@ -31,14 +31,14 @@ def is_running(unit: Unit) -> bool:
 
 @dataclass(eq=False)
 class Reach:
-    """Where the gradients of full tensors go; it lives as long as a graph that uses them."""
+    """The leaves that gradients of full tensors go to; lives as long as a graph that uses them."""
 
     unit: weakref.ref[Unit]
     trained: tuple[int, ...]  # the unit's entries they are of
 
 
 class Connect(torch.autograd.Function):
-    """Full tensors that are at hand, as functions of the sharded leaves."""
+    """Makes gathered tensors functions of the sharded leaves."""
 
     @staticmethod
     @untraced
@@ -66,7 +66,7 @@ class Connect(torch.autograd.Function):
 
 
 def owners(unit: Unit) -> list[Unit]:
-    """The unit and those whose parameters it borrows."""
+    """List the unit and those whose parameters it borrows."""
     lent = {id(owner_of(entry)) for entry in unit.borrowed}
     others = [u for u in unit.engine.units if any(id(bucket) in lent for bucket in u.buckets)]
     return [unit, *(other for other in others if other is not unit)]
@@ -75,7 +75,7 @@ def owners(unit: Unit) -> list[Unit]:
 def connect(
     units: Sequence[Unit], fulls: dict[Entry, torch.Tensor], reaches: list[Reach]
 ) -> dict[Entry, torch.Tensor]:
-    """``fulls`` with those of trained parameters connected to their leaves, a node per bucket."""
+    """Return ``fulls`` with trained parameters connected to their leaves, a node per bucket."""
     connected = dict(fulls)
     for unit in units:
         for bucket in unit.buckets:

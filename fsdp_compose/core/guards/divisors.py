@@ -11,7 +11,7 @@ from fsdp_compose.core.state import Task, Unit, owner_of, units_with
 
 
 def check_divisors(task: Task) -> None:
-    """Units over different numbers of ranks: only the user knows whose data their gradients see."""
+    """Raise when a backward averaged over different numbers of ranks and no factor was set."""
     found: dict[int, Unit] = {}
     with raw():
         for unit in task.units:
@@ -33,7 +33,7 @@ def check_divisors(task: Task) -> None:
 
 
 def held_by_fewer(entries: Iterable[Entry]) -> list[Entry]:
-    """Those over fewer ranks than others, where the other ranks may hold other parameters.
+    """List the entries over fewer ranks than others, whose other ranks may hold other parameters.
 
     Experts; not what tensor parallelism split, which says so by itself, and not what the user said
     other ranks repeat, by dividing its gradients by the number of its own ranks.

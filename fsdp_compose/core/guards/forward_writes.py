@@ -82,7 +82,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
 
 
 def forget_written(unit: Unit) -> None:
-    """What was written is not for the next forward: it gathers again."""
+    """Let the next forward gather again, since what was written is not meant for it."""
     unit.engine.schedule.drop(unit, Hold.KEPT)
     unit.run.live = None
     for bucket in unit.gathered:
@@ -99,7 +99,7 @@ def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:
 
 
 def leaf_versions_of(unit: Unit) -> list[int]:
-    """How often each parameter's shard was written, by entry."""
+    """Count how often each parameter's shard was written, by entry."""
     return [read_version(entry.param) for entry in unit.entries]
 
 
@@ -132,7 +132,7 @@ def find_lost_copies(unit: Unit, opened: Opened) -> Problem | None:
 
 
 def raise_lost(problem: Problem | None) -> None:
-    """Raise what was found, if anything was.
+    """Raise the error that was found, if there is one.
 
     Raises:
         RuntimeError: the problem.

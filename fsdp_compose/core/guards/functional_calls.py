@@ -132,13 +132,13 @@ def open_functional_call(
 
 
 def close_functional_call(unit: Unit) -> None:
-    """The call is over; the unit's modules hold what was given until the caller takes it back."""
+    """End the call; the unit's modules hold what was given until the caller takes it back."""
     assert unit.opened is not None
     unit.opened = unit.opened.outer
 
 
 def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry, torch.Tensor]:
-    """Full parameters in a buffer of their own, connected to the leaves where grad mode is on."""
+    """Gather full parameters into a buffer of their own, connected to the leaves in grad mode."""
     fulls: dict[Entry, torch.Tensor] = {}
     wanted = set(entries)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry,
 
 
 def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
-    """``found`` with what is sharded in full, gathered once per bucket."""
+    """Return ``found`` with sharded tensors gathered, once per bucket."""
     by_bucket: dict[Bucket, list[int]] = {}
     for index, value in found.items():
         if is_sharded(value):

@@ -39,7 +39,7 @@ from fsdp_compose.core.state import Unit
 
 
 def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
-    """The tensor hook that gathers the unit when backward reaches it."""
+    """Make the tensor hook that gathers the unit when backward reaches it."""
     if unit.checks.trigger is None:
         ref, epoch = weakref.ref(unit), unit.checks.epoch
 
@@ -99,7 +99,7 @@ def _watch(values: Any) -> None:
 
 
 def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
-    """Gather these units, each inside the one before, where backward reaches one of ``tensors``."""
+    """Let backward gather these units, each inside the one before, when it reaches ``tensors``."""
     for unit in units:
         start = opened_at(unit)
         for tensor in tensors:

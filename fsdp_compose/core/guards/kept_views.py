@@ -87,7 +87,7 @@ def guard_attributes(unit: Unit) -> None:
 
 
 def note_users(units: Iterable[Unit]) -> None:
-    """A step of ``units`` is over: have those looked at whose memory has users not seen before.
+    """After a step of ``units``: note those whose memory has users that were not seen before.
 
     Released memory is known by its views, which live on: the library's own, and for as long as a
     graph is kept those in the graph. Any other was kept by somebody from the forward.
@@ -130,7 +130,7 @@ def guard_everywhere(engine: Engine) -> None:
 
 
 def watch_forwards(units: Iterable[Unit]) -> None:
-    """A forward of ``units`` is over: watch what it left, where nothing is known of it yet.
+    """After a forward of ``units``: watch what it left, where nothing is known of it yet.
 
     That is after the first forward, in debug mode, and once a backward began at such a tensor.
     """
@@ -224,7 +224,7 @@ def opened_at(unit: Unit) -> int:
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors there are over its memory."""
+    """Count the tensors over a tensor's memory."""
     storage = tensor.untyped_storage()
     return storage_use_count(storage._cdata) - 1  # ``storage`` itself
 
@@ -235,13 +235,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _storages(units: Iterable[Unit]) -> dict[int, Bucket]:
-    """The buckets whose gathered weights are freed, by their memory."""
+    """Find the buckets whose gathered weights are freed, by their memory."""
     buckets = [b for unit in units for b in unit.gathered if not b.in_place and b.full.numel()]
     return {_storage(bucket.full): bucket for bucket in buckets}
 
 
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
-    """What the library itself holds over that memory."""
+    """List what the library itself holds over that memory."""
     yield from unit.run.live.tensors if unit.run.live is not None else ()
     yield from unit.run.showing or ()
     for bucket in unit.gathered:

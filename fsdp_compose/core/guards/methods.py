@@ -62,7 +62,7 @@ class Method:
     @property
     @untraced
     def __wrapped__(self) -> Callable[..., Any]:
-        """The method itself; ``inspect.signature`` looks here."""
+        """The method itself, where ``inspect.signature`` looks for it."""
         if self.shadowed is not _MISSING:
             found: Callable[..., Any] = self.shadowed
             return found
@@ -101,7 +101,7 @@ class Method:
 def check_methods(
     methods: Sequence[str], modules: Iterable[nn.Module], caller: str = "fully_shard"
 ) -> tuple[str, ...]:
-    """``methods`` without ``"forward"``, each of which is a method of some of ``modules``.
+    """Return ``methods`` without ``"forward"``, after a check that some of ``modules`` have each.
 
     Raises:
         TypeError: ``methods`` is not a sequence of names.
@@ -141,7 +141,7 @@ def check_methods(
 
 
 def _find(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The method of that name, of the instance or the class; None where there is none."""
+    """Find the method of that name in the instance or the class; None where there is none."""
     own = vars(module).get(name)
     if own is not None:
         return own if callable(own) else None
@@ -205,7 +205,7 @@ def register_forward_method(module: nn.Module, *names: str) -> None:
 
 
 def detach_methods(module: nn.Module) -> None:
-    """Give a unit's module its own methods back."""
+    """Give a unit's module back its own methods."""
     values = vars(module)
     for name, method in list(values.items()):
         if isinstance(method, Method):

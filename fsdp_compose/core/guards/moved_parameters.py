@@ -88,7 +88,7 @@ def _require_host(bucket: Bucket, device: torch.device) -> None:
 
 
 def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
-    """Make all buffers again around ``shard``, of another dtype or device, or read in compute."""
+    """Build all buffers again around ``shard``, whose dtype, device or compute dtype is another."""
     mesh, spread, device = bucket.mesh, bucket.spread, shard.device
     if device != bucket.stored.device:
         mesh = Mesh(
@@ -139,7 +139,7 @@ def _convert_gradients(bucket: Bucket) -> None:
 
 
 def moved_before_backward(bucket: Bucket) -> str:
-    """Message: what backward needs to gather is not what forward used."""
+    """Say that what backward needs to gather is not what forward used."""
     names = [entry.spec.fqn for entry in bucket.entries]
     others = f" or others of its {len(names)}" if len(names) > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""Forwards that do not gather their unit as always: in a scope, functional, transformed, stored."""
+"""Forwards that gather in another way than the normal one: in a scope, functional, transformed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _enter_transformed(unit: Unit, module: nn.Module, args: Any, kwargs: Any) ->
 
 
 def _enter_functional(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Tensors of the caller's stand in the place of parameters, for all of them or for some."""
+    """Compute on tensors that the caller gave in the place of some or all parameters."""
     trained = begin_call(unit)
     given = find_given_tensors(unit)
     shown = open_functional_call(unit, given) if given else None
@@ -136,7 +136,7 @@ def _leave_apart(unit: Unit) -> None:
 
 
 def _enter_again(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A call under a transform inside the unit's own forward, on what that reads."""
+    """Compute under a transform inside the unit's own forward, on what that reads."""
     unit.run.calls += 1
     unit.engine.schedule.active.append(unit)
     return cast_inputs(unit, args, kwargs, False)

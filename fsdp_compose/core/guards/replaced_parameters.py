@@ -22,7 +22,7 @@ def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
 
 
 def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
-    """The places of the unit that hold something else than they should between passes."""
+    """List the places of the unit that hold something else than they should between passes."""
     held = resting(unit)
     return [
         place

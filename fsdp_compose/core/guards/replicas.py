@@ -1,4 +1,4 @@
-"""Copies of a parameter on several ranks are compared, so that one edited alone is found.
+"""Compares the copies of a parameter on several ranks, so that an edit of one is found.
 
 Under NO_SHARD every rank holds all parameters, under a hybrid strategy each replica all slices.
 Their gradients are the same, so copies stay equal until somebody writes one of them: an edit that
@@ -69,7 +69,7 @@ def verify_units(units: Iterable[Unit], caller: str) -> None:
 
 
 def _copies(unit: Unit, bucket: Bucket) -> Iterable[tuple[Group, Copies]]:
-    """Groups whose ranks hold copies of parameters of the bucket, and those of this rank."""
+    """List the groups whose ranks hold copies of the bucket's parameters, with this rank's."""
     if bucket.residence.moved:
         renew_bucket(bucket)
     found: dict[Group, list[Entry]] = {}
@@ -87,7 +87,7 @@ def _copies(unit: Unit, bucket: Bucket) -> Iterable[tuple[Group, Copies]]:
 
 
 def groups_of_copies(bucket: Bucket, entry: Entry) -> Sequence[Group]:
-    """The groups whose ranks all hold the elements of ``entry`` that this rank holds."""
+    """List the groups whose ranks all hold the elements of ``entry`` that this rank holds."""
     parallel = entry.spec.parallel
     axes = () if parallel is None else parallel.axes
     groups = [bucket.mesh.replicate, *(axis.group for axis in axes if axis.dim is None)]
@@ -113,7 +113,7 @@ def _difference(mine: Copies, found: list[Copies], group: Group) -> str | None:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit sum over the bytes of ``tensor``, weighted so that permutations differ."""
+    """Return a 64-bit sum over the bytes of ``tensor``, weighted so that permutations differ."""
     return int(sum_bytes(tensor).item()) % (1 << 64)
 
 
@@ -122,7 +122,7 @@ _CHUNK = 1 << 20  # words; what a checksum allocates does not grow with the para
 
 @torch.no_grad()
 def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``checksum``, 0-dim on the tensor's device."""
+    """As ``checksum``, as a 0-dim tensor on the tensor's device."""
     plain = part_of(tensor).detach()
     flat = flatten(plain, storage_order(plain))
     data = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)

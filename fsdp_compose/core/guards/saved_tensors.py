@@ -52,13 +52,13 @@ def shield_weights(unit: Unit) -> None:
 
 
 def unshield(unit: Unit) -> None:
-    """The unit's forward is over."""
+    """End what keeps the weights from the caller's hooks, as the unit's forward is over."""
     unit.run.shield = None
     pop_saved_tensor_hooks()
 
 
 def recover_shields(engine: Engine) -> None:
-    """An interrupt ended forwards without running their hooks: take down what they put up.
+    """Remove the hooks of forwards that an interrupt ended without running their last hooks.
 
     A caller's scope that was left meanwhile removed the innermost hooks, ours in place of its own.
     """

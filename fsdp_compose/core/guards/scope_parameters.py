@@ -1,4 +1,4 @@
-"""Inside a scope a parameter is the same object and whole; its gradient and flags stay its own.
+"""Inside a scope a parameter is the same object and holds the whole; its gradient stays its own.
 
 The object that the user has (``entry.held``) takes the full tensor, and an object of ours takes the
 shard, which goes on being the leaf that autograd reaches (``entry.param``):
@@ -60,7 +60,7 @@ class Layer:
 
 
 class _Whole(_Base):
-    """What a parameter answers while its object holds a full tensor."""
+    """How a parameter answers while its object holds a full tensor."""
 
     __slots__ = ()
 
@@ -136,7 +136,7 @@ class _Whole(_Base):
         return call_raw(_plain.expand_as, (), (self, other))
 
     def retain_grad(self) -> None:
-        """As on any leaf, nothing: gradients of leaves are kept."""
+        """Do nothing, as on any leaf, whose gradient is kept anyway."""
 
     def register_hook(self, hook: Callable[[Any], Any]) -> RemovableHandle:
         """As outside the scope: run on the reduced, sharded gradient."""
@@ -175,7 +175,7 @@ class _Whole(_Base):
 
 
 def _refuse_node(shown: Any) -> NoReturn:
-    """Raise for the idioms by which a leaf's node of the graph is found.
+    """Raise for the calls by which users find a leaf's node of the graph.
 
     Raises:
         ShardedWeightError: naming the parameter.
@@ -189,7 +189,7 @@ def _refuse_node(shown: Any) -> NoReturn:
 
 
 def _ask(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """What ``__torch_function__`` is where ``autograd.grad`` and ``backward`` were given one."""
+    """Answer ``autograd.grad`` and ``backward``, given the parameter, as its shard does."""
     if func in (torch.autograd.grad, torch.autograd.backward):
         return HANDLERS[func](func, args, kwargs or {})
     return NotImplemented
@@ -226,7 +226,7 @@ _classes: dict[type, type] = {nn.Parameter: WholeParameter, DTensor: WholeDTenso
 
 
 def _class_for(entry: Entry) -> type:
-    """The class of the entry's parameter in a scope; also of its own class, if it has one."""
+    """Find the class of the entry's parameter in a scope, which is also of its own class."""
     kind = DTensor if entry.spec.is_dtensor else entry.kind
     if kind not in _classes:
         _classes[kind] = type(kind.__name__, (_Whole, kind), {"__module__": kind.__module__})
@@ -239,7 +239,7 @@ def is_whole(tensor: object) -> bool:
 
 
 def leaf_of(tensor: Any) -> Any:
-    """The shard of a parameter that a scope shows in full; anything else as it is."""
+    """Return the shard of a parameter that a scope shows in full; anything else as it is."""
     return find_entry(tensor).param if isinstance(tensor, _Whole) else tensor
 
 
@@ -263,7 +263,7 @@ def show(entry: Entry, full: Any, layer: Layer) -> None:
 
 
 def as_parameter(full: torch.Tensor) -> nn.Parameter:
-    """Another object over a full tensor, which trains nothing."""
+    """Make another parameter over a full tensor, which is not trained."""
     return nn.Parameter(call_raw(_plain.detach, (), (full,)), False)
 
 
@@ -274,7 +274,7 @@ def new_layer(
 
 
 def hide(entry: Entry, scope: object) -> torch.Tensor | None:
-    """End what ``scope`` shows of the entry; the full tensor, which is the caller's now."""
+    """End what ``scope`` shows of the entry; return the full tensor, now the caller's."""
     _end_rest(entry)
     place = next((i for i, layer in enumerate(entry.layers) if layer.scope is scope), None)
     if place is None:
@@ -301,7 +301,7 @@ def hide(entry: Entry, scope: object) -> torch.Tensor | None:
 
 
 def hide_all(entry: Entry) -> None:
-    """The parameter holds its shard for good: ``undo``."""
+    """End every scope's tensor, so that the parameter holds its shard, for ``undo``."""
     while entry.layers:
         hide(entry, entry.layers[-1].scope)
 
@@ -322,7 +322,7 @@ def set_trained(entry: Entry, value: bool) -> None:
 
 @contextmanager
 def at_rest(entries: Iterable[Entry]) -> Iterator[None]:
-    """Inside, parameters hold their shards, as they do outside every scope."""
+    """Open a scope in which parameters hold their shards, as they do outside all scopes."""
     rested = [entry for entry in entries if rest(entry)]
     try:
         yield
@@ -332,7 +332,7 @@ def at_rest(entries: Iterable[Entry]) -> Iterator[None]:
 
 
 def rest(entry: Entry) -> bool:
-    """Let the parameter hold its shard, until ``end_rests``; whether it did not."""
+    """Let the parameter hold its shard until ``end_rests``; False if it does already."""
     if not entry.layers or entry.param is entry.held:
         return False
     _turn(entry)
@@ -358,7 +358,7 @@ def _turn(entry: Entry) -> None:
 
 
 def _exchange(first: Any, second: Any) -> None:
-    """Let two objects hold each other's tensor; classes, attributes and references stay."""
+    """Exchange the tensors of two objects; their classes, attributes and references stay."""
     with raw():
         if isinstance(first, DTensor):
             swap_dtensor_slots(first, second)

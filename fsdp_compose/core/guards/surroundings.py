@@ -1,4 +1,4 @@
-"""Trainable parameters beside sharded ones that are in no unit are an error, not a drift (D18).
+"""Raises for trainable parameters in no unit beside sharded ones: ranks would differ (D18).
 
 Nothing reduces their gradients, so every rank would train them on its own data. A unit has no link
 to the model around it: the first forward finds that on the stack, as the outermost module whose
@@ -76,7 +76,7 @@ def check_surroundings(module: nn.Module, caller: str) -> None:
 
 
 def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
-    """Names of trainable parameters that no unit has or was told to ignore."""
+    """List the names of trainable parameters that no unit has or was told to ignore."""
     known = {(id(values), name) for unit in units for values, name, _ in unit.links.places}
     pending = [("", module)]
     seen: set[int] = set()

@@ -10,7 +10,7 @@ from fsdp_compose.core.state import Unit, find_state, iter_units
 def require_units(
     module: nn.Module, caller: str, recurse: bool = True, advice: str = ""
 ) -> list[Unit]:
-    """The units of ``module`` and its submodules; without ``recurse`` the module's own alone.
+    """Find the units of ``module`` and its submodules; without ``recurse`` only its own.
 
     Raises:
         ValueError: there is none; it ends with ``advice``.

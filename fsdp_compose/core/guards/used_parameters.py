@@ -19,7 +19,7 @@ from fsdp_compose.core.state import unit_of
 
 
 def unite_early(bucket: Bucket, used: Flags) -> None:
-    """Ahead of a reduction: what does not travel with its data, which unites the rest."""
+    """Learn before a reduction which entries any rank used, where its data cannot carry that."""
     log, switches = bucket.users.caller, unit_of(bucket).switches
     if not isinstance(log, Log):
         return
@@ -52,5 +52,5 @@ def _unite(log: Log, bucket: Bucket, used: Flags, groups: list[Group]) -> None:
 
 
 def is_known_at_once(bucket: Bucket, groups: list[Group]) -> bool:
-    """Whether asking the ranks of ``groups`` stalls no accelerator."""
+    """Whether ranks of ``groups`` can be asked without stalling an accelerator."""
     return bucket.mesh.device.type == "cpu" or all(map(comm.is_point_to_point, groups))

@@ -30,7 +30,7 @@ def check_lent(unit: Unit, bucket: Bucket) -> None:
 
 
 def find_difference(bucket: Bucket) -> Entry | None:
-    """An entry of whose gathered values this rank's part is not that of its shard any more."""
+    """Find an entry whose gathered values differ from this rank's shard."""
     if bucket.in_place or bucket.mp.gather_codec is not None:
         return None  # the same memory; or not exactly what the shard holds
     if bucket.phase is not Phase.GATHERED or bucket.residence.moved:
@@ -49,12 +49,12 @@ def find_difference(bucket: Bucket) -> Entry | None:
 
 
 def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, as NaN is not equal to itself."""
+    """Whether two tensors are equal bit for bit, as NaN is not equal to itself."""
     return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def stamp_of(bucket: Bucket) -> object:
-    """Changes whenever a parameter of the bucket is written, in whatever way autograd can see.
+    """Return what changes whenever a parameter is written in a way that autograd can see.
 
     A parameter whose ``.data`` was handed out can be written unseen, so its stamp never repeats.
     """
@@ -66,14 +66,14 @@ def stamp_of(bucket: Bucket) -> object:
 
 
 def versions_of(bucket: Bucket) -> tuple[int, ...]:
-    """How often the shard, then each of its parameters, was written in a way autograd can see."""
+    """Count the writes that autograd can see, to the shard and then to each of its parameters."""
     with raw():
         version = bucket.history.earlier + bucket.stored._version
         return (version, *[entry.param._version for entry in bucket.entries])
 
 
 def read_versions(unit: Unit) -> list[tuple[int, ...]]:
-    """Versions of the weights that the unit's modules read now, by bucket."""
+    """Return the versions of the weights that the unit's modules read now, by bucket."""
     return [versions_of(b) if b.in_place else b.fill.versions for b in unit.gathered]
 
 
