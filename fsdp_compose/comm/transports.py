@@ -246,3 +246,9 @@ def transport_of(group: Group) -> Transport:
     if not is_point_to_point(group):
         return AT_ONCE
     return PAIRS if segments_of(group) is None else ON_HOST
+
+
+def count_shared(group: Group) -> int:
+    """How many other ranks of the group this one reads the memory of, as they share its host."""
+    segments = None if group.pg is None else segments_of(group)
+    return 0 if segments is None or transport_of(group) is not ON_HOST else len(segments.peers)

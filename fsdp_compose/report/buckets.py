@@ -13,6 +13,7 @@ from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm.messages import is_point_to_point
+from fsdp_compose.comm.transports import count_shared
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.layout.matrix_work import whole_owners
 
@@ -36,8 +37,8 @@ class PlannedBucket:
         spread: ranks that share it between forward and backward, where fewer than ``ranks`` do.
         in_place: parameters in compute are the shard itself, and nothing is gathered.
         point_to_point: gradients arrive as one contribution of every rank, summed on arrival.
+        read_in_place: ranks whose contribution is read where it lies, as they share a host.
         encoded_bytes: of a rank's shard in a gather, as a codec sends it; None: as it is.
-        decodes_late: what was gathered is decoded when it is waited for, not at once.
         on_host: shards, gradients and optimizer state are in host memory.
         device_copy: of on_host shards, a copy in the compute dtype stays on the device.
         owned: (rank, work) of each tensor that is never cut; see ``layout.matrix_work``.
@@ -59,8 +60,8 @@ class PlannedBucket:
     spread: int | None
     in_place: bool
     point_to_point: bool
+    read_in_place: int
     encoded_bytes: int | None
-    decodes_late: bool
     on_host: bool
     device_copy: bool
     owned: tuple[tuple[int, int], ...]
@@ -113,7 +114,9 @@ class PlannedBucket:
         """What a reduction under way receives into."""
         ranks = self.gather_ranks
         share = self.flat_bytes // ranks
-        return share * (ranks - 1) if self.point_to_point else share * (ranks > 1)
+        if self.point_to_point:
+            return share * (ranks - 1 - self.read_in_place)
+        return share * (ranks > 1)
 
     @property
     def staged_bytes(self) -> int:
@@ -198,8 +201,8 @@ def _describe_layout(
         "replicas": mesh.replicate.size // fused,
         "fused": fused,
         "point_to_point": is_point_to_point(mesh.shard),
+        "read_in_place": count_shared(mesh.gather_axis) if isinstance(bucket, Bucket) else 0,
         "encoded_bytes": None if codec is None else encoded_nbytes(codec, numel, storage),
-        "decodes_late": mesh.device.type == "cpu",
         "on_host": offload.shards and mesh.device.type != "cpu",
         "device_copy": offload.optimizer and not offload.params,
         "owned": tuple(whole_owners(bucket.layout)),

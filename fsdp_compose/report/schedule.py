@@ -157,8 +157,8 @@ class _Ledger:
                 if self._is_encoded(i):
                     self.is_encoded[i] = True
                     self.change(encoded=self.buckets[i].encoded_buffer_bytes)
-                    if not self.buckets[i].decodes_late:
-                        self._decode(i)
+                    if not self.buckets[i].point_to_point:
+                        self._decode(i)  # at once, in the order of the stream
 
     def _is_encoded(self, i: int) -> bool:
         """Whether a gather reads what a codec makes of the shards, not what was kept of them."""

@@ -154,6 +154,27 @@ def test_no_event_of_backward_takes_more_than_fsdp2(name: str, strategy: str) ->
         assert planned <= max(ours.most) <= 1.02 * planned
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_ranks_of_a_host_take_less_than_fsdp2(strategy: str) -> None:
+    """They read gradients where they lie: below from the first reduction on, and as planned."""
+
+    def ranks(rank: int) -> None:
+        build, data = MODELS["words"]
+        mesh, is_kept = init_device_mesh("cpu", (2,)), strategy not in RELEASED
+        model = seeded(build).float()
+        units = wrap.by_class({Block})
+        fully_shard(model, units=units, strategy=ShardingStrategy[strategy], mesh=mesh)
+        ours = timeline(model, data())
+        theirs = timeline(shard_by_fsdp2(seeded(build).float(), mesh, not is_kept), data())
+        assert ours.names == theirs.names and max(ours.most) < 0.92 * max(theirs.most)
+        heads = 1024  # what ranks tell each other ahead of data
+        assert all(a <= b + heads for a, b in zip(ours.most, theirs.most))
+        planned = plan(model).memory.backward.total
+        assert planned <= 1.02 * max(ours.most) and max(ours.most) <= 1.02 * planned
+
+    run_ranks(ranks)
+
+
 class Mirrored(torch.autograd.Function):
     """Multiplies, with a gradient of the weight that lies in the weight's own memory."""
 
