@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fsdp_compose import ShardingStrategy
 from fsdp_compose.base.process import here
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     SHARDS,
     WIDTH,
@@ -63,7 +63,7 @@ def test_checkpointing_under_each_strategy(where: str, reentrant: bool) -> None:
             shard = lambda m: by_block(m, strategy=strategy)  # noqa: E731
             Twin(rank, 2, lambda: Checkpointed(where, reentrant), shard).train(steps=2)
 
-    run_ranks(ranks)
+    simulate_ranks(ranks)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])

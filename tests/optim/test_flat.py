@@ -30,7 +30,7 @@ from fsdp_compose.optim.plain_parameters import (
 from fsdp_compose.sharded import to_local
 
 from flat_ways import OPTIMIZERS, WAYS, twin, ways
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     Block,
     Tower,
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_equals_the_plain_model(world: int, make: str, way: str) -> None:
-    run_ranks(lambda rank: twin(rank, world, way, make).train(steps=4), world)
+    simulate_ranks(lambda rank: twin(rank, world, way, make).train(steps=4), world)
 
 
 @ways
@@ -62,7 +62,7 @@ def test_training_under_each_strategy(strategy: str, way: str) -> None:
         shard = lambda m: by_block(m, strategy=ShardingStrategy[strategy])  # noqa: E731
         twin(rank, 2, way, shard=shard).train(steps=3)
 
-    run_ranks(ranks)
+    simulate_ranks(ranks)
 
 
 @ways
@@ -71,7 +71,7 @@ def test_training_with_the_optimizer_on_the_host(way: str) -> None:
         offload = Offload(optimizer=True, pin_memory=False)
         twin(rank, 2, way, shard=lambda m: by_block(m, offload_policy=offload)).train()
 
-    run_ranks(ranks)
+    simulate_ranks(ranks)
 
 
 class _Kernels(TorchDispatchMode):
@@ -111,7 +111,7 @@ def test_an_offloaded_step_is_one_pass(offload: dict[str, bool]) -> None:
         ran = [kernel for kernel in kernels.found if "record_function" not in kernel[0]]
         assert ran == [("_foreach_add_", len(flat)), ("_fused_adamw_", len(flat))]
 
-    run_ranks(ranks)
+    simulate_ranks(ranks)
 
 
 @ways
@@ -120,7 +120,7 @@ def test_training_under_checkpointing(reentrant: bool, way: str) -> None:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().mean()
 
-    run_ranks(lambda rank: twin(rank, 2, way).train(forward))
+    simulate_ranks(lambda rank: twin(rank, 2, way).train(forward))
 
 
 class Mixed(nn.Module):

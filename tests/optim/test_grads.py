@@ -28,7 +28,7 @@ from fsdp_compose.scopes.switches import (
 )
 from fsdp_compose.scopes.unshard import reduce_grads
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     WIDTH,
     Tower,
@@ -104,7 +104,7 @@ def test_norms_and_clipping_equal_one_process(shard: Shard, world: int) -> None:
             twin.step()
             twin.check()
 
-    run_ranks(check, world)
+    simulate_ranks(check, world)
 
 
 def test_a_large_limit_changes_nothing() -> None:
@@ -169,7 +169,7 @@ def test_mixed_dtypes_and_plain_parameters(world: int, order: float) -> None:
             if q.grad is not None:
                 torch.testing.assert_close(whole(p.grad), (q.grad * scale).to(q.grad.dtype))
 
-    run_ranks(check, world)
+    simulate_ranks(check, world)
 
 
 def test_one_all_reduce_per_group() -> None:
@@ -260,7 +260,7 @@ def test_accumulate_equals_one_large_batch(
             twin.step()
         twin.check()
 
-    run_ranks(check, world)
+    simulate_ranks(check, world)
 
 
 @cells
@@ -290,7 +290,7 @@ def test_open_accumulation_is_reduced_at_last(shard: Shard, world: int, how: str
             twin.step()
         twin.check()
 
-    run_ranks(check, world)
+    simulate_ranks(check, world)
 
 
 def test_what_accumulation_communicates() -> None:

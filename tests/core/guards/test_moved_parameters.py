@@ -15,7 +15,7 @@ from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, undo
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.sharded import is_sharded
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     EVERY_SHARD,
     Block,
@@ -94,7 +94,7 @@ def test_training_goes_on_as_that_of_the_plain_module(name: str, shard: str, wor
         assert {a.dtype for u in units(pair.model) for a in u.links.aliases} == kinds
         assert not any(b.residence.moved for u in units(pair.model) for b in u.buckets)
 
-    run_ranks(ranks, world)
+    simulate_ranks(ranks, world)
 
 
 def copy_sharing(model: nn.Module) -> nn.Module:
