@@ -79,8 +79,9 @@ $(READY): pyproject.toml
 	  || $(BIN)/python -m ensurepip >/dev/null 2>&1 \
 	  || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) \
 	  || { echo "$(PYTHON) has no working venv module; on Debian: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -c '$(KEEP)' 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install -e ".[dev,demo,safetensors]"
+	@echo "installing torch and what the tests and the demo need into $(VENV)"
+	@$(BIN)/python -c '$(KEEP)' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet -e ".[dev,demo,safetensors]"
 	touch $@
 
 $(DOCS): $(READY)

@@ -15,6 +15,7 @@ that all nodes must share.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import platform
@@ -40,6 +41,7 @@ from fsdp_compose import (
     fully_shard,
     load_checkpoint,
     save_checkpoint,
+    save_full,
     state_dict,
     wrap,
 )
@@ -225,11 +227,21 @@ def load_training(run: Run, folder: Path) -> None:
     run.step = load_checkpoint(folder, run.model, run.optimizer)["step"]
 
 
-def load_exported(path: Path) -> GPT:
-    """A plain GPT from an exported file: nothing in it or here knows that it was sharded."""
-    saved = torch.load(path, weights_only=True)
-    model = GPT(GPTConfig(**saved["config"]))
-    model.load_state_dict(saved["model"])
+def load_exported(folder: Path) -> GPT:
+    """A plain GPT from safetensors, read with the standard library and torch alone."""
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")  # where the numbers begin
+    weights = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        if name != "__metadata__":
+            assert entry["dtype"] == "F32", entry
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            flat = torch.frombuffer(
+                raw, dtype=torch.float32, offset=begin, count=(end - begin) // 4
+            )
+            weights[name] = flat.view(entry["shape"])
+    model = GPT(GPTConfig(**json.loads((folder / "config.json").read_text("utf-8"))))
+    model.load_state_dict(weights)
     return model
 
 
@@ -306,9 +318,9 @@ class History:
 def train(
     run: Run, batches: Batches, corpus: Corpus, until: int, history: History, bar: Progress
 ) -> None:
-    """Takes training steps until ``run.step`` is ``until``, and evaluates five times a run."""
+    """Takes training steps until ``run.step`` is ``until``, and evaluates twelve times a run."""
     rows = 4 * batches.rows // run.world.size  # nothing is kept for backward, so more fit
-    every = max(1, run.recipe.steps // 5)
+    every = max(1, run.recipe.steps // 12)
     show_every = 1 if run.world.device.type == "cpu" else 10  # reading a loss waits for the GPU
 
     def evaluate() -> None:
@@ -409,19 +421,19 @@ def check_resume(run: Run, batches: Batches, folder: Path) -> Check:
 
 @torch.no_grad()
 def check_export(run: Run, held_out: Tensor, path: Path) -> Check:
-    """Exports the full weights to one plain file and compares the logits of a plain GPT."""
-    weights = run.weights()
+    """Exports the full weights as safetensors and compares the logits of a plain GPT."""
+    save_full(path, run.model)
     inputs = windows(held_out, run.recipe.config.block_size)[0][:2].to(run.world.device)
     run.model.eval()
     logits = run.model(inputs)
     worst = 0.0
     if run.world.rank == 0:
-        torch.save({"config": asdict(run.recipe.config), "model": weights}, path)
+        (path / "config.json").write_text(json.dumps(asdict(run.recipe.config)), "utf-8")
         plain = load_exported(path).to(run.world.device, run.recipe.dtype).eval()
         worst = float((plain(inputs).float() - logits.float()).abs().max())
     worst = run.world.broadcast(worst)
     return Check(
-        f"the exported {path.name} loads into a plain GPT",
+        f"the exported {path.name}/model.safetensors loads into a plain GPT",
         worst <= TOLERANCE[run.recipe.dtype],
         f"largest logit difference {worst:.1e}",
     )
@@ -495,7 +507,34 @@ def report(
         if check.table:
             lines += ["", f"### {check.name[0].upper()}{check.name[1:]}", "", check.table]
     quoted = "\n".join(f"    {line}" for line in text.splitlines())
-    return "\n".join([*lines, "", "## Sample", "", quoted, ""])
+    about = context(run, history)
+    return "\n".join([*lines, "", "## Sample", "", about, "", quoted, ""])
+
+
+def context(run: Run, history: History) -> str:
+    """What a sample of so small a model can be expected to look like."""
+    bits = history.held_out[-1][1] / math.log(2)
+    return (
+        f"After {run.step} steps from random bytes the model needs {bits:.2f} bits for a byte of "
+        f"unseen text ({history.entropy / math.log(2):.2f} by counting bytes alone). It has "
+        "learned letters, short words and markup, and no meaning."
+    )
+
+
+def closing(run: Run, out: Path, checks: Sequence[Check]) -> str:
+    """Five lines: what was shown, and where to look."""
+    kept = sum(check.kept for check in checks)
+    ranks = f"{run.world.size} {'rank' if run.world.size == 1 else 'ranks'}"
+    return "\n".join(
+        (
+            f"{kept} of {len(checks)} checks passed in {time.perf_counter() - START:.0f} s:",
+            f"a GPT, sharded over {ranks}, trained as one process trains it, step by step;",
+            "it went on from its checkpoint bit by bit, and its weights load without this library.",
+            f"{out / 'report.md'} has the figures, {out / 'loss.png'} the curve, {out / 'export'} "
+            "the weights.",
+            "Next: docs/getting-started.md shards a model of your own.",
+        )
+    )
 
 
 def demo(args: argparse.Namespace, world: World) -> int:
@@ -539,7 +578,7 @@ def demo(args: argparse.Namespace, world: World) -> int:
         if world.rank == 0:
             print(text, flush=True)
 
-    exported = args.out / "gpt.pt"
+    exported = args.out / "export"
     checks = []
     for check in (
         lambda: check_learning(history, args.gain),
@@ -551,12 +590,12 @@ def demo(args: argparse.Namespace, world: World) -> int:
         say(f"\n{checks[-1]}" + (f"\n{checks[-1].table}" if checks[-1].table else ""))
     if world.rank == 0:
         text = sample(exported, args.sample, args.seed)
-        say(f"\nA sample:\n{text}\n")
+        say(f"\nA sample. {context(run, history)}\n\n{text}\n")
         if not draw(run, history, args.out / "loss.png"):
             say("matplotlib is not installed: no picture of the losses")
         path = args.out / "report.md"
         path.write_text(report(args, run, history, checks, text), encoding="utf-8")
-        say(f"{path} written after {time.perf_counter() - START:.0f} s")
+        say(closing(run, args.out, checks))
     world.broadcast(None)
     return 0 if all(check.kept for check in checks) else 1
 

@@ -308,7 +308,10 @@ def test_demo_on_two_ranks(tmp_path, dtype):
     report = (tmp_path / "report.md").read_text()
     for part in ("| ranks | 2 (gloo, cpu) |", "unigram entropy", "## Sample", "[ok]"):
         assert part in report
-    assert train_gpt.load_exported(tmp_path / "gpt.pt").config.n_embd == 32
+    assert train_gpt.load_exported(tmp_path / "export").config.n_embd == 32
+    *_, first, _, _, _, last = done.stdout.splitlines()  # the last screen is five lines
+    assert first.startswith("4 of 4 checks passed in ") and "docs/getting-started.md" in last
+    assert report.count("held-out") >= 2 and "bits for a byte of unseen text" in report
 
 
 def test_demo_in_one_process_that_nobody_launched(tmp_path):
