@@ -1,8 +1,13 @@
 """Training step of a small GPT on real ranks: no sharding, DDP, FSDP1, FSDP2 and fsdp_compose.
 
 All sides live in the same processes, start from the same weights, see the same batches and take
-turns, so that the machine's drift touches them alike. A side whose losses leave the reference's
+turns step by step, so that the machine's drift touches them alike: ratios are those of one round,
+and their median is shown. On a CPU each step is measured by the clock and by what its processes
+computed, which other work on the machine disturbs less. A side whose losses leave the reference's
 trains something else, and the run fails.
+
+What sharding adds is a step's time above that of the plain model without communication, as a part
+of what FSDP2 adds to it.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +51,7 @@ class Setting:
     rank: int
     world_size: int
     learning_rate: float
+    microbatches: int  # in a step; gradients are reduced with the last
 
     @property
     def low_precision(self) -> bool:
@@ -142,6 +148,25 @@ BUILDERS: dict[str, Callable[[Setting], nn.Module]] = {
 AUTOCAST = {"local", "DDP"}
 
 
+@contextlib.contextmanager
+def accumulating(model: nn.Module, is_on: bool) -> Iterator[None]:
+    """Scope of a backward whose gradients wait, unreduced, for those of a later one."""
+    if not is_on:
+        yield
+    elif fsdp_compose.is_fully_sharded(model):
+        with fsdp_compose.no_sync(model):
+            yield
+    elif isinstance(model, torch_fsdp.FSDPModule):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    elif isinstance(model, DistributedDataParallel | torch_fsdp.FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
 @dataclass
 class Side:
     """One way to train the model: it owns its weights, its optimizer and its loss history."""
@@ -163,13 +188,19 @@ class Side:
         return cls(name, setting, model, optimizer, setting.batches())
 
     def forward_backward(self) -> None:
+        """The microbatches of a step."""
+        for index in range(self.setting.microbatches):
+            with accumulating(self.model, index < self.setting.microbatches - 1):
+                self.microbatch()
+
+    def microbatch(self) -> None:
         tokens, targets = self.batches[len(self.losses) % BATCHES]
         autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.setting.low_precision and self.name in AUTOCAST:
             autocast = torch.autocast(self.setting.device.type, self.setting.dtype)
         with autocast:
             _, loss = self.model(tokens, targets)
-        loss.backward()
+        (loss / self.setting.microbatches).backward()
         self.losses.append(loss.detach())
 
     def update(self) -> None:
@@ -219,23 +250,27 @@ class Clock:
 def turn(side: Side, steps: int) -> list[float]:
     """``steps`` steps of one side; returns the median ms of a step, its passes, its update.
 
-    Each figure is the slowest rank's.
+    Each is the slowest rank's. The last figure is what a step computes, the mean over the ranks.
     """
     clock = Clock(side.setting.device)
     dist.barrier()
+    started = time.process_time()
     for _ in range(steps):
         clock.mark()
         side.forward_backward()
         clock.mark()
         side.update()
     clock.mark()
+    computed = torch.tensor([(time.process_time() - started) * 1e3 / steps])
+    computed = computed.to(side.setting.device)
     gaps = clock.gaps()
     passes, updates = gaps[0::2], gaps[1::2]
     totals = [sum(pair) for pair in zip(passes, updates, strict=True)]
     figures = [Spread.of(kind).median for kind in (totals, passes, updates)]
     slowest = torch.tensor(figures, device=side.setting.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.tolist()
+    dist.all_reduce(computed)
+    return [*slowest.tolist(), float(computed) / side.setting.world_size]
 
 
 def global_losses(side: Side) -> list[float]:
@@ -268,14 +303,37 @@ def memory_of(name: str, setting: Setting) -> tuple[Memory, Memory] | None:
 
 def times_table(times: dict[str, list[Spread]], tokens: int) -> str:
     rows = []
-    for name, (step, passes, update) in times.items():
+    for name, (step, passes, update, computed) in times.items():
         row = [name, *step.cells(), f"{passes.median:.0f}", f"{update.median:.0f}"]
+        row.append(f"{computed.median:.0f}")
         row.append(f"{tokens / step.median * 1e3:.0f}")
         for other in ("DDP", "FSDP2"):
             row.append(f"{times[other][0].median / step.median:.2f}" if other in times else "")
         rows.append(row)
-    headers = ["side", "step, ms", "min–max", "forward and backward", "optimizer", "tokens/s"]
-    return common.table([*headers, "DDP ÷ side", "FSDP2 ÷ side"], rows)
+    headers = ["side", "step, ms", "min–max", "forward and backward", "optimizer"]
+    headers += ["processor, ms", "tokens/s", "DDP ÷ side", "FSDP2 ÷ side"]
+    return common.table(headers, rows)
+
+
+def added_table(samples: dict[str, list[list[float]]]) -> str:
+    """What each side adds to the local step ÷ what FSDP2 adds, and DDP's step ÷ the side's."""
+    rows = []
+    for name in samples:
+        if name in ("local", "DDP", "FSDP2"):
+            continue
+        row = [name]
+        for figure in (0, -1):
+            steps = {n: [turn[figure] for turn in turns] for n, turns in samples.items()}
+            local, other, mine = steps["local"], steps["FSDP2"], steps[name]
+            added = [(m - x) / (o - x) for m, x, o in zip(mine, local, other, strict=True)]
+            row += Spread.of(added).cells(2)
+            if "DDP" in steps:
+                ratios = [d / m for d, m in zip(steps["DDP"], mine, strict=True)]
+                row += Spread.of(ratios).cells(2)
+        rows.append(row)
+    kinds = ["added ÷ FSDP2's", "min–max", *(["DDP ÷ side", "min–max"] if "DDP" in samples else [])]
+    headers = [f"{kind}, {of}" for of in ("time", "processor") for kind in kinds]
+    return common.table(["side", *headers], rows)
 
 
 def costs_table(
@@ -314,6 +372,7 @@ def setting_for(options: argparse.Namespace, device: torch.device) -> Setting:
         dist.get_rank(),
         dist.get_world_size(),
         options.learning_rate,
+        options.microbatches,
     )
 
 
@@ -328,11 +387,6 @@ def run(options: argparse.Namespace, device: torch.device) -> bool:
         {name: partial(turn, side, options.steps) for name, side in sides.items()},
         options.rounds,
     )
-    times = {
-        name: [Spread.of(figure) for figure in zip(*rounds, strict=True)]
-        for name, rounds in samples.items()
-    }
-
     losses = {name: global_losses(side) for name, side in sides.items()}
     together = [name for name in sides if name != "local"]
     distance: dict[str, float | None] = dict.fromkeys(sides)
@@ -347,32 +401,38 @@ def run(options: argparse.Namespace, device: torch.device) -> bool:
     # Written so that a difference that is not a number fails too.
     strays = [name for name in together if not (distance[name] or 0.0) <= limit]
     if setting.rank == 0:
-        report(options, setting, times, traffic, memory, distance, losses, strays)
+        report(options, setting, samples, traffic, memory, distance, losses, strays)
     return not strays
 
 
 def report(
     options: argparse.Namespace,
     setting: Setting,
-    times: dict[str, list[Spread]],
+    samples: dict[str, list[list[float]]],
     traffic: dict[str, Traffic],
     memory: dict[str, tuple[Memory, Memory] | None],
     distance: dict[str, float | None],
     losses: dict[str, list[float]],
     strays: Sequence[str],
 ) -> None:
+    times = {
+        name: [Spread.of(figure) for figure in zip(*rounds, strict=True)]
+        for name, rounds in samples.items()
+    }
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(setting.config).parameters())
-    tokens = setting.world_size * setting.batch * setting.config.block_size
+    tokens = setting.world_size * setting.batch * setting.config.block_size * setting.microbatches
     shared = [name for name, gap in distance.items() if gap is not None]
     sections = [
         f"GPT of {parameters / 1e6:.1f}M parameters ({setting.config.n_layer} layers, width "
         f"{setting.config.n_embd}, vocabulary {setting.config.vocab_size}), {setting.batch} "
-        f"sequences of {setting.config.block_size} tokens per rank, {setting.world_size} "
+        f"sequences of {setting.config.block_size} tokens per rank and microbatch, "
+        f"{setting.microbatches} microbatches in a step, {setting.world_size} "
         f"{dist.get_backend()} ranks, {options.dtype}, fused AdamW; median over "
         f"{options.rounds} interleaved rounds of {options.steps} steps per side, with the "
         "fastest and slowest round; times are the slowest rank's.",
         times_table(times, tokens),
+        *([added_table(samples)] if {"local", "FSDP2"} <= samples.keys() else []),
         costs_table(traffic, memory, distance),
     ]
     if shared:
@@ -385,7 +445,13 @@ def report(
     if strays:
         sections.append(f"**Trained something else: {', '.join(strays)}.**")
     sections += ["## Machine", common.machine(setting.device)]
-    figures = {"times": times, "distance": distance, "losses": losses, "memory": memory}
+    figures = {
+        "times": times,
+        "samples": samples,
+        "distance": distance,
+        "losses": losses,
+        "memory": memory,
+    }
     common.publish("step_time", options, sections, figures)
 
 
@@ -427,8 +493,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=1, help="threads per process")
     parser.add_argument("--warmup", type=int, default=3, help="untimed SGD steps per side")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps per side and round")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps per side and round")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
+    parser.add_argument("--microbatches", type=int, default=1, help="accumulated in a step")
     parser.add_argument("--sides", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     common.add_output_options(parser)

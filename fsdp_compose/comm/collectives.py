@@ -77,16 +77,35 @@ class ReduceScatter:
         parts, self.contributions = self.contributions, ()
         if len(parts) == 1:
             total = parts[0].to(dtype)
-        elif parts[0].dtype == dtype:
-            received = None if self.release else parts[1 if self.own == 0 else 0]
-            total = torch.add(parts[0], parts[1], out=received)
-        else:
-            total = parts[0].to(dtype).add_(parts[1])
-        for part in parts[2:]:
-            total += part
+            return total if scale == 1.0 else total.mul_(scale)
+        is_spare = self.release is None and parts[0].dtype == dtype
+        received = parts[1 if self.own == 0 else 0]
+        total = received if is_spare else torch.empty_like(received, dtype=dtype)
+        _add_up(parts, total, scale)
         if self.release is not None:
             self.release()
-        return total if scale == 1.0 else total.mul_(scale)
+        return total
+
+
+_IN_CACHE = 1 << 17  # elements
+
+
+def _add_up(parts: Sequence[torch.Tensor], total: torch.Tensor, scale: float) -> None:
+    """Set ``total`` to the sum of ``parts``, in their order, times ``scale``.
+
+    On a CPU piece by piece, so that what is added to has not left the cache.
+    """
+    size = _IN_CACHE if total.device.type == "cpu" else total.numel()
+    for rows in zip(total.split(size), *(part.split(size) for part in parts), strict=True):
+        piece, first, second, *others = rows
+        if first.dtype == piece.dtype:
+            torch.add(first, second, out=piece)
+        else:
+            piece.copy_(first).add_(second)
+        for other in others:
+            piece += other
+        if scale != 1.0:
+            piece.mul_(scale)
 
 
 def _open(
