@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -362,3 +363,20 @@ def test_threads_share_what_torch_has_one_of() -> None:
     before = len(rules.SKIP_DIRS)
     simulate(hidden_graph, 3)
     assert len(rules.SKIP_DIRS) == before
+
+
+def runs_for_ever() -> None:
+    while dist.get_rank() == 0:
+        sum(range(1000))
+    dist.barrier()
+
+
+def test_ctrl_c_ends_every_rank() -> None:
+    """Also one that never communicates; nothing is left running."""
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        simulate(runs_for_ever, 3)
+    timer.join()
+    assert [t for t in threading.enumerate() if t.name.startswith("rank ")] == []
+    assert simulate(dist.get_rank, 2) == [0, 1]
