@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import passes
-from fsdp_compose.optim import step_guard, unaveraged_parameters
+from fsdp_compose.optim import slice_step, step_guard, unaveraged_parameters
 from fsdp_compose.scopes import compile as compiling
 from fsdp_compose.scopes import skippable
-from fsdp_compose.sharded import HANDLERS, reduce
+from fsdp_compose.sharded import HANDLERS, is_sharded, reduce
 
 from harness import RankFailure, run_ranks
 from models import Block, by_block, data, seeded, sgd, square, whole
@@ -143,6 +143,30 @@ def no_numbers() -> None:
     )
 
 
+def _step_once(rank: int, shape: tuple[int, int]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fc.fully_shard(seeded(lambda: nn.Linear(*shape, bias=False)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, shape[0]).to(model.weight.dtype)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def check_state_is_sharded(rank: int) -> None:
+    """What a step on slices makes is known to be slices."""
+    model, optimizer = _step_once(rank, (8, 1))
+    assert is_sharded(optimizer.state[model.weight]["exp_avg"])
+
+
+def check_state_of_another_cut(rank: int) -> None:
+    """State of as many elements as the slice, but other ones, is refused."""
+    (model, optimizer), (_, other) = _step_once(rank, (8, 1)), _step_once(rank, (4, 2))
+    given = next(iter(other.state.values()))["exp_avg"]
+    optimizer.state[model.weight]["exp_avg"] = given
+    with pytest.raises(fc.ShardedWeightError, match="cut differently"):
+        optimizer.step()
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     "zeros for what a compiled graph never used": (give_zeros, check_compiled_unused),
     "own gradients in scopes": (give_own, check_asked_in_scope),
@@ -154,6 +178,13 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     ),
     "plain parts not looked for at clipping": (
         lambda: setattr(unaveraged_parameters, "check_clipped", lambda params: None), check_clip,
+    ),
+    "state of a step on slices not tagged": (
+        lambda: setattr(slice_step, "_tag_state", lambda optimizer: None), check_state_is_sharded,
+    ),
+    "state of another cut taken for the right one": (
+        lambda: setattr(slice_step, "_is_cut_alike", lambda one, other: True),
+        check_state_of_another_cut,
     ),
     "reductions not compared": (no_numbers, check_blend),
     "gradients of a skipped step kept": (

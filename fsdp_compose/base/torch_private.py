@@ -356,9 +356,11 @@ def is_asked_for_node() -> bool:
 
 
 def clipped_parameters() -> Sequence[torch.Tensor] | None:
-    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it asked a tensor of its own class,
-    whose handler is the caller."""
-    frame: FrameType | None = sys._getframe(3)
+    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it called what handles a function of
+    torch for one of our classes, and that calls this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("fsdp_compose."):
+        frame = frame.f_back
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
         params: Any = frame.f_locals.get("parameters")
         if isinstance(params, list | tuple):

@@ -26,7 +26,6 @@ from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, join_buckets
-from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.sharded import HANDLERS, ShardedParameter
 
 
@@ -321,10 +320,7 @@ def _first_nonfinite(params: Params, expert_mesh: DeviceMesh | dist.ProcessGroup
 
 def _join_for_torch(params: Sequence[Any] | None, grads: Any) -> list[Gradient] | None:
     """The gradients that ``torch.nn.utils`` clips, if they are those of whole buckets."""
-    if params is None:
-        return None
-    check_clipped(params)
-    if set(map(type, params)) != {ShardedParameter}:
+    if params is None or set(map(type, params)) != {ShardedParameter}:
         return None
     found, left = join_buckets(params)
     is_all = not left and sum(len(gradient.names) for gradient in found) == len(grads)
