@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import re
 import resource
@@ -35,7 +36,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -249,11 +250,16 @@ def start_agent(
         os._exit(code)
 
 
-def wait_for_jobs(job: Job, agents: list[int]) -> Ended:
-    """Wait for the agents of a job and kill what they left."""
+def wait_for_jobs(job: Job, agents: list[int], ranks_alone: bool = False) -> Ended:
+    """Wait for the agents of a job, or for their ranks alone, and kill what is left of them."""
     start = time.monotonic()
     codes: dict[int, int] = {}
+    ranks_ran = ranks_run = False
     while len(codes) < len(agents) and time.monotonic() - start < PATIENCE:
+        ranks_run = any(set(_session(pid)) - {pid} for pid in agents)
+        ranks_ran = ranks_ran or ranks_run
+        if ranks_alone and ranks_ran and not ranks_run:
+            break
         for pid in set(agents) - set(codes):
             done, code = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -300,7 +306,10 @@ def two_hosts() -> Iterator[list[str] | None]:
 
 
 def hosts(job: Job, restarts: int, namespaces: list[str] | None = None) -> Ended:
-    """Run a job under two agents with a rank each, as on two hosts; the first has the store."""
+    """Run a job under two agents with a rank each, as on two hosts; the first has the store.
+
+    An agent that a link cuts off from its store waits for that long after its rank has ended.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -322,7 +331,7 @@ def hosts(job: Job, restarts: int, namespaces: list[str] | None = None) -> Ended
         }
         name = namespaces[host] if namespaces else ""
         agents.append(start_agent(job, 1, restarts, config, name, host))
-    return wait_for_jobs(job, agents)
+    return wait_for_jobs(job, agents, ranks_alone=job.fault == "link down")
 
 
 def _session(leader: int) -> list[int]:
@@ -476,19 +485,23 @@ def cells(only: str, home: Path, wanted: list[float]) -> Iterator[Cell]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="a pattern in 'fault in place' or 'run_...'")
-    parser.add_argument("--save", action="store_true", help="write results/faults.md")
+    parser.add_argument("--save", action="store_true", help="write results/faults.*; others stay")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="faults-"))
-    found = []
+    path, ended_well = common.RESULTS / "faults.json", True
+    known = [Cell(**one) for one in json.loads(path.read_text())] if path.exists() else []
     for cell in cells(options.only, home, expected_losses(home / "undisturbed")):
-        found.append(cell)
         print(f"{cell.fault} in {cell.place}: {cell.seconds:.1f} s; {cell.said}", flush=True)
         if cell.wrong:
             print(f"    WRONG: {cell.wrong}", flush=True)
+        ended_well = ended_well and not cell.wrong
         if options.save:
-            (common.RESULTS / "faults.md").write_text(render(found))
+            key = cell.fault, cell.place, cell.resumed
+            known = [one for one in known if (one.fault, one.place, one.resumed) != key] + [cell]
+            path.write_text(json.dumps([asdict(one) for one in known], indent=1) + "\n")
+            (common.RESULTS / "faults.md").write_text(render(known))
     shutil.rmtree(home, ignore_errors=True)
-    return int(any(cell.wrong for cell in found))
+    return int(not ended_well)
 
 
 def render(found: list[Cell]) -> str:
@@ -502,7 +515,8 @@ def render(found: list[Cell]) -> str:
         f"Two ranks under torch's elastic agent; the process group's timeout is {TIMEOUT:g} s. "
         "Each job was taken up again from the checkpoint of the step before, and its losses are "
         "those of an undisturbed run to 1e-12. Times are of the whole job, from the start of its "
-        "agent to the end of its last process; the agent gives a stopped rank 30 s.",
+        "agent to the end of its last process; the agent gives a stopped rank 30 s. Where a link "
+        "is down, the time is that of the ranks: the agent that has lost its store waits for that.",
         common.table(headers, rows),
         common.machine(),
         "Command: `make faults`",
