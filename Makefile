@@ -26,6 +26,7 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m "not cuda and not models and not torchtitan"
 	$(MAKE) test-models
+	$(MAKE) docs
 
 test-models: $(MODELS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m models tests/libraries \
@@ -36,8 +37,7 @@ test-models: $(MODELS)
 	then OMP_NUM_THREADS=1 PYTHONPATH=$(TITAN) $(BIN)/python -m pytest -m torchtitan tests/libraries; \
 	else echo "torchtitan cannot be imported here: its tests are left out"; fi
 
-# The site, with warnings as errors. Apart from the test suite, which runs every block of the pages
-# without it: whoever tests does not need mkdocs. Only pip needs a network.
+# The site, with warnings as errors. The blocks of its pages run in the test suite.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "build/site/index.html"
@@ -56,8 +56,10 @@ lint: $(READY)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+# The tables, with machine, versions, command and spread; best on an idle machine.
 bench: $(READY)
-	set -e; for file in $(filter-out benchmarks/faults.py,$(wildcard benchmarks/*.py)); do OMP_NUM_THREADS=1 $(BIN)/python $$file; done
+	set -e; for name in padding host_overhead optimizer_step step_time scale codecs; do \
+	  OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --save; done
 
 # Every behaviour in the table, by FSDP1, FSDP2, DDP and this library; about ten minutes.
 conformance: $(READY)

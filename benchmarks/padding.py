@@ -12,9 +12,12 @@ Run ``python benchmarks/padding.py``; it needs no GPU, no process group and a fe
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Sequence
+
+from common import add_output_options, machine, publish, table
 
 from fsdp_compose.layout.planner import plan_layout
 from fsdp_compose.layout.shards import Extent, Granularity
@@ -78,17 +81,15 @@ def lcm_numel(shapes: Sequence[Shape], world_size: int) -> int:
     return -(-sum(map(math.prod, shapes)) // unit) * unit
 
 
-def print_padding() -> None:
-    """Padding of real shapes, ours against FSDP2's and the row lcm."""
+def padding_table() -> str:
+    """What each granularity, and other libraries' layouts, add to the parameters."""
     models = {
         "gpt2 block": gpt2_block(),
         "gpt2 whole": gpt2(),
         "llama-70b block": llama_70b_block(),
         "moe-128 block": moe_128_block(),
     }
-    columns = ("element", "row", "tensor", "fsdp2", "lcm")
-    print("padding, % of parameter elements")
-    print(f"{'shapes':<16} {'ranks':>6}" + "".join(f"{name:>14}" for name in columns))
+    rows = []
     for name, shapes in models.items():
         total = sum(map(math.prod, shapes))
         for world_size in WORLD_SIZES:
@@ -97,26 +98,41 @@ def print_padding() -> None:
                 for unit in GRANULARITIES
             ]
             sizes += [fsdp2_numel(shapes, world_size), lcm_numel(shapes, world_size)]
-            cells = "".join(f"{100 * (size / total - 1):>14.4f}" for size in sizes)
-            print(f"{name:<16} {world_size:>6}{cells}")
+            cells = [f"{100 * (size / total - 1):.4f}" for size in sizes]
+            rows.append([name, str(world_size), *cells])
+    return table(["shapes", "ranks", "element", "row", "tensor", "FSDP2", "LCM"], rows)
 
 
-def print_times() -> None:
-    """Time to plan 500 transformer-like parameters, mixed granularities included."""
-    shapes = ((llama_70b_block() + moe_128_block() + gpt2_block()) * 14)[:500]
+def times_table(shapes: list[Shape]) -> str:
+    """Time to plan ``shapes``, mixed granularities included."""
     mixes: dict[str, tuple[Granularity, ...]] = {
         "element": (1,),
         "row": ("row",),
         "tensor": ("tensor",),
         "mixed": (1, "row", "tensor", 256),
     }
-    print(f"\nplanning {len(shapes)} parameters, ms (best of 3)")
-    print(f"{'ranks':>6}" + "".join(f"{name:>12}" for name in mixes))
+    rows = []
     for world_size in WORLD_SIZES:
         times = [plan_ms(extents_of(shapes, *mix), world_size) for mix in mixes.values()]
-        print(f"{world_size:>6}" + "".join(f"{ms:>12.1f}" for ms in times))
+        rows.append([str(world_size), *(f"{ms:.1f}" for ms in times)])
+    return table(["ranks", *mixes], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_output_options(parser)
+    options = parser.parse_args()
+    shapes = ((llama_70b_block() + moe_128_block() + gpt2_block()) * 14)[:500]
+    sections = [
+        "Padding, % of parameter elements",
+        padding_table(),
+        f"Planning {len(shapes)} transformer-like parameters, ms (best of 3)",
+        times_table(shapes),
+        "## Machine",
+        machine(),
+    ]
+    publish("padding", options, sections, {})
 
 
 if __name__ == "__main__":
-    print_padding()
-    print_times()
+    main()
