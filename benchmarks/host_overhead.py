@@ -2,7 +2,8 @@
 
 Tiny tensors and the fake process group leave nothing to wait for, so what a sharded side takes
 longer than the plain model is what its hooks, views and dispatch cost the host. Times are CPU
-time of this one-threaded process, which other processes disturb less than they do the wall clock.
+time of this one-threaded process, which other processes disturb less than they do the wall clock;
+instructions are the same in every run. Over gloo, two processes also tell each other what they do.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import common
+import instructions
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+import torch.multiprocessing as mp
 from common import Spread
+from host_models import SIDES, Shape, builders, fsdp2, input_for, ours, plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,7 +35,6 @@ import fsdp_compose
 
 Measurement: TypeAlias = Callable[[], Sequence[float]]
 
-CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
@@ -37,95 +42,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The model that is timed: ``units`` residual blocks of ``linears`` biased linear layers."""
-
-    units: int
-    linears: int
-    width: int
-    batch: int
-    param_dtype: torch.dtype
-
-    @property
-    def low_precision(self) -> bool:
-        return self.param_dtype != torch.float32
-
-
-class Block(nn.Module):
-    """One unit: ``linears`` square layers with bias, so 2·``linears`` parameters."""
-
-    def __init__(self, linears: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(linears)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
-
-
-def blocks(shape: Shape) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(shape.linears, shape.width) for _ in range(shape.units)))
-
-
-def plain(shape: Shape) -> nn.Module:
-    return blocks(shape).to(shape.param_dtype)
-
-
-def fsdp1(shape: Shape, *, use_orig_params: bool) -> nn.Module:
-    precision = None
-    if shape.low_precision:
-        precision = torch_fsdp.MixedPrecision(
-            param_dtype=shape.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
-        )
-    wrap = partial(
-        torch_fsdp.FullyShardedDataParallel,
-        use_orig_params=use_orig_params,
-        device_id=CPU,
-        mixed_precision=precision,
-    )
-    return wrap(nn.Sequential(*(wrap(block) for block in blocks(shape))))
-
-
-def fsdp2(shape: Shape, mesh: DeviceMesh) -> nn.Module:
-    precision = torch_fsdp.MixedPrecisionPolicy()
-    if shape.low_precision:
-        precision = torch_fsdp.MixedPrecisionPolicy(
-            param_dtype=shape.param_dtype, reduce_dtype=torch.float32
-        )
-    model = blocks(shape)
-    for module in (*model, model):
-        torch_fsdp.fully_shard(module, mesh=mesh, mp_policy=precision)
-    return model
-
-
-def ours(shape: Shape, mesh: DeviceMesh) -> nn.Module:
-    precision = fsdp_compose.MixedPrecision()
-    if shape.low_precision:
-        precision = fsdp_compose.MixedPrecision(
-            param_dtype=shape.param_dtype, reduce_dtype=torch.float32
-        )
-    model = blocks(shape)
-    for module in (*model, model):
-        fsdp_compose.fully_shard(module, mesh=mesh, mp_policy=precision)
-    return model
-
-
-def builders(mesh: DeviceMesh) -> dict[str, Callable[[Shape], nn.Module]]:
-    return {
-        "plain": plain,
-        "FSDP2": partial(fsdp2, mesh=mesh),
-        "FSDP1 original parameters": partial(fsdp1, use_orig_params=True),
-        "FSDP1 flat": partial(fsdp1, use_orig_params=False),
-        "ours": partial(ours, mesh=mesh),
-    }
-
-
-def input_for(model: nn.Module, shape: Shape, name: str) -> Tensor:
-    """fp32 for the sharded sides, which cast it themselves; the plain model takes its own."""
-    torch.manual_seed(1)
-    dtype = shape.param_dtype if name == "plain" else torch.float32
-    return torch.randn(shape.batch, shape.width, dtype=dtype)
+CASES: dict[str, dict[str, Any]] = {
+    "12 small": {},
+    "6 large": {"linears": 3, "width": 256},
+    "60 tiny": {"linears": 30, "width": 4},
+    "adapters": {"adapters": True},
+    "checkpointed": {"checkpointed": True},
+}
+"""What each model has besides the options: parameters per unit, or how it is trained."""
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
@@ -170,9 +94,7 @@ def unit_cost(
     shape: Shape, models: dict[str, nn.Module], options: argparse.Namespace, failures: list[str]
 ) -> tuple[str, dict[str, Spread]]:
     """µs per unit that each side adds to the plain forward and backward."""
-    calls = {
-        name: partial(step, model, input_for(model, shape, name)) for name, model in models.items()
-    }
+    calls = {name: partial(step, model, input_for(shape, name)) for name, model in models.items()}
     runnable = keep_runnable(calls, failures)
     figures = common.interleave(
         {name: partial(timed, call, options.steps) for name, call in runnable.items()},
@@ -202,7 +124,7 @@ def unit_cost(
 
 
 def with_gradients(model: nn.Module, shape: Shape, name: str) -> None:
-    model(input_for(model, shape, name)).sum().backward()
+    model(input_for(shape, name)).sum().backward()
 
 
 def plain_shards(sharded: nn.Module) -> list[Tensor]:
@@ -338,7 +260,7 @@ def targets(costs: dict[str, Spread]) -> str:
 
 def profile_side(model: nn.Module, shape: Shape, name: str, steps: int = 50) -> None:
     """Print where one side's time goes: own time per call, over ``steps`` steps."""
-    x = input_for(model, shape, name)
+    x = input_for(shape, name)
     for _ in range(3):
         step(model, x)
     profiler = cProfile.Profile()
@@ -360,15 +282,94 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=[*common.DTYPES, "both"], default="both")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per side and round")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=[part for part in PARTS if part != "instructions"],
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--profile", choices=SIDES, help="profile this side instead of timing")
+    parser.add_argument("--count", choices=SIDES, help=argparse.SUPPRESS)  # under valgrind
     common.add_output_options(parser)
     return parser.parse_args()
 
 
-PARTS = ["units", "optimizer", "clip"]
-SIDES = ["plain", "FSDP2", "FSDP1 original parameters", "FSDP1 flat", "ours"]
+TIMED = ["units", "gloo", "optimizer", "clip"]
+PARTS = [*TIMED, "instructions"]
+
+
+def build(
+    shape: Shape, chosen: Sequence[str], mesh: DeviceMesh, failures: list[str]
+) -> dict[str, nn.Module]:
+    """Every side's model; one that cannot be built is reported and left out."""
+    models = {}
+    for name in chosen:
+        try:
+            models[name] = builders(mesh)[name](shape)
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            failures.append(f"- {name} cannot be built: {type(error).__name__}: {reason}")
+    return models
+
+
+def instruction_cost(
+    options: argparse.Namespace, case: str, dtype: str, chosen: Sequence[str], failures: list[str]
+) -> tuple[str, dict[str, float]]:
+    """Thousands of instructions per unit that each side adds to the plain forward and backward."""
+    script, counts = Path(__file__).resolve(), {}
+    for name in chosen:
+        words = ["--count", name, "--cases", case, "--dtype", dtype]
+        for option in ("world", "units", "linears", "width", "batch"):
+            words += [f"--{option}", str(getattr(options, option))]
+        try:
+            counts[name] = instructions.count(script, words) / options.units / 1e3
+        except RuntimeError as error:
+            failures.append(f"- instructions of {name}, {case}: {error}")
+    if not {"plain", "FSDP2"} <= set(counts):
+        return "not counted", counts
+    costs = {name: n - counts["plain"] for name, n in counts.items() if name != "plain"}
+    body = [[n, f"{cost:.0f}", f"{costs['FSDP2'] / cost:.2f}"] for n, cost in costs.items()]
+    return common.table(["side", "1000 instructions over plain", "FSDP2 ÷ side"], body), costs
+
+
+def count_side(model: nn.Module, shape: Shape, name: str) -> None:
+    x = input_for(shape, name)
+    instructions.counted(lambda: model(x).sum().backward(), model.zero_grad)
+
+
+def gloo_cost(shape: Shape, options: argparse.Namespace) -> tuple[str, dict[str, Spread]]:
+    """µs of CPU time per unit and rank, over the plain model, of two processes over gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "figures"))
+        mp.spawn(_run_gloo, (shape, options, path), nprocs=2)
+        costs: dict[str, Spread] = torch.load(path, weights_only=False)
+    body = [
+        [name, *cost.cells(), f"{costs['FSDP2'].median / cost.median:.2f}"]
+        for name, cost in costs.items()
+    ]
+    return common.table(["side", "µs per unit over plain", "min–max", "FSDP2 ÷ side"], body), costs
+
+
+def _run_gloo(rank: int, shape: Shape, options: argparse.Namespace, path: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{path}.store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    models = {"plain": plain(shape), "FSDP2": fsdp2(shape, mesh), "ours": ours(shape, mesh)}
+    calls = {name: partial(step, m, input_for(shape, name)) for name, m in models.items()}
+    figures = common.interleave(
+        {name: partial(timed, call, options.steps) for name, call in calls.items()}, options.rounds
+    )
+    costs = {}
+    for name in ("FSDP2", "ours"):
+        pairs = zip(figures[name], figures["plain"], strict=True)
+        costs[name] = Spread.of([(sum(side) - sum(base)) / shape.units for side, base in pairs])
+    if rank == 0:
+        torch.save(costs, path)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> int:
@@ -379,39 +380,49 @@ def main() -> int:
     mesh = init_device_mesh("cpu", (options.world,))
     chosen = [name for name in SIDES if name in {*options.sides, "plain", "FSDP2"}]
     dtypes = list(common.DTYPES) if options.dtype == "both" else [options.dtype]
+    base = Shape(options.units, options.linears, options.width, options.batch, torch.float32)
     shapes = {
-        dtype: Shape(
-            options.units, options.linears, options.width, options.batch, common.DTYPES[dtype]
-        )
-        for dtype in dtypes
+        (case, dtype): replace(base, param_dtype=common.DTYPES[dtype], **CASES[case])
+        for case in options.cases
+        for dtype in (dtypes if case == "12 small" else dtypes[:1])
     }
-    if options.profile:
+    alone = options.count or options.profile
+    if alone:
         for shape in shapes.values():
-            model = builders(mesh)[options.profile](shape)
-            profile_side(model, shape, options.profile)
+            run = count_side if options.count else profile_side
+            run(builders(mesh)[alone](shape), shape, alone)
         return 0
 
-    per_unit = 2 * options.linears
     sections = [
-        f"{options.units} units of {per_unit} parameters, width {options.width}, batch "
-        f"{options.batch}; fake process group of {options.world} ranks on CPU; median over "
-        f"{options.rounds} interleaved rounds of {options.steps} steps per side, with the "
-        "smallest and largest round. CPU time of one thread."
+        f"{options.units} units; {2 * options.linears} parameters each, width {options.width}, "
+        f"batch {options.batch}, except where a case says otherwise; fake process group of "
+        f"{options.world} ranks on CPU; median over {options.rounds} interleaved rounds of "
+        f"{options.steps} steps per side, with the smallest and largest round. CPU time of one "
+        "thread."
     ]
     failures: list[str] = []
     notes: list[str] = []
     figures: dict[str, object] = {}
     with common.without_torch_warnings():
-        for dtype, shape in shapes.items():
-            models = {name: builders(mesh)[name](shape) for name in chosen}
-            if "units" in options.parts:
+        for (case, dtype), shape in shapes.items():
+            models = build(shape, chosen, mesh, failures) if "units" in options.parts else {}
+            if models:
                 text, costs = unit_cost(shape, models, options, failures)
-                sections += [f"## Forward and backward, {dtype}", text, targets(costs)]
-                figures[f"units {dtype}"] = costs
-        shape = next(iter(shapes.values()))
-        models = {name: builders(mesh)[name](shape) for name in chosen}
-        lists = shard_lists(shape, models, mesh, notes)
-        count = options.units * per_unit
+                sections += [f"## Forward and backward, {case}, {dtype}", text, targets(costs)]
+                figures[f"units {case} {dtype}"] = costs
+            if "instructions" in options.parts:
+                sides = [name for name in chosen if name in models or not models]
+                text, counts = instruction_cost(options, case, dtype, sides, failures)
+                sections += [f"## Instructions, {case}, {dtype}", text]
+                figures[f"instructions {case} {dtype}"] = counts
+        if "gloo" in options.parts:
+            text, costs = gloo_cost(base, options)
+            sections += ["## Forward and backward over gloo, two processes, float32", text]
+            figures["gloo"] = costs
+        if {"optimizer", "clip"} & set(options.parts):
+            models = build(base, chosen, mesh, failures)
+            lists = shard_lists(base, models, mesh, notes)
+        count = options.units * 2 * options.linears
         if "optimizer" in options.parts:
             text, steps = optimizer_cost(lists, options, failures)
             sections += [f"## AdamW over {count} parameters", text]

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_compose.core.schedule import Expected, Hold, Order, Schedule
+from fsdp_compose.base.order import Order
+from fsdp_compose.core.schedule import Expected, Hold, Schedule
 
 
 class Broken(Exception):

@@ -4,6 +4,7 @@ Files, each importing only from those above it:
 
     process        what a process has one of, and why
     lazy           imports the package's public names on first use
+    loops          loops over many tensors that run in C
     torch_private  every private torch name, with the versions it was tried on
     torch_groups   torch's private state of process groups, for simulated ranks
     torch_stack    which of torch's functions called, read from the stack
@@ -12,6 +13,7 @@ Files, each importing only from those above it:
     group          ranks that communicate, and how tensors travel between them
     mesh           which ranks share a shard, which hold replicas, on which device
     streams        the gather and reduce streams of a device
+    order          in which order things run, expected to repeat
     tree           tensors inside whatever a module takes and returns
     parts          a flat tensor cut by rank
     strides        how a tensor is flattened

@@ -127,6 +127,13 @@ graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 """Whether the backward under way leaves its graph as it is, for another one (retain_graph)."""
 
 
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without what it looks at first, for calls outside ``torch.func``."""
+    base: Any = super(torch.autograd.Function, function)
+    apply: Callable[..., Any] = base.apply
+    return apply
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the autograd pass that is running now has finished without error."""
     Variable._execution_engine.queue_callback(callback)
@@ -138,13 +145,12 @@ def made_at(node: Any) -> int:
     return number
 
 
-def wanted_leaves(nodes: list[Any]) -> list[bool] | None:
-    """Which accumulators the running pass is to reach; None when ``autograd.grad`` asks for one."""
-    execute = torch._C._will_engine_execute_node
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the running pass accumulates into ``leaf``, and is no ``autograd.grad``."""
     try:
-        return [execute(node) for node in nodes]
+        return node_will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:
-        return None
+        return False  # what autograd.grad asks for
 
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count

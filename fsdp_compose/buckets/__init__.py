@@ -2,8 +2,11 @@
 
 Files, each importing only from those above it:
 
-    bucket   parameters of one dtype, trainability and mesh in one flat buffer
-    entries  which entry a parameter stands for, and what a module may read from it
-    build    a bucket's buffers, with every view of them that a step needs
-    copies   independent buckets around the copies of a model's parameters
+    bucket     parameters of one dtype, trainability and mesh in one flat buffer
+    entries    which entry a parameter stands for, and what a module may read from it
+    build      a bucket's buffers, with every view of them that a step needs
+    issue      does work on its buffers on a stream, named in the log and in a profile
+    gather     fills the gathered buffer from the shards, and tells when these were written
+    gradients  packs gradients into the flat buffer, and cuts the reduced one
+    copies     independent buckets around the copies of a model's parameters
 """

@@ -45,11 +45,9 @@ class Phase(Enum):
 
 
 _LEGAL = {
-    (Phase.SHARDED, Phase.GATHERING),
-    (Phase.GATHERING, Phase.GATHERED),
-    (Phase.GATHERING, Phase.SHARDED),  # gathered ahead, and not read
-    (Phase.GATHERED, Phase.SHARDED),
-    (Phase.GATHERED, Phase.GATHERING),  # the shard changed under a bucket that was kept gathered
+    Phase.SHARDED: (Phase.GATHERING,),
+    Phase.GATHERING: (Phase.GATHERED, Phase.SHARDED),  # sharded: gathered ahead, and not read
+    Phase.GATHERED: (Phase.SHARDED, Phase.GATHERING),  # again: the shard changed while it was kept
 }
 
 
@@ -95,6 +93,7 @@ class GradBuffer:
     """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
 
     flat: torch.Tensor
+    nbytes: int  # of ``flat``
     parts: Sequence[torch.Tensor]  # by rank of the axis that sums first
     views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     gaps: list[torch.Tensor]  # where no parameter lies
@@ -141,7 +140,9 @@ class Views:
     """Views of a bucket's buffers, made once.
 
     Attributes:
+        params: by entry, the object that holds its slice.
         own: this rank's part of ``full``.
+        nbytes: of ``full``.
         whole_bytes: ``full`` as uint8.
         part_bytes: ``full`` as uint8, by rank.
         shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.
@@ -149,7 +150,9 @@ class Views:
         pieces: ... of which this one is the entry's slice.
     """
 
+    params: list[nn.Parameter]
     own: torch.Tensor
+    nbytes: int
     whole_bytes: torch.Tensor
     part_bytes: Sequence[torch.Tensor]
     shard_bytes: torch.Tensor | None
@@ -203,6 +206,7 @@ class Users:
 
     unit: weakref.ref[Any] | None = None
     borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    is_lent: bool = False  # there were borrowers
     caller: Caller | None = None  # of its collectives; None where ranks do not compare them
 
 
@@ -278,7 +282,7 @@ class Bucket:
 
     def move_to(self, phase: Phase) -> None:
         """Change the phase, which happens nowhere else."""
-        assert (self.phase, phase) in _LEGAL, f"illegal phase change {self.phase} -> {phase}"
+        assert phase in _LEGAL[self.phase], f"illegal phase change {self.phase} -> {phase}"
         self.phase = phase
 
     def noted(self, phase: str, nbytes: int) -> AbstractContextManager[object]:
@@ -311,7 +315,7 @@ class Bucket:
 
     @property
     def full_nbytes(self) -> int:
-        return self.layout.numel * self.full.element_size()
+        return self.views.nbytes
 
 
 take_over: list[Callable[[Bucket], None]] = []

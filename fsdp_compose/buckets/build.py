@@ -44,7 +44,7 @@ def make_bucket(
             dtypes=dtypes,
             stored=shard,
             full=full,
-            views=_make_views(full, shard, layout, mesh.shard.rank),
+            views=_make_views(entries, full, shard, layout, mesh.shard.rank),
             aliases=aliases,
             counts=list(map(read_version, aliases)),
             in_place=in_place,
@@ -97,7 +97,7 @@ def open_grad_buffer(bucket: Bucket) -> GradBuffer:
     elif buffer is None or buffer.lease is not None:
         buffer = make_grad_buffer(bucket)
     else:
-        buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
+        buffer.flat.untyped_storage().resize_(buffer.nbytes)
     bucket.grads = buffer
     return buffer
 
@@ -141,6 +141,7 @@ def make_grad_buffer(bucket: Bucket, flat: torch.Tensor | None = None) -> GradBu
         ends = [0] + [stop for _, stop in sorted(spans)]
         return GradBuffer(
             flat=flat,
+            nbytes=flat.numel() * flat.element_size(),
             parts=cut_by_rank(flat, bucket.mesh.gather_axis.size) if flat.numel() else [],
             views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
             gaps=[
@@ -151,11 +152,15 @@ def make_grad_buffer(bucket: Bucket, flat: torch.Tensor | None = None) -> GradBu
         )
 
 
-def _make_views(full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int) -> Views:
+def _make_views(
+    entries: list[Entry], full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int
+) -> Views:
     whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
     is_ready = shard.dtype == full.dtype and shard.device == full.device
     splits, pieces = _cut(layout, rank)
     return Views(
+        params=[entry.param for entry in entries],
+        nbytes=full.numel() * full.element_size(),
         own=full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel],
         whole_bytes=whole_bytes,
         part_bytes=cut_by_rank(whole_bytes, layout.world_size) if whole_bytes.numel() else [],

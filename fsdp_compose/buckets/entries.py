@@ -19,6 +19,14 @@ def mark_entry(param: nn.Parameter, entry: Entry) -> None:
     param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
 
 
+def give_slice(entry: Entry, param: nn.Parameter) -> None:
+    """Note that ``param`` holds the entry's slice now."""
+    entry.param = param
+    bucket = None if entry.owner is None else entry.owner()
+    if bucket is not None:
+        bucket.views.params[entry.index] = param
+
+
 def find_entry(param: nn.Parameter) -> Entry:
     """The entry of a sharded parameter.
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
-from fsdp_compose.core.autograd import gather_flat
 from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
 

@@ -1,13 +1,15 @@
-"""The gradients of a bucket, as a communication hook is given them."""
+"""The gradients of a bucket, as a communication hook is given them, and what it makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.parts import cut_by_rank
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,3 +44,29 @@ class GradBucket:
     replicate: Group
     scale: float
     dtype: torch.dtype
+
+
+def run_hook(hook: Callable[..., Any], state: Any, given: GradBucket, axes: int) -> torch.Tensor:
+    """What a communication hook makes of ``given``: a flat tensor of this rank's own.
+
+    Args:
+        axes: over how many axes of the mesh the bucket is sharded; where it is two, the hook
+            returns what all replicas of this rank hold.
+
+    Raises:
+        ValueError: the hook returned something else than this rank's part.
+    """
+    with torch.no_grad():
+        grad = hook(state, given)
+    wanted = given.parts[0].numel()
+    if getattr(grad, "numel", int)() != wanted:
+        raise ValueError(
+            f"communication hook of unit {given.unit!r} returned "
+            f"{type(grad).__name__} {tuple(getattr(grad, 'shape', ()))}; wanted this rank's part "
+            f"of the averaged gradient, {wanted} elements."
+        )
+    grad = grad.reshape(-1)
+    if axes == 2:
+        return cut_by_rank(grad, given.replicate.size)[given.replicate.rank].clone()
+    is_shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
+    return grad.clone() if is_shared and given.shard.size > 1 else grad

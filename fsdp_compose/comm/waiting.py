@@ -131,16 +131,15 @@ def waiting(purpose: str, ranks: Sequence[int]) -> Iterator[Wait]:
 
 def enter(purpose: str, ranks: Sequence[int]) -> Wait:
     """This thread waits from here to ``leave``; cheaper than the scope."""
-    wait = Wait(purpose, ranks)
-    watch = the_watch()
-    watch.waits[threading.get_ident()] = wait
+    watch = here.watch or the_watch()
+    wait = watch.waits[threading.get_ident()] = Wait(purpose, ranks)
     if watch.thread is None:
         watch.start()
     return wait
 
 
 def leave() -> None:
-    the_watch().waits.pop(threading.get_ident(), None)
+    (here.watch or the_watch()).waits.pop(threading.get_ident(), None)
 
 
 def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:

@@ -12,8 +12,8 @@ from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import forget_entry
+from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core import hooks
-from fsdp_compose.core.autograd import gather_flat
 from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.scope_parameters import hide_all

@@ -5,11 +5,13 @@ Files, each importing only from those above it:
     guards/collective_log       ranks compare what they communicate (D2)
     schedule                    when units are gathered, kept, released and reduced: plain rules
     records                     what a unit remembers besides its buckets
+    guards/copied_units         a deep copy has buckets of its own
     state                       everything the library remembers, per module, unit and device
     guards/units                the error for a module that is no unit and contains none
     guards/moved_parameters     copies moved parameters back into their flat shards
     guards/gathered_memory      whether tensors lie in memory that a release frees
     guards/weight_versions      whether weights were written since they were gathered
+    guards/recurrent_weights    the second list of parameters that recurrent modules read
     gathering                   gathers and releases units, and sets what their modules read
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
     guards/kept_views           views of a gathered weight that outlive its release

@@ -1,12 +1,15 @@
 """Gathers and reduces as differentiable functions, and receives gradients from autograd.
 
-``Gather`` takes a unit's sharded leaves and returns the aliases that its modules read. It is the
-unit's first node in the graph. Autograd runs later nodes first: ``Gather.backward`` runs after all
-other operations of the unit, before those of earlier units, and gets all gradients at once.
+``Gather`` returns the aliases that a unit's modules read. It is the unit's first node in the graph.
+Autograd runs later nodes first: ``Gather.backward`` runs after all other operations of the unit,
+before those of earlier units, and gets all gradients at once. Behind it autograd sees one empty
+leaf, the unit's anchor, in place of the parameters, and tells it None: the engine sets ``.grad``.
+Where the caller asks for the gradients of parameters (``autograd.grad``, ``backward(inputs=)``),
+scopes/chosen_gradients.py asks autograd for anchors instead.
 
-An ordinary backward hands the gradients to the engine, which reduces them while backward goes on
-and sets ``.grad`` itself; autograd is told None. When the caller asked for the gradients
-(``autograd.grad``) or for a graph over them (``create_graph``), they are reduced on the spot by
+An ordinary backward hands the gradients to the engine, which reduces them while backward goes on.
+When the caller asked for the gradients or for a graph over them (``create_graph``), they are
+reduced on the spot by
 ``Reduce``, which is differentiable: its backward is ``Spread``, a gather, whose backward is again
 ``Reduce``. With the loss averaged over ranks, ``Reduce`` averages and ``Spread`` does not scale.
 
@@ -19,22 +22,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import chain, compress, count
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import (
     graph_task_id,
     made_at,
     node_will_run,
+    plain_apply,
     raw,
     untraced,
-    wanted_leaves,
 )
 from fsdp_compose.base.tree import find_tensors, map_tensors
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.buckets.entries import copy_attributes
+from fsdp_compose.buckets.gather import gather_flat
+from fsdp_compose.buckets.gradients import pack, zero_gradient
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import (
     announce,
@@ -50,7 +56,7 @@ from fsdp_compose.core.gathering import (
 )
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.used_parameters import unite
-from fsdp_compose.core.guards.weight_versions import check_unwritten, read_versions
+from fsdp_compose.core.guards.weight_versions import check_gathered, check_unwritten, read_versions
 from fsdp_compose.core.passes import (
     close_backward,
     consume,
@@ -62,7 +68,6 @@ from fsdp_compose.core.records import Live, Route
 from fsdp_compose.core.reducing import (
     Arrival,
     drain,
-    pack,
     reduce_apart,
     requires_grad,
     start_reduce,
@@ -70,32 +75,31 @@ from fsdp_compose.core.reducing import (
 from fsdp_compose.core.state import Engine, Task, Unit, as_read, routes_of, unit_of
 
 Tensors = tuple[torch.Tensor | None, ...]
+Versions = list[tuple[int, ...]]
 
 
-def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> Tensors:
-    """Receive gradients of the unit's entries ``trained`` from autograd, at ``node``.
-
-    Returns:
-        what the leaves receive: None where the engine sets the gradient.
-    """
-    task = running_task(unit)
-    wanted = wanted_leaves([leaf for leaf, _ in node.next_functions])
-    node.received_in = task.id
-    if wanted is None or torch.is_grad_enabled():
-        return _reduce_now(unit, task, trained, grads, node)
-    if not all(wanted):
-        pairs = zip(grads, wanted, strict=True)
-        grads = tuple([grad if is_wanted else None for grad, is_wanted in pairs])
-    take(unit, task, trained, grads, node)
-    return (None,) * len(grads)
-
-
-def take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any) -> None:
-    """Pack gradients into their buckets, and reduce the buckets that are complete.
+def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> None:
+    """Receive gradients of the unit's entries ``trained`` from autograd.
 
     Args:
         node: where they arrived; None: in a compiled graph.
     """
+    task, chosen = running_task(unit), unit.run.chosen
+    if node is not None:
+        node.received_in = task.id
+    if chosen is not None:
+        pairs = zip(trained, grads, strict=True)
+        grads = tuple([g if unit.entries[i] in chosen.entries else None for i, g in pairs])
+    if chosen is not None and chosen.results is not None:
+        _reduce_now(unit, task, trained, grads, node, chosen.results)
+    elif torch.is_grad_enabled():
+        _reduce_now(unit, task, trained, grads, node, task.results)
+    else:
+        _take(unit, task, trained, grads, node)
+
+
+def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any) -> None:
+    """Pack gradients into their buckets, and reduce the buckets that are complete."""
     schedule = unit.engine.schedule
     routes = routes_of(unit, trained)
     parts = [Arrival(r.bucket, r.pick(grads), r.trained, node) for r in routes]
@@ -112,6 +116,9 @@ def take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node:
         consume(unit, node)
         show_leaves_after_backward(unit)
     schedule.receive(unit, parts, ends_backward)
+
+
+_grads_of = attrgetter("grads")
 
 
 class EngineWork:
@@ -139,7 +146,7 @@ class EngineWork:
         (refresh_handed_out if in_backward else refresh_stale)(unit)
 
     def reads_gathered(self, unit: Unit, parts: Sequence[Arrival]) -> bool:
-        return any_lies_in(unit.gathered, [grad for part in parts for grad in part.grads])
+        return any_lies_in(unit.gathered, chain.from_iterable(map(_grads_of, parts)))
 
     def pack(self, part: Arrival) -> None:
         pack(part.bucket, part.grads)
@@ -165,7 +172,7 @@ def _is_awaited(bucket: Bucket, node: Any) -> bool:
     is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks)
     if node is not None and not node.ends_pass:
         is_seen = True  # only some gradients, and those of a forward may follow
-    if not (is_seen or bucket.users.borrowers):
+    if not (is_seen or bucket.users.is_lent):
         return False
     if node is None or len(unit.engine.tasks) > 1:
         return True  # in a compiled graph, or in a backward inside another, more may follow
@@ -178,29 +185,28 @@ def _is_expected(node: Any) -> bool:
 
 
 def _reduce_now(
-    unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any
-) -> Tensors:
-    """Reduce now, and return the sharded gradients with a graph over them if one is wanted."""
-    results = reduce_at_once(unit, task, trained, grads)
-    if node.ends_pass:
-        (retain if torch.is_grad_enabled() else consume)(unit, node)
-        close_backward(unit)
-    return tuple(results.get(unit.entries[i]) for i in trained)
+    unit: Unit,
+    task: Task,
+    trained: tuple[int, ...],
+    grads: Tensors,
+    node: Any,
+    results: dict[Entry, torch.Tensor],
+) -> None:
+    """Reduce now, and add the sharded gradients, with a graph over them if wanted, to ``results``.
 
-
-def reduce_at_once(
-    unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors
-) -> dict[Entry, torch.Tensor]:
-    """The sharded gradients of those entries that any rank used, reduced by themselves."""
+    Those of the entries that any rank used, reduced by themselves.
+    """
     drain(unit.engine)
-    results: dict[Entry, torch.Tensor] = {}
     for route in routes_of(unit, trained):
         mirror = route.bucket.history.mirror
         if mirror is not None:
             mirror.reconcile()
             task.mirrors.append(mirror)
-        results.update(_reduce_route(route, grads))
-    return results
+        for entry, grad in _reduce_route(route, grads).items():
+            results[entry] = results[entry] + grad if entry in results else grad
+    if node is not None and node.ends_pass:
+        (retain if torch.is_grad_enabled() else consume)(unit, node)
+        close_backward(unit)
 
 
 def _reduce_route(route: Route, grads: Tensors) -> dict[Entry, torch.Tensor]:
@@ -212,11 +218,6 @@ def _reduce_route(route: Route, grads: Tensors) -> dict[Entry, torch.Tensor]:
     full = [zero_gradient(e, bucket) if (g := given[e.index]) is None else g for e in entries]
     reduced = Reduce.apply(bucket, entries, route.trained, *full)
     return dict(zip(entries, reduced, strict=True))
-
-
-def zero_gradient(entry: Entry, bucket: Bucket) -> torch.Tensor:
-    """What this rank adds to the gradient of a parameter that only others used."""
-    return torch.zeros(entry.spec.shape, dtype=bucket.full.dtype, device=bucket.mesh.device)
 
 
 class Reduce(torch.autograd.Function):
@@ -266,29 +267,9 @@ class Spread(torch.autograd.Function):
         return (None, None, None, *Reduce.apply(ctx.bucket(), ctx.given, trained, *grads))
 
 
-def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new buffer with the ``shard`` of every rank, in ``dtype``."""
-    group = bucket.mesh.shard
-    full = shard.new_empty(bucket.layout.numel, dtype=dtype)
-    if full.numel():
-        whole = full.view(torch.uint8)
-        full.view(group.size, -1)[group.rank].copy_(shard)
-        parts = cut_by_rank(whole, group.size)
-        purpose = f"gather unit {bucket.entries[0].spec.unit!r}"
-        comm.gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
-    return full
-
-
 DELETED = (
     "backward reached a sharded module that was deleted after its forward; keep a reference to the "
     "model until backward has run."
-)
-UNSEEN = (
-    "backward computed with weights of unit {name!r} that were released: it reached a tensor that "
-    "the unit's forward handed on without returning it, such as a key-value cache it was given, "
-    "and nothing of what that forward returned is part of the loss. Run forward inside "
-    "`with fsdp_compose.gathered(model):`, after which backward needs no gather, or let the loss "
-    "depend on what forward returned (loss + 0 * output.sum()), or return the tensor."
 )
 
 
@@ -297,7 +278,14 @@ def trained_entries(unit: Unit) -> tuple[int, ...]:
     if not torch.is_grad_enabled():
         return ()
     with raw():
-        return tuple([i for i, entry in enumerate(unit.entries) if requires_grad(entry.param)])
+        flags = list(map(requires_grad, map(_param_of, unit.entries)))
+    links = unit.links
+    if flags != links.flags:
+        links.flags, links.trained = flags, tuple(compress(count(), flags))
+    return links.trained
+
+
+_param_of = attrgetter("param")
 
 
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:
@@ -308,16 +296,15 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
             unit.run.live = Live(read, unit.engine.pass_id, ())
         return read
-    outputs = Gather.apply(weakref.ref(unit), trained, *[unit.entries[i].param for i in trained])
-    if len(trained) == len(unit.links.aliases):
-        tensors = list(outputs)
-    else:
-        tensors = list(unit.links.aliases)
+    versions = read_versions(unit)
+    tensors = _gather(weakref.ref(unit), trained, versions, unit.links.anchor)
+    if len(trained) < len(unit.links.aliases):
+        outputs, tensors = tensors, list(unit.links.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     read = as_read(unit, tensors)
     copy_all_attributes(unit, read)
-    unit.run.live = Live(read, unit.engine.pass_id, trained, read_versions(unit))
+    unit.run.live = Live(read, unit.engine.pass_id, trained, versions)
     return read
 
 
@@ -333,22 +320,24 @@ def copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 
 
 class Gather(torch.autograd.Function):
-    """Turns sharded leaves into the unit's aliases, and reduces the gradients of the aliases."""
+    """Connects the unit's aliases to autograd, and reduces their gradients."""
 
     @staticmethod
     @untraced
     def forward(
-        ctx: Any, unit_ref: weakref.ref[Unit], trained: tuple[int, ...], *leaves: torch.Tensor
+        ctx: Any,
+        unit_ref: weakref.ref[Unit],
+        trained: tuple[int, ...],
+        versions: Versions,
+        anchor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.unit_ref, ctx.trained = unit_ref, trained
+        ctx.unit_ref, ctx.trained, ctx.versions = unit_ref, trained, versions
         ctx.set_materialize_grads(False)
         unit = unit_ref()
         assert unit is not None
-        ctx.versions = read_versions(unit)
         ctx.ends_pass, ctx.received_in = True, -1
         unit.graphs.nodes.add(ctx)
-        aliases = unit.links.aliases
-        return tuple([aliases[i].detach() for i in trained])
+        return tuple(map(torch.Tensor.detach, map(unit.links.aliases.__getitem__, trained)))
 
     @staticmethod
     @untraced
@@ -357,10 +346,12 @@ class Gather(torch.autograd.Function):
         if unit is None:
             raise RuntimeError(DELETED)
         check_unwritten(unit, ctx.versions)
-        for bucket in unit.gathered:
-            if bucket.phase is not Phase.GATHERED and not bucket.in_place:
-                raise RuntimeError(UNSEEN.format(name=unit.name))
-        return (None, None, *receive(unit, ctx.trained, grads, ctx))
+        check_gathered(unit)
+        receive(unit, ctx.trained, grads, ctx)
+        return None, None, None, None
+
+
+_gather = plain_apply(Gather)  # under a transform connect.py gathers
 
 
 class Reader:

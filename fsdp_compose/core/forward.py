@@ -23,7 +23,7 @@ from fsdp_compose.core.guards.kept_views import note_users, watch_forwards
 from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.surroundings import find_surroundings
-from fsdp_compose.core.passes import begin_forward_pass, end_step, running_task
+from fsdp_compose.core.passes import begin_forward_pass, end_step, note_opened, running_task
 from fsdp_compose.core.records import Live
 from fsdp_compose.core.schedule import Backward, Hold
 from fsdp_compose.core.state import Unit
@@ -141,7 +141,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
 def _close_forward(unit: Unit, backward: Backward) -> None:
     recomputing = graph_task_id() != -1
     if recomputing:  # in a backward that needs it, and releases it when its gradients arrive
-        running_task(unit).units.append(unit)
+        note_opened(unit, running_task(unit))
     if recomputing and unit.run.task is not None and unit.run.live is not None:
         install(unit, unit.run.live.tensors)
     else:

@@ -5,19 +5,26 @@ A unit stays gathered while it has a reason to (``Hold``), a bucket while some u
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from functools import partial
+from operator import setitem
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from fsdp_compose.base.loops import for_each
 from fsdp_compose.base.mesh import refuse_late_group
-from fsdp_compose.base.parts import cut_by_rank
-from fsdp_compose.base.streams import copy_shard
-from fsdp_compose.base.torch_private import flat_weights, graph_task_id
-from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Fill, Inner, Phase
-from fsdp_compose.comm import collectives as comm
+from fsdp_compose.base.torch_private import graph_task_id
+from fsdp_compose.buckets.bucket import Bucket, Fill, Phase
+from fsdp_compose.buckets.gather import (
+    is_outdated,
+    keep_part,
+    purpose_of,
+    stamp_of,
+    start_fill,
+    versions_of,
+)
+from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import waiting
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.moved_parameters import (
@@ -25,7 +32,8 @@ from fsdp_compose.core.guards.moved_parameters import (
     moved_before_backward,
     require_written,
 )
-from fsdp_compose.core.guards.weight_versions import check_lent, stamp_of, versions_of
+from fsdp_compose.core.guards.recurrent_weights import show_recurrent
+from fsdp_compose.core.guards.weight_versions import check_lent
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, resting, unit_of
 
@@ -130,9 +138,12 @@ def note_kept(unit: Unit) -> None:
 
 def refresh_stale(unit: Unit) -> None:
     """Gather again the buckets whose shards changed while they were kept."""
-    stale = [b for b in unit.gathered if b.fill.stamp is not None and _is_stale(b)]
-    for bucket in unit.gathered:
-        if bucket.residence.is_shared and bucket.fill.stamp is not None and bucket not in stale:
+    kept = [bucket for bucket in unit.gathered if bucket.fill.stamp is not None]
+    if not kept:
+        return
+    stale = [bucket for bucket in kept if _is_stale(bucket)]
+    for bucket in kept:
+        if bucket.residence.is_shared and bucket not in stale:
             check_lent(unit, bucket)
     for bucket, events, code in unit.links.gather_events if stale else ():
         if bucket in stale:
@@ -166,90 +177,24 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
         bucket.fill = Fill()
         return
     fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
-    streams = engine.streams
-    with streams.on(streams.gather), bucket.noted("gather", bucket.full_nbytes):
-        _fill(bucket)
-        fill.mark = streams.record(streams.gather)
+    work = partial(_fill, engine, bucket)
+    issue(engine.streams, engine.streams.gather, "gather", bucket, bucket.full_nbytes, work)
     if fill.mark is not None:
-        waiting.watch_mark(_purpose(bucket), bucket.mesh.shard.ranks, fill.mark)
+        waiting.watch_mark(purpose_of(bucket), bucket.mesh.shard.ranks, fill.mark)
         if bucket.offload.shards:
             engine.host_reads = fill.mark
 
 
-def _purpose(bucket: Bucket) -> str:
-    return f"gather unit {bucket.entries[0].spec.unit!r}"
-
-
-def _fill(bucket: Bucket) -> None:
-    storage = bucket.full.untyped_storage()
-    if storage.nbytes() == 0:
-        storage.resize_(bucket.full_nbytes)
-    group, parts, inner = bucket.mesh.shard, bucket.views.part_bytes, bucket.inner
-    purpose, caller, codec = _purpose(bucket), bucket.users.caller, bucket.mp.gather_codec
-    whole, own = bucket.views.whole_bytes, bucket.views.shard_bytes
-    if inner is not None and _is_stored(bucket, inner):
-        assert inner.store is not None
-        group, parts, own = inner.group, inner.parts, None
-        inner.own.copy_(inner.store)
-    elif codec is not None and group.pg and storage.nbytes():
-        shard = _resident_shard(bucket).to(bucket.full.device, non_blocking=True)
-        into = cut_by_rank(bucket.full, group.size)
-        bucket.fill.exchange = comm.gather_encoded(shard, into, codec, group, purpose, caller)
-        return
-    elif own is None or not comm.transport_of(group).copies_own or not group.pg:
-        own = None
-        copy_shard(bucket.views.own, _resident_shard(bucket))
-    if own is None:
-        own = parts[group.rank] if parts else whole
-    bucket.fill.exchange = comm.gather_parts(whole, parts, own, group, purpose, caller)
-
-
-def _is_stored(bucket: Bucket, inner: Inner) -> bool:
-    """Whether a gather reads ``inner.store``; fills it over the replicas where it is outdated."""
-    if inner.store is None:
-        return False
-    if inner.source is None:
-        return inner.stamp == stamp_of(bucket)
-    if is_outdated(bucket):
-        stamp = stamp_of(bucket)
-        parts = cut_by_rank(inner.store.view(torch.uint8), inner.source.size)
-        own = cut_by_rank(inner.store, inner.source.size)[inner.source.rank]
-        own.copy_(bucket.stored, non_blocking=True)
-        purpose = f"gather unit {bucket.entries[0].spec.unit!r} over the replicas"
-        part = parts[inner.source.rank]
-        whole = inner.store.view(torch.uint8)
-        comm.gather_parts(whole, parts, part, inner.source, purpose, bucket.users.caller).wait()
-        inner.stamp = stamp
-    return True
-
-
-def is_outdated(bucket: Bucket) -> bool:
-    """Whether a gather over the replicas comes first, since the optimizer wrote their shards."""
-    inner = bucket.inner
-    return inner is not None and inner.source is not None and inner.stamp != stamp_of(bucket)
-
-
-def _resident_shard(bucket: Bucket) -> torch.Tensor:
-    """What a gather reads: the shard, or the copy on the device of an offloaded one."""
-    if not bucket.offload.optimizer or bucket.offload.params:
-        return bucket.stored
-    stamp = stamp_of(bucket)
-    if bucket.device_copy is None:
-        bucket.device_copy = DeviceCopy(torch.empty_like(bucket.views.own))
-    copy = bucket.device_copy
-    if copy.stamp != stamp:
-        copy_shard(copy.tensor, bucket.stored)
-        copy.stamp = stamp
-    return copy.tensor
+def _fill(engine: Engine, bucket: Bucket) -> None:
+    bucket.fill.exchange = start_fill(bucket)
+    bucket.fill.mark = engine.streams.record(engine.streams.gather)
 
 
 def spread_inner(unit: Unit) -> None:
     """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
     for bucket in unit.buckets:
         if bucket.spread is not None and bucket.phase is Phase.GATHERED:
-            assert bucket.inner is not None
-            bucket.inner.store = bucket.inner.own.clone()
-            bucket.inner.stamp = stamp_of(bucket)
+            keep_part(bucket)
 
 
 def forget_inner(unit: Unit) -> None:
@@ -260,10 +205,12 @@ def forget_inner(unit: Unit) -> None:
 
 
 def _finish_gather(engine: Engine, bucket: Bucket) -> None:
-    bucket.fill.exchange.wait()
+    fill = bucket.fill
+    fill.exchange.wait()
     bucket.move_to(Phase.GATHERED)
-    engine.streams.wait(bucket.fill.mark)
-    bucket.fill.mark = None
+    if fill.mark is not None:
+        engine.streams.wait(fill.mark)
+        fill.mark = None
 
 
 def _release(engine: Engine, bucket: Bucket) -> None:
@@ -288,16 +235,9 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Let the unit's modules read ``tensors``, by entry, as their parameters."""
     links = unit.links
     unit.run.showing = tensors
-    for values, name, index in links.places:
-        values[name] = tensors[index]
-    if links.recurrent is None:
-        find_recurrent(unit)
-    for ref, positions in links.recurrent or ():
-        module = ref()
-        assert isinstance(module, torch.nn.RNNBase)
-        weights = flat_weights(module)
-        for position, index in positions:
-            weights[position] = tensors[index]
+    for_each(setitem, links.tables, links.names, map(tensors.__getitem__, links.indices))
+    if links.recurrent != []:  # None: not looked for yet
+        show_recurrent(unit, tensors)
 
 
 def install_leaves(unit: Unit) -> None:
@@ -308,17 +248,3 @@ def install_leaves(unit: Unit) -> None:
         other = ref()
         if other is not None and other.run.showing is not None:
             install(other, other.run.showing)  # this unit shares a module, and its pass goes on
-
-
-def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
-    """(module, [(position, entry)]) of recurrent modules, which read a second list."""
-    if unit.links.recurrent is not None:
-        return unit.links.recurrent
-    found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
-    for slot, index in unit.slots:
-        module = slot.module()
-        if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
-            position = module._flat_weights_names.index(slot.name)
-            found.setdefault(id(module), (slot.module, []))[1].append((position, index))
-    unit.links.recurrent = list(found.values())
-    return unit.links.recurrent

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.order import Order
 from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
+from fsdp_compose.buckets.gradients import discard_packed
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
+from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
-from fsdp_compose.core.reducing import Arrival, discard_packed, discard_reduction, land
-from fsdp_compose.core.schedule import Hold, Order
+from fsdp_compose.core.reducing import Arrival, accumulate, discard_reduction, land
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 
 
@@ -98,9 +101,10 @@ def end_task(engine: Engine, task_id: int) -> None:
             if bucket.arriving.packed and unit_of(bucket).switches.sync
         )
         land(engine)
+        accumulate(task.results)
         for mirror in task.mirrors:
             mirror.join_gradients(None)
-    for unit in task.units:
+    for unit in list(task.open):
         if unit.run.task is task or unit.run.task is None:
             close_backward(unit, ended=True)
     for unit, reader in task.consumed:
@@ -145,6 +149,12 @@ def _reach_frozen(engine: Engine) -> None:
             engine.reached.update(unit.links.logs)
 
 
+def note_opened(unit: Unit, task: Task) -> None:
+    """Have the unit closed when ``task`` ends, if not before."""
+    task.units.append(unit)
+    task.open[unit] = None
+
+
 def open_backward(unit: Unit, task: Task) -> None:
     """Gather the unit for its backward, and show its modules the parameters of its forward."""
     schedule = unit.engine.schedule
@@ -153,7 +163,7 @@ def open_backward(unit: Unit, task: Task) -> None:
         schedule.work.wait(unit)
         return
     unit.run.task = task
-    task.units.append(unit)
+    note_opened(unit, task)
     schedule.enter_backward(unit)
     if torch.is_grad_enabled():
         retain(unit, *unit.graphs.nodes)
@@ -199,22 +209,9 @@ def show_leaves_after_backward(unit: Unit) -> None:
         unit.run.live.pass_id = 0
         if not unit.run.calls:
             install_leaves(unit)
-    unit.run.task = None
-
-
-def _return_leaves(unit: Unit) -> None:
-    """Put the sharded parameters back, but not over tensors that the user put into modules."""
-    shown = unit.run.showing  # what the failed pass put there, if its end did not take it away
-    given = [
-        (values, name, value)
-        for values, name, index in unit.links.places
-        if isinstance(value := values.get(name), torch.Tensor)
-        and unit.opened is None
-        and not (shown is not None and value is shown[index])
-    ]
-    install_leaves(unit)
-    for values, name, replaced in given:
-        values[name] = replaced
+    if unit.run.task is not None:
+        unit.run.task.open.pop(unit, None)
+        unit.run.task = None
 
 
 def recover(engine: Engine) -> None:
@@ -236,7 +233,7 @@ def recover(engine: Engine) -> None:
             unit.opened = unit.opened.outer
         forget_inner(unit)
         unit.graphs.readers.clear()
-        _return_leaves(unit)
+        return_leaves(unit)
         for bucket in unit.buckets:
             if bucket.arriving.packed and unit.switches.sync:
                 discard_packed(bucket)

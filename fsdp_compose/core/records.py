@@ -22,7 +22,7 @@ class Route:
     trained: int  # bits of the entries that have a source
 
     def pick(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return [grads[i] if i >= 0 else None for i in self.sources]
+        return list(map((*grads, None).__getitem__, self.sources))
 
 
 @dataclass(eq=False, repr=False)
@@ -89,7 +89,7 @@ class Traced:
     """How compiled graphs refer to a unit that is part of them; see scopes/compile.py."""
 
     key: str
-    anchor: torch.Tensor  # empty; its gradient stands for those of the leaves
+    anchor: torch.Tensor  # the unit's, if it trains anything
     trained: tuple[bool, ...]  # by entry
     sizes: tuple[tuple[int, ...], ...]  # cuts each gathered bucket into entries and gaps
     views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]

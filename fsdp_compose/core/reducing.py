@@ -7,35 +7,36 @@ time. The buffer is freed only after the reduction that reads it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 
+from fsdp_compose.base.loops import are_all_none, for_each
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.build import close_grad_buffer, open_grad_buffer
+from fsdp_compose.buckets.build import close_grad_buffer
+from fsdp_compose.buckets.gradients import cut, pack
+from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
-from fsdp_compose.comm.grad_bucket import GradBucket
+from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
-from fsdp_compose.sharded import run_gradient_hooks, tag_all
+from fsdp_compose.sharded import run_gradient_hooks, tag
 
-
-def _descriptor(name: str) -> Any:
-    return torch.Tensor.__dict__.get(name) or getattr(torch.Tensor, name)
-
-
+_plain: Any = torch.Tensor
 # Attributes of a sharded tensor without its own properties, which are slower; use under raw().
-get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _descriptor("grad").__get__
-set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _descriptor("grad").__set__
-requires_grad: Callable[[torch.Tensor], bool] = _descriptor("requires_grad").__get__
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _plain.grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _plain.grad.__set__
+requires_grad: Callable[[torch.Tensor], bool] = _plain.requires_grad.__get__
 
 
 @dataclass(eq=False, slots=True)
@@ -53,30 +54,6 @@ class Arrival:
     grads: Sequence[torch.Tensor | None] = ()
     trained: int = 0
     node: Any = None
-
-
-def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
-    """Copy or add the gradients of the bucket's entries into its flat buffer; None is zero."""
-    buffer = open_grad_buffer(bucket)
-    views: list[torch.Tensor] = buffer.views
-    given: Any = grads
-    zeros, used = buffer.gaps, bucket.every
-    if any(grad is None for grad in grads):
-        used = sum(1 << i for i, grad in enumerate(grads) if grad is not None)
-        pairs = list(zip(buffer.views, grads, strict=True))
-        views = [view for view, grad in pairs if grad is not None]
-        given = [grad for _, grad in pairs if grad is not None]
-        zeros = [view for view, grad in pairs if grad is None] + buffer.gaps
-    bucket.arriving.used |= used
-    if bucket.arriving.packed:
-        if given:
-            torch._foreach_add_(views, given)
-        return
-    bucket.arriving.packed = True
-    if given:
-        torch._foreach_copy_(views, given)
-    if zeros:
-        torch._foreach_zero_(zeros)
 
 
 def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
@@ -101,30 +78,39 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
     reduction = Reduction(unit, bucket, None, scale, _take_used(bucket))
     if unites:
         unite_early(bucket, reduction.used)
-    flat, parts = bucket.grads.flat, bucket.grads.parts
-    nbytes = flat.numel() * flat.element_size()
-    with streams.on(streams.reduce), bucket.noted("reduce", nbytes):
-        if unit.switches.comm_hook is None:
-            # Half precision overflows at 65504: divide before the sum, by half of the factor.
-            if flat.dtype == torch.float16 and scale != 1.0:
-                before = 2.0 ** round(math.log2(scale) / 2)
-                flat *= before
-                reduction.scale = scale / before
-            reduction.scatter = comm.reduce_scatter_parts(
-                flat,
-                parts,
-                mesh.gather_axis,
-                f"reduce gradients of unit {unit.name!r}",
-                bucket.users.caller,
-                reduction.used,
-            )
-        if unit.switches.comm_hook is not None or streams.reduce is not None:
-            reduction.result = _combine(reduction)
-            reduction.done = streams.record(streams.reduce)
+    work = partial(_begin, reduction)
+    issue(streams, streams.reduce, "reduce", bucket, bucket.grads.nbytes, work)
     if reduction.done is not None:
-        purpose = f"reduce gradients of unit {unit.name!r}"
-        waiting.watch_mark(purpose, mesh.gather_axis.ranks, reduction.done)
+        waiting.watch_mark(_purpose_of(reduction), mesh.gather_axis.ranks, reduction.done)
     return reduction
+
+
+def _begin(reduction: Reduction) -> None:
+    """Start summing over the ranks; where there are streams, on the current one, to the end."""
+    bucket, unit = reduction.bucket, reduction.unit
+    assert bucket.grads is not None
+    flat, streams = bucket.grads.flat, unit.engine.streams
+    if unit.switches.comm_hook is None:
+        # Half precision overflows at 65504: divide before the sum, by half of the factor.
+        if flat.dtype == torch.float16 and reduction.scale != 1.0:
+            before = 2.0 ** round(math.log2(reduction.scale) / 2)
+            flat *= before
+            reduction.scale /= before
+        reduction.scatter = comm.reduce_scatter_parts(
+            flat,
+            bucket.grads.parts,
+            bucket.mesh.gather_axis,
+            _purpose_of(reduction),
+            bucket.users.caller,
+            reduction.used,
+        )
+    if unit.switches.comm_hook is not None or streams.reduce is not None:
+        reduction.result = _combine(reduction)
+        reduction.done = streams.record(streams.reduce)
+
+
+def _purpose_of(reduction: Reduction) -> str:
+    return f"reduce gradients of unit {reduction.unit.name!r}"
 
 
 def reduce_apart(
@@ -156,21 +142,27 @@ def start_all_reduce(bucket: Bucket) -> Reduction:
     """Start adding up over the replicas what was reduced over the shard group alone."""
     assert bucket.arriving.partial is not None
     unit = unit_of(bucket)
-    streams = unit.engine.streams
     reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
     unite_early(bucket, reduction.used)
-    with streams.on(streams.reduce), bucket.noted("all-reduce", bucket.arriving.partial.nbytes):
-        grad = _over_replicas(bucket, bucket.arriving.partial, reduction.used)
-        reduction.result = _typed(bucket, grad)
-        reduction.done = streams.record(streams.reduce)
+    work = partial(_all_reduce, reduction)
+    nbytes = bucket.arriving.partial.nbytes
+    issue(unit.engine.streams, unit.engine.streams.reduce, "all-reduce", bucket, nbytes, work)
     bucket.arriving.partial = None
     return reduction
+
+
+def _all_reduce(reduction: Reduction) -> None:
+    bucket, streams = reduction.bucket, reduction.unit.engine.streams
+    assert bucket.arriving.partial is not None
+    grad = _over_replicas(bucket, bucket.arriving.partial, reduction.used)
+    reduction.result = _typed(bucket, grad)
+    reduction.done = streams.record(streams.reduce)
 
 
 def _combine(reduction: Reduction) -> torch.Tensor:
     """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
     bucket, switches = reduction.bucket, reduction.unit.switches
-    real = _real_dtype(bucket.dtypes.grad)
+    real = bucket.dtypes.grad.to_real() if bucket.dtypes.grad.is_complex else bucket.dtypes.grad
     if switches.comm_hook is not None:
         return _typed(bucket, _run_comm_hook(reduction).to(real))
     assert reduction.scatter is not None
@@ -216,20 +208,8 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
         scale=reduction.scale,
         dtype=bucket.stored.dtype,
     )
-    with torch.no_grad():
-        grad = hook(unit.switches.comm_state, given)
-    wanted = given.parts[0].numel()
-    if getattr(grad, "numel", int)() != wanted:
-        raise ValueError(
-            f"communication hook of unit {unit.name!r} returned "
-            f"{type(grad).__name__} {tuple(getattr(grad, 'shape', ()))}; wanted this rank's part "
-            f"of the averaged gradient, {wanted} elements."
-        )
-    grad = grad.reshape(-1)
-    if bucket.mesh.axes is None:
-        shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
-        return grad.clone() if shared and bucket.mesh.gather_axis.size > 1 else grad
-    return cut_by_rank(grad, given.replicate.size)[given.replicate.rank].clone()
+    axes = 1 if bucket.mesh.axes is None else 2
+    return run_hook(hook, unit.switches.comm_state, given, axes)
 
 
 def finish_reduce(reduction: Reduction) -> torch.Tensor:
@@ -237,7 +217,8 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
     bucket, streams = reduction.bucket, reduction.unit.engine.streams
     if reduction.result is None:
         reduction.result = _combine(reduction)
-    streams.wait(reduction.done)
+    if reduction.done is not None:
+        streams.wait(reduction.done)
     if not reduction.reads_buffer or bucket.grads is None:
         return reduction.result  # the buffer is gone where parameters moved after a failure
     if bucket.mesh.gather_axis.size == 1:
@@ -306,60 +287,65 @@ def land(engine: Engine) -> None:
             arriving.used |= landing.reduction.used.bits
 
 
-def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Slices of a sharded flat tensor by entry, each as a sharded tensor of its parameter."""
-    slices = flat.split_with_sizes(bucket.views.splits)
-    grads = [slices[piece] for piece in bucket.views.pieces]
-    tag_all(grads, [entry.spec for entry in bucket.entries])
-    return grads
-
-
 def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
-    bucket, mirror = reduction.bucket, reduction.bucket.history.mirror
-    used = reduction.used.bits
+    unit, bucket, used = reduction.unit, reduction.bucket, reduction.used
+    mirror, is_hooked = bucket.history.mirror, bucket.residence.is_hooked
     if mirror is not None:
         mirror.reconcile()
-    ready: list[Entry] = []
-    held: list[torch.Tensor] = []
-    added: list[torch.Tensor] = []
+    entries, params, grads = bucket.entries, bucket.views.params, cut(bucket, flat)
+    if not used.is_full:
+        flags = [used.bits >> i & 1 for i in range(used.count)]
+        entries, params = list(compress(entries, flags)), list(compress(params, flags))
+        grads = list(compress(grads, flags))
     with raw():
-        for entry, grad in zip(bucket.entries, cut(bucket, flat), strict=True):
-            param, leaf_hooks = entry.param, entry.spec.hooks
-            if not used >> entry.index & 1:
-                continue
-            if leaf_hooks.gradient:
-                grad = run_gradient_hooks(leaf_hooks, grad)
-            previous = get_grad(param)
-            if previous is None:
-                set_grad(param, grad)
-            else:
-                held.append(previous)
-                added.append(grad)
-            ready.append(entry)
-        if held:
-            with torch.no_grad():
-                torch._foreach_add_(held, added)
+        if is_hooked:
+            pairs = zip(entries, grads, strict=True)
+            grads = [run_gradient_hooks(entry.spec.hooks, grad) for entry, grad in pairs]
+        _add_gradients(params, grads)
     if mirror is not None:
         mirror.join_gradients(flat)
-    for entry in ready:
-        for hook in tuple(entry.spec.hooks.accumulated.values()):
-            with at_rest([entry]):
-                hook.deliver(entry.held)
-    module = reduction.unit.modules[0]()
-    for reduced in tuple(reduction.unit.post_reduce_hooks.values()) if ready else ():
-        with at_rest(ready):
-            reduced(module, [entry.held for entry in ready])
+    if is_hooked:
+        _run_accumulated_hooks(entries)
+    for reduced in tuple(unit.post_reduce_hooks.values()) if entries else ():
+        with at_rest(entries):
+            reduced(unit.modules[0](), [entry.held for entry in entries])
     if mirror is not None:
         mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
 
 
-def _real_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
+def _add_gradients(params: Sequence[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """Set ``.grad`` where there is none, and add to it where there is."""
+    previous = list(map(get_grad, params))
+    if are_all_none(previous):
+        for_each(set_grad, params, grads)
+        return
+    held: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    for param, before, grad in zip(params, previous, grads, strict=True):
+        if before is None:
+            set_grad(param, grad)
+        else:
+            held.append(before)
+            added.append(grad)
+    with torch.no_grad():
+        torch._foreach_add_(held, added)
 
 
-def discard_packed(bucket: Bucket) -> None:
-    """Drop gradients that were packed and not reduced."""
-    bucket.arriving.packed = False
-    bucket.arriving.used = bucket.arriving.trained = 0
-    close_grad_buffer(bucket)
+def accumulate(results: dict[Entry, torch.Tensor]) -> None:
+    """Set or add to ``.grad`` gradients with a graph over them, then run the hooks."""
+    with raw(), torch.enable_grad():
+        for entry, result in results.items():
+            grad = tag(result, entry.spec)
+            if entry.spec.hooks.gradient:
+                grad = run_gradient_hooks(entry.spec.hooks, grad)
+            previous = get_grad(entry.param)
+            set_grad(entry.param, grad if previous is None else tag(previous + grad, entry.spec))
+    _run_accumulated_hooks(results)
+
+
+def _run_accumulated_hooks(entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        for hook in tuple(entry.spec.hooks.accumulated.values()):
+            with at_rest([entry]):
+                hook.deliver(entry.held)

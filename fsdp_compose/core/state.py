@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -25,10 +25,10 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, make_streams
 from fsdp_compose.base.torch_private import untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
-from fsdp_compose.buckets.copies import copy_bucket, copy_slot
 from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
 from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
+from fsdp_compose.core.guards.copied_units import copy_unit
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
 from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
 from fsdp_compose.sharded import Parallel, unit_finders
@@ -43,14 +43,16 @@ class ChosenGradients:
     units: list[Unit]
     entries: frozenset[Entry]
     results: dict[Entry, torch.Tensor] | None  # for the caller; None: for ``.grad``
+    outer: list[ChosenGradients | None] = field(default_factory=list)
 
     def __enter__(self) -> None:
+        self.outer = [unit.run.chosen for unit in self.units]
         for unit in self.units:
             unit.run.chosen = self
 
     def __exit__(self, *_: object) -> None:
-        for unit in self.units:
-            unit.run.chosen = None
+        for unit, outer in zip(self.units, self.outer, strict=True):
+            unit.run.chosen = outer
 
 
 @dataclass(eq=False, repr=False)
@@ -72,9 +74,14 @@ class Links:
     """What follows from a unit's buckets and modules; made again when a bucket is rebuilt."""
 
     aliases: list[torch.Tensor]  # by entry
+    anchor: torch.Tensor  # an empty leaf, at which autograd ends in place of the parameters
     with_attributes: list[int]  # entries whose parameters have a class or attributes of their own
     dtensors: list[tuple[int, Parallel]]  # entries that tensor parallelism split
     places: list[tuple[dict[str, Any], str, int]]  # (values, name, entry) of every slot
+    tables: tuple[dict[str, Any], ...]  # the values of ``places``, ...
+    names: tuple[str, ...]  # ... the names ...
+    indices: tuple[int, ...]  # ... and the entries
+    leaves: list[nn.Parameter]  # by entry: what its modules hold between passes
     heads: frozenset[int]  # ids of its modules
     recurrent: list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] | None = None
     """Found at first use (``find_recurrent``), since a module that is being copied is empty."""
@@ -85,6 +92,8 @@ class Links:
     gather_events: list[tuple[Bucket, Log, int]] = field(default_factory=list)
     reduce_events: dict[Bucket, tuple[Log, int, int]] = field(default_factory=dict)
     logs: tuple[Log, ...] = ()  # of its groups
+    flags: list[bool] | None = None  # by entry: whether it needed a gradient when last asked ...
+    trained: tuple[int, ...] = ()  # ... and the entries that did
 
 
 @dataclass(eq=False, repr=False)
@@ -159,15 +168,22 @@ class Unit:
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
         lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
         self.gathered = [*self.buckets, *lent.values()]
+        places = [(slot.values, slot.name, index) for slot, index in self.slots]
+        tables, names, indices = zip(*places, strict=True) if places else ((), (), ())
         self.links = Links(
             aliases=[owner_of(entry).aliases[entry.index] for entry in self.entries],
+            anchor=self._make_anchor(),
             with_attributes=[i for i, e in enumerate(self.entries) if has_attributes(e)],
             dtensors=[
                 (i, e.spec.parallel)
                 for i, e in enumerate(self.entries)
                 if e.spec.is_dtensor and e.spec.parallel is not None
             ],
-            places=[(slot.values, slot.name, index) for slot, index in self.slots],
+            places=places,
+            tables=tables,
+            names=names,
+            indices=indices,
+            leaves=[entry.held for entry in self.entries],
             heads=frozenset(id(ref()) for ref in self.modules),
         )
         self._number_events()
@@ -176,8 +192,15 @@ class Unit:
             bucket.users.unit = weakref.ref(self)
         for bucket in lent.values():
             bucket.users.borrowers.add(self)
+            bucket.users.is_lent = True
         self.engine.units.add(self)
         self.engine.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
+
+    def _make_anchor(self) -> torch.Tensor:
+        """On the unit's device, with whose streams autograd synchronizes at its end."""
+        device = self.gathered[0].mesh.device if self.gathered else self.engine.streams.device
+        with torch.inference_mode(False):
+            return torch.empty(0, device=device, requires_grad=True)
 
     def _find_sharers(self) -> None:
         if self.borrowed:
@@ -209,39 +232,8 @@ class Unit:
             links.reduce_events[bucket] = (log, *codes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        self.checks.copies += 1
-        modules = [copy.deepcopy(ref(), memo) for ref in self.modules]
-        buckets = [copy_bucket(bucket, memo) for bucket in self.buckets]
-        copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
-        for old, new in zip(self.buckets, buckets, strict=True):
-            copied.update(zip(map(id, old.entries), new.entries, strict=True))
-        unit = Unit(
-            name=self.name,
-            modules=tuple(weakref.ref(module) for module in modules if module is not None),
-            buckets=buckets,
-            borrowed=[copied.get(id(entry), entry) for entry in self.borrowed],
-            engine=self.engine,
-            mp=self.mp,
-            prefetch=self.prefetch,
-            switches=replace(self.switches),
-            number=self.number and (*self.number, "copy", self.checks.copies),
-            slots=[(copy_slot(slot, memo), index) for slot, index in self.slots],
-            options=self.options,
-        )
-        unit.checks.groupless = self.checks.groupless
-        for name, slot in self.checks.unready_buffers:
-            unit.checks.unready_buffers.append((name, copy_slot(slot, memo)))
-        for ref in self.checks.left_alone.values():
-            twin = memo.get(id(ref()))
-            if twin is not None:
-                unit.checks.left_alone[id(twin)] = weakref.ref(twin)
-        waiting: list[Unit] = memo.setdefault(id(Unit), [])
-        waiting.append(unit)
-        for other in waiting:  # copied before the unit that it borrows from
-            if any(id(entry) in copied for entry in other.borrowed):
-                other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]
-                other.link()
-        return unit
+        copied: Unit = copy_unit(self, memo)
+        return copied
 
 
 def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -323,12 +315,15 @@ class Task:
 
     id: int
     callback: weakref.ref[Any] | None = None
-    units: list[Unit] = field(default_factory=list)  # opened by it
+    units: list[Unit] = field(default_factory=list)  # opened by it, ...
+    open: dict[Unit, None] = field(default_factory=dict)  # ... and those whose backward goes on
     reached: set[Unit] = field(default_factory=set)
     packed: list[Bucket] = field(default_factory=list)  # to reduce at its end, unless before
     consumed: list[tuple[Unit, Any]] = field(default_factory=list)
     """Units whose weights it read last for a graph over an earlier backward."""
-    mirrors: list[Mirror] = field(default_factory=list)  # of gradients that autograd accumulates
+    mirrors: list[Mirror] = field(default_factory=list)  # of gradients that are not slices
+    results: dict[Entry, torch.Tensor] = field(default_factory=dict)
+    """Gradients with a graph over them, for ``.grad`` at its end (create_graph)."""
 
     @property
     def alive(self) -> bool:
@@ -480,4 +475,4 @@ def iter_units(module: nn.Module) -> Iterator[Unit]:
 
 def resting(unit: Unit) -> Sequence[torch.Tensor]:
     """What the unit's modules hold between passes, by entry."""
-    return [e.held for e in unit.entries] if unit.opened is None else unit.opened.tensors
+    return unit.links.leaves if unit.opened is None else unit.opened.tensors

@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Phase
+from fsdp_compose.buckets.gather import stamp_of
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.guards.weight_versions import stamp_of
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit

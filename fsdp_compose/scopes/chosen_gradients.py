@@ -1,18 +1,19 @@
-"""Gradients of chosen parameters, as ``autograd.grad`` asks for them: in scopes and graphs.
+"""Gradients of chosen parameters, as ``autograd.grad`` and ``backward(inputs=)`` ask for them.
+
+In the graph a unit's anchor stands for its parameters, see core/autograd.py. So where parameters
+are asked for, autograd is asked for the anchors of the units that read them too, and what arrives
+there is handed to the parameters here. A parameter itself is in the graph where its slice was used.
 
 A parameter that a scope shows in full is a function of its shard, and what autograd finds there is
 this rank's alone. So where ``autograd.grad`` or ``backward(inputs=)`` asks for one, autograd is
 asked for the shard. ``grad`` then gives the gradient of the whole, averaged over ranks as
 everywhere; of a tensor computed from it (``p.clone()``), it gives this rank's own.
-
-A sharded leaf is no input of a compiled graph; its unit's anchor stands for it there. So where
-parameters of a traceable unit are asked for, autograd is asked for the anchors too, and what
-arrives for them is handed to the parameters here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,10 +35,8 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("inputs") is None:
         return _backward(func, args, kwargs)
     given = tuple([leaf_of(t) if is_connected(t) else t for t in kwargs["inputs"]])
-    units, entries = _find_traceable(given)
-    if not units:
-        return _backward(func, args, {**kwargs, "inputs": given})
-    inputs = (*given, *(u.traced.anchor for u in units if u.traced is not None))
+    units, entries = _find_units(given)
+    inputs = (*given, *(unit.links.anchor for unit in units))
     with ChosenGradients(units, frozenset(entries.values()), None):
         return _backward(func, args, {**kwargs, "inputs": inputs})
 
@@ -76,20 +75,20 @@ def _gather_gradients(
 
 def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = args[1]
-    units, entries = _find_traceable(inputs)
-    if not units:
-        return _grad(func, args, kwargs)
-    anchors = [u.traced.anchor for u in units if u.traced is not None]
+    units, entries = _find_units(inputs)
+    anchors = [unit.links.anchor for unit in units]
     changed = {"allow_unused": True, "materialize_grads": False}
     results: dict[Entry, torch.Tensor] = {}
-    with ChosenGradients(units, frozenset(entries.values()), results):
+    with ChosenGradients(units, frozenset(entries.values()), results), _summed(entries.values()):
         found = _grad(func, (args[0], (*inputs, *anchors)), {**kwargs, **changed})
     grads = []
     for index, source in enumerate(inputs):
         value, entry = found[index], entries.get(index)
         if entry in results:
-            extra = run_gradient_hooks(entry.spec.hooks, _tag_local(results[entry], entry))
+            extra = _tag_local(results[entry], entry)
             value = extra if value is None else value + extra
+        if entry is not None and value is not None:
+            value = run_gradient_hooks(entry.spec.hooks, value)
         if value is None and kwargs.get("materialize_grads"):
             value = torch.zeros_like(source)
         if value is None and not kwargs.get("allow_unused"):
@@ -101,26 +100,36 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return tuple(grads)
 
 
+@contextmanager
+def _summed(entries: Iterable[Entry]) -> Iterator[None]:
+    """Scope in which autograd leaves hooks to the caller, who runs them on the whole gradient."""
+    hooks = [entry.spec.hooks for entry in entries]
+    for hook in hooks:
+        hook.is_summed = True
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.is_summed = False
+
+
 def _tag_local(local: torch.Tensor, entry: Entry) -> torch.Tensor:
     with raw():
         return tag(local, entry.spec)
 
 
-def _find_traceable(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
-    """Units inside compiled graphs that read parameters among ``inputs``, and their entries."""
-    units: list[Unit] = []
+def _find_units(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
+    """Units that read parameters among ``inputs``, and the entries of these, by position."""
+    units: dict[Unit, None] = {}
     entries: dict[int, Entry] = {}
     for index, source in enumerate(inputs):
         if not (isinstance(source, torch.nn.Parameter) and is_sharded_parameter(source)):
             continue
         if (entry := entry_of(source)) is not None:
             bucket = owner_of(entry)
-            users = unit_of(bucket), *bucket.users.borrowers
-            readers = [user for user in users if user.traced is not None]
-            if readers:
-                entries[index] = entry
-                units += [unit for unit in readers if unit not in units]
-    return [u for u in units if u.traced is not None and any(u.traced.trained)], entries
+            entries[index] = entry
+            units.update(dict.fromkeys((unit_of(bucket), *bucket.users.borrowers)))
+    return list(units), entries
 
 
 HANDLERS[torch.autograd.grad], HANDLERS[torch.autograd.backward] = grad, backward

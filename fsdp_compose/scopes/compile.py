@@ -34,16 +34,17 @@ from fsdp_compose.base.torch_private import (
     replace_forward_hooks,
     tree_map,
     uncompiled_as_frame,
-    wanted_leaves,
+    will_accumulate,
 )
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.core.autograd import Tensors, gather_flat, reduce_at_once, take, trained_entries
-from fsdp_compose.core.gathering import find_recurrent, take_over_changes
+from fsdp_compose.buckets.gather import gather_flat
+from fsdp_compose.core.autograd import receive, trained_entries
+from fsdp_compose.core.gathering import take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
+from fsdp_compose.core.guards.recurrent_weights import find_recurrent
 from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import after_forward, before_forward
-from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.records import Traced
 from fsdp_compose.core.state import STATE_KEY, Unit, owner_of
 
@@ -119,12 +120,11 @@ def _record_unit(unit: Unit) -> Traced:
     digest = hashlib.sha256(repr((shapes, buffers, trained)).encode()).hexdigest()[:16]
     key = f"{next(_keys)}:{digest}"
     _units[key] = unit
-    device = unit.gathered[0].mesh.device if unit.gathered else None
     cuts = [_split_sizes(bucket) for bucket in unit.gathered]
     places = [(unit.gathered.index(owner_of(e)), e) for e in unit.entries]
     return Traced(
         key=key,
-        anchor=torch.empty(0, device=device, requires_grad=bool(trained)),
+        anchor=unit.links.anchor if trained else unit.links.anchor.detach(),
         trained=tuple([index in trained for index in range(len(unit.entries))]),
         sizes=tuple([sizes for sizes, _ in cuts]),
         views=tuple([(b, cuts[b][1][e.index], *_storage_permutation(e)) for b, e in places]),
@@ -284,22 +284,11 @@ def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.
             "(create_graph=True), which torch.compile does not support; run it uncompiled."
         )
     received = torch.zeros_like(traced.anchor, requires_grad=False)
-    node = torch.autograd.graph.get_gradient_edge(traced.anchor).node
-    asked = unit.run.chosen
-    if asked is None and wanted_leaves([node]) != [True]:
+    if unit.run.chosen is None and not will_accumulate(traced.anchor):
         return received  # gradients of other tensors were asked for
     trained = _list_trained(traced)
     by_entry: dict[int, torch.Tensor] = dict(zip(given, grads, strict=True))
-    if asked is not None:
-        by_entry = {i: g for i, g in by_entry.items() if unit.entries[i] in asked.entries}
-    arrived: Tensors = tuple([by_entry.get(index) for index in trained])
-    task = running_task(unit)
-    if asked is None or asked.results is None:
-        take(unit, task, trained, arrived, None)
-        return received
-    for entry, grad in reduce_at_once(unit, task, trained, arrived).items():
-        known = asked.results.get(entry)
-        asked.results[entry] = grad if known is None else known + grad
+    receive(unit, trained, tuple([by_entry.get(index) for index in trained]), None)
     return received
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_compose.base.torch_private import raw, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
-from fsdp_compose.core.autograd import gather_flat
+from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.connect import connect
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of

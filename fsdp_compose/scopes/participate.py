@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.torch_private import raw, wanted_leaves
+from fsdp_compose.base.order import Ref
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import call_as_forward
-from fsdp_compose.core.schedule import Ref
 from fsdp_compose.core.state import Engine, Unit, find_state, iter_units
 
 __all__ = ["participate"]
@@ -195,16 +194,8 @@ class Join(torch.autograd.Function):
                 "through that graph; run the unit here too, with its output times zero."
             )
         unit = ctx.unit_ref()
-        if unit is not None and ctx.kinds and wanted_leaves([_some_leaf(unit)]) is None:
+        chosen = None if unit is None else unit.run.chosen
+        if chosen is not None and chosen.results is not None:
             # autograd.grad is to return what this rank has of the average, not None.
             return None, grad, *(torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.kinds)
         return None, grad, *(None for _ in ctx.kinds)
-
-
-def _some_leaf(unit: Unit) -> Any:
-    """The node that accumulates the gradient of a trained parameter of the unit."""
-    for entry in unit.entries:
-        with raw(), torch.enable_grad():
-            if entry.param.requires_grad:
-                return torch.autograd.graph.get_gradient_edge(entry.param).node
-    raise AssertionError(f"unit {unit.name!r} trains nothing")

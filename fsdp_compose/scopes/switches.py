@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
+from fsdp_compose.buckets.gradients import discard_packed
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Switches
-from fsdp_compose.core.reducing import discard_packed
 from fsdp_compose.core.state import Unit
 from fsdp_compose.scopes.unshard import reduce_grads
 

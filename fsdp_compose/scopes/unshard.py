@@ -12,12 +12,13 @@ from torch import nn
 
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.gradients import pack
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Opened
-from fsdp_compose.core.reducing import drain, land, pack, start_all_reduce, start_reduce
+from fsdp_compose.core.reducing import drain, land, start_all_reduce, start_reduce
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, as_read, find_state, owner_of, units_with
 

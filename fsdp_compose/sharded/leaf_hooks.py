@@ -49,7 +49,7 @@ def listen(param: Tensor, spec: ShardSpec) -> None:
 
     def on_arrival(grad: Tensor | None) -> Tensor | None:
         hooks.is_arriving = grad is not None
-        return None if grad is None else run_gradient_hooks(hooks, grad)
+        return None if grad is None or hooks.is_summed else run_gradient_hooks(hooks, grad)
 
     with raw():
         set_leaf_hooks(param, {0: on_arrival}, hooks.accumulated)

@@ -80,7 +80,8 @@ class Hooks:
 
     gradient: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     accumulated: OrderedDict[int, Any] = field(default_factory=OrderedDict)
-    is_arriving: bool = False  # autograd itself accumulates a gradient, as create_graph asks
+    is_arriving: bool = False  # autograd itself accumulates a gradient: the slice was used
+    is_summed: bool = False  # ``autograd.grad`` runs them, on the sum of what it finds
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,9 +19,9 @@ from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.transports import PAIRS
-from fsdp_compose.core.state import Unit
+from fsdp_compose.core.state import Unit, get_state
 
-from harness import run_ranks
+from harness import fake_world, run_ranks
 from laws import (
     DEPTH,
     GATHERS,
@@ -305,3 +308,58 @@ def test_padding_is_what_the_layout_promises() -> None:
 
     for world in (1, 2, 3, 4):
         run_ranks(ranks, world, world)
+
+
+class Many(nn.Module):
+    """``count`` parameters, read by one operator."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for index in range(count):
+            self.register_parameter(f"p{index}", nn.Parameter(torch.ones(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([*self._parameters.values()]).mul(x).sum(0)
+
+
+def count_bytecodes(model: nn.Module) -> Counter[str]:
+    """What a step executes of this package, by function."""
+    counts: Counter[str] = Counter()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if "/fsdp_compose/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        counts[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += event == "opcode"
+        return trace
+
+    for step in range(4):
+        sys.settrace(trace if step == 3 else None)
+        model(torch.ones(4)).sum().backward()
+        sys.settrace(None)
+        model.zero_grad()
+    return counts
+
+
+def test_no_python_for_each_parameter() -> None:
+    """In a steady state a unit of 40 parameters executes the bytecodes of one of 4."""
+    with fake_world(2):
+        few, many = (
+            count_bytecodes(
+                fully_shard(nn.Sequential(Many(n), Many(n)), units=wrap.by_class({Many}))
+            )
+            for n in (4, 40)
+        )
+    more = {name: n - few[name] for name, n in many.items() if n - few[name] >= 36}
+    assert few and not more
+
+
+def test_autograd_sees_one_leaf_per_unit() -> None:
+    with fake_world(2):
+        model = fully_shard(Many(40))
+        out, unit = model(torch.ones(4)), get_state(model).unit
+        (node,) = unit.graphs.nodes
+        leaves = [leaf.variable for leaf, _ in node.next_functions if leaf is not None]
+        assert len(leaves) == 1 and leaves[0] is unit.links.anchor
+        out.sum().backward()
+        assert unit.links.anchor.grad is None and model.p0.grad is not None

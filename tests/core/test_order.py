@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fsdp_compose.core.schedule import MAX_PASSES, Change, Order
+from fsdp_compose.base.order import MAX_PASSES, Change, Order
 
 
 class V:

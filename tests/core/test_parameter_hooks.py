@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import (
-    undo,
-)
+from fsdp_compose import fully_shard, undo
 
 from harness import run_ranks
 from models import (
@@ -191,3 +189,20 @@ def test_optimizer_in_backward(shard: str) -> None:
             twin.check()
 
     run_ranks(ranks)
+
+
+def test_hooks_see_the_sum_that_autograd_grad_returns() -> None:
+    """A hook runs once where a parameter was used in a forward and its slice beside it."""
+
+    def ranks(rank: int, world: int) -> None:
+        model = fully_shard(nn.Linear(3, 3))
+        weight, seen = model.weight, []
+        weight.register_hook(lambda g: seen.append(g) or g.clamp(max=0.5))
+        loss = model(data(0, rank)[:, :3].float()).square().sum() + (weight.to_local() ** 2).sum()
+        (found,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+        assert len(seen) == 1 and torch.equal(found.to_local(), seen[0].to_local().clamp(max=0.5))
+        assert weight.grad is None and model.bias.grad is None
+        loss.backward(inputs=[weight])
+        assert weight.grad is not None and model.bias.grad is None
+
+    run_ranks(ranks, 2, 2)

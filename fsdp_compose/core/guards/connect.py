@@ -1,4 +1,4 @@
-"""Connects full tensors to the sharded leaves where that is not done by a unit's own forward.
+"""Connects full tensors to the sharded parameters where a unit's own forward does not.
 
 ``Gather`` serves one forward of one unit and knows when its backward begins. Here the tensors may
 be used anywhere, so what they are stored in must stay until the graph that used them is gone; all
@@ -38,12 +38,12 @@ class Reach:
 
 
 class Connect(torch.autograd.Function):
-    """Makes gathered tensors functions of the sharded leaves."""
+    """Makes gathered tensors functions of the sharded parameters."""
 
     @staticmethod
     @untraced
     def forward(
-        ctx: Any, reach: Reach, fulls: list[torch.Tensor], *leaves: torch.Tensor
+        ctx: Any, reach: Reach, fulls: list[torch.Tensor], anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.reach = reach
         ctx.set_materialize_grads(False)
@@ -62,7 +62,8 @@ class Connect(torch.autograd.Function):
                 "backward reached a sharded module that was deleted after its parameters were "
                 "used; keep a reference to the model until backward has run."
             )
-        return (None, None, *receive(unit, ctx.reach.trained, grads, ctx))
+        receive(unit, ctx.reach.trained, grads, ctx)
+        return None, None, None
 
 
 def owners(unit: Unit) -> list[Unit]:
@@ -75,7 +76,7 @@ def owners(unit: Unit) -> list[Unit]:
 def connect(
     units: Sequence[Unit], fulls: dict[Entry, torch.Tensor], reaches: list[Reach]
 ) -> dict[Entry, torch.Tensor]:
-    """Return ``fulls`` with trained parameters connected to their leaves, a node per bucket."""
+    """Return ``fulls`` with trained parameters connected to autograd, a node per bucket."""
     connected = dict(fulls)
     for unit in units:
         for bucket in unit.buckets:
@@ -87,7 +88,7 @@ def connect(
             reach = Reach(weakref.ref(unit), tuple([trained[entry] for entry in entries]))
             reaches.append(reach)
             parts = [part_of(fulls[entry]) for entry in entries]
-            outputs = Connect.apply(reach, parts, *[e.param for e in entries])
+            outputs = Connect.apply(reach, parts, unit.links.anchor)
             for entry, output in zip(entries, outputs, strict=True):
                 output._is_param = True  # isinstance(p, nn.Parameter) holds, as in a plain module
                 parallel = entry.spec.parallel

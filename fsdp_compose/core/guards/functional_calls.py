@@ -23,7 +23,8 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.torch_stack import in_functional_call
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.buckets.entries import copy_attributes
-from fsdp_compose.core.autograd import Spread, gather_flat
+from fsdp_compose.buckets.gather import gather_flat
+from fsdp_compose.core.autograd import Spread
 from fsdp_compose.core.guards.connect import connect, owners
 from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
 from fsdp_compose.core.records import Opened

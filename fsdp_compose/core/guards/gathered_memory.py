@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,11 +25,13 @@ def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
 
 def any_lies_in(buckets: Iterable[Bucket], grads: Iterable[torch.Tensor | None]) -> bool:
     """Whether any of ``grads`` is in memory that releasing ``buckets`` frees."""
-    pointers = [grad.data_ptr() for grad in grads if grad is not None]
+    given: Any = filter(partial(operator.is_not, None), grads)
+    pointers = sorted(map(torch.Tensor.data_ptr, given))
     return any(_contains(bucket, pointers) for bucket in buckets if not bucket.in_place)
 
 
 def _contains(bucket: Bucket, pointers: Sequence[int]) -> bool:
+    """Whether one of ``pointers``, which are sorted, is inside."""
     start = bucket.full.data_ptr()
-    stop = start + bucket.full_nbytes
-    return any(start <= pointer < stop for pointer in pointers)
+    first = bisect_left(pointers, start)
+    return first < len(pointers) and pointers[first] < start + bucket.full_nbytes

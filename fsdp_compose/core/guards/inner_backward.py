@@ -127,7 +127,7 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
     is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
     if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)
-    if any(_reads_weights(unit, tensor) for tensor in tensors):
+    if _read_weights(unit, tensors):
         return "hidden"
     if watched or not opaque or not torch.is_grad_enabled():
         return "seen" if watched else "none"
@@ -142,9 +142,13 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
     return "hidden"
 
 
-def _reads_weights(unit: Unit, output: torch.Tensor) -> bool:
+def _read_weights(unit: Unit, outputs: list[torch.Tensor]) -> bool:
     """Whether an output is a view of a gathered weight, which must then outlive the forward."""
-    return any(lies_in(bucket, output) for bucket in unit.gathered if not bucket.in_place)
+    for bucket in unit.gathered:
+        for output in () if bucket.in_place else outputs:
+            if lies_in(bucket, output):
+                return True
+    return False
 
 
 def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from fsdp_compose.core.schedule import Change
+from fsdp_compose.base.order import Change
 from fsdp_compose.core.state import Engine, Unit
 
 

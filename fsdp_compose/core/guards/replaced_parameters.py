@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.loops import are_same
+from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.state import Unit, resting
 from fsdp_compose.sharded import ShardSpec
 
@@ -23,13 +26,31 @@ def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
 
 def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     """List the places of the unit that hold something else than they should between passes."""
-    held = resting(unit)
+    held, links = resting(unit), unit.links
+    found = map(dict.get, links.tables, links.names)
+    if are_same(found, map(held.__getitem__, links.indices)):
+        return []
     return [
         place
         for place in unit.links.places
         if place[0].get(place[1]) is not held[place[2]]
         and not is_shown_by_another(unit, *place[:2])
     ]
+
+
+def return_leaves(unit: Unit) -> None:
+    """Put the sharded parameters back, but not over tensors that the user put into modules."""
+    shown = unit.run.showing  # what the failed pass put there, if its end did not take it away
+    given = [
+        (values, name, value)
+        for values, name, index in unit.links.places
+        if isinstance(value := values.get(name), torch.Tensor)
+        and unit.opened is None
+        and not (shown is not None and value is shown[index])
+    ]
+    install_leaves(unit)
+    for values, name, replaced in given:
+        values[name] = replaced
 
 
 def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:

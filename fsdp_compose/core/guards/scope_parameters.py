@@ -33,7 +33,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.torch_stack import is_asked_for_gradient, is_called_by_parameter, is_in_call
 from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.entries import find_entry, give_slice
 from fsdp_compose.sharded import EDGE, HANDLERS, ShardedWeightError, refuse_export
 
 _plain: Any = torch.Tensor
@@ -257,7 +257,7 @@ def show(entry: Entry, full: Any, layer: Layer) -> None:
     _exchange(held, full)
     if not entry.layers:
         full.__class__, full.__dict__ = before, held.__dict__
-        entry.param = full
+        give_slice(entry, full)
     entry.layers.append(layer)
     held.__class__ = _class_for(entry)
 
@@ -291,7 +291,7 @@ def hide(entry: Entry, scope: object) -> torch.Tensor | None:
         _exchange(held, full)
         held.__class__ = kind if not entry.layers else before
     if not entry.layers:
-        entry.param = held
+        give_slice(entry, held)
         for name in ("dtype", "device"):
             held.__dict__.pop(name, None)
     if full.__dict__ is held.__dict__:
@@ -351,7 +351,7 @@ def _end_rest(entry: Entry) -> None:
 
 def _turn(entry: Entry) -> None:
     held, first = entry.held, entry.layers[0].beneath
-    entry.param = first if entry.param is held else held
+    give_slice(entry, first if entry.param is held else held)
     kinds = type(held), type(first)
     _exchange(held, first)
     first.__class__, held.__class__ = kinds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
+from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Unit
 
@@ -53,25 +53,6 @@ def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def stamp_of(bucket: Bucket) -> object:
-    """Return what changes whenever a parameter is written in a way that autograd can see.
-
-    A parameter whose ``.data`` was handed out can be written unseen, so its stamp never repeats.
-    """
-    if bucket.in_place:
-        return None
-    if bucket.residence.written:
-        return object()
-    return versions_of(bucket)
-
-
-def versions_of(bucket: Bucket) -> tuple[int, ...]:
-    """Count the writes that autograd can see, to the shard and then to each of its parameters."""
-    with raw():
-        version = bucket.history.earlier + bucket.stored._version
-        return (version, *[entry.param._version for entry in bucket.entries])
-
-
 def read_versions(unit: Unit) -> list[tuple[int, ...]]:
     """Return the versions of the weights that the unit's modules read now, by bucket."""
     return [versions_of(b) if b.in_place else b.fill.versions for b in unit.gathered]
@@ -91,3 +72,19 @@ def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
                 "and new weights. Call optimizer.step(), and whatever else writes weights, after "
                 "the backwards of all losses that were computed with them."
             )
+
+
+def check_gathered(unit: Unit) -> None:
+    """Raise unless backward computed with gathered weights (D8)."""
+    for bucket in unit.gathered:
+        if bucket.phase is not Phase.GATHERED and not bucket.in_place:
+            raise RuntimeError(_UNSEEN.format(name=unit.name))
+
+
+_UNSEEN = (
+    "backward computed with weights of unit {name!r} that were released: it reached a tensor that "
+    "the unit's forward handed on without returning it, such as a key-value cache it was given, "
+    "and nothing of what that forward returned is part of the loss. Run forward inside "
+    "`with fsdp_compose.gathered(model):`, after which backward needs no gather, or let the loss "
+    "depend on what forward returned (loss + 0 * output.sum()), or return the tensor."
+)

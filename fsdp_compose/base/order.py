@@ -1,0 +1,134 @@
+"""In which order things run that are expected to run in the same order again.
+
+An ``Order`` records what was visited, to know what comes next. A sequence of visits is what runs
+between two resets, such as a training step. It is made of passes, each an outermost forward. Which
+passes follow each other is up to the caller's loop and may vary (another model, more microbatches);
+the visits inside a pass are the model's own and are expected to repeat.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+Ref = weakref.ref[Any]
+
+MAX_PASSES = 256
+"""After so many passes a sequence that nobody ends, as in inference, is ended here."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a pass differs from its last run; ``found`` is None where it ended early."""
+
+    expected: Any
+    found: Any | None
+
+
+@dataclass(eq=False)
+class Order:
+    """A sequence of visits that is expected to repeat; visitors are held weakly.
+
+    Attributes:
+        recorded: passes of the last sequence, then older passes of visitors it did not begin with.
+        latest: how many of ``recorded`` are of the last sequence.
+        current: passes of the sequence under way, the last of them perhaps unfinished.
+        place: index in ``recorded`` of the pass that the present one should repeat; None: unknown.
+        cursor: position in that pass behind the last visit.
+    """
+
+    recorded: list[list[Ref]] = field(default_factory=list)
+    latest: int = 0
+    current: list[list[Ref]] = field(default_factory=list)
+    place: int | None = None
+    cursor: int = 0
+    is_open: bool = False  # a pass is under way
+
+    def begin(self, visitor: Any) -> None:
+        """Start a pass with ``visitor``."""
+        if self.is_open:
+            self.end(complete=False)
+        if len(self.current) >= MAX_PASSES:
+            self.close()
+        self.current.append([weakref.ref(visitor)])
+        self.is_open = True
+        start = -1 if self.place is None else self.place
+        indices = (*range(start + 1, len(self.recorded)), *range(start + 1))
+        self.place = next((i for i in indices if self.recorded[i][0]() is visitor), None)
+        self.cursor = 0 if self.place is None else 1
+
+    def visit(self, visitor: Any) -> Change | None:
+        """Note that ``visitor`` runs in the pass under way; return a change since last time."""
+        if not self.is_open:
+            self.begin(visitor)
+            return None
+        self.current[-1].append(weakref.ref(visitor))
+        if self.place is None:
+            return None
+        known, at = self.recorded[self.place], self.cursor
+        if at < len(known) and known[at]() is visitor:
+            self.cursor += 1
+            return None
+        positions = (*range(at, len(known)), *range(at))
+        self.cursor = next((i + 1 for i in positions if known[i]() is visitor), len(known))
+        return _change(known, at, visitor)
+
+    def end(self, complete: bool = True) -> Change | None:
+        """End the pass under way, or forget one that failed; return a change since last time."""
+        if not self.is_open:
+            return None
+        self.is_open = False
+        if not complete:
+            self.current.pop()
+        elif self.place is not None:
+            return _change(self.recorded[self.place], self.cursor, None)
+        return None
+
+    def ahead(self, count: int) -> list[Any]:
+        """The visitors expected next, nearest first; fewer than ``count`` near the end."""
+        if not count or self.place is None:
+            return []
+        later = self.recorded[self.place + 1 : self.latest] if self.place < self.latest else []
+        refs = chain(self.recorded[self.place][self.cursor :], *later)
+        return list(islice((visitor for ref in refs if (visitor := ref()) is not None), count))
+
+    def close(self) -> None:
+        """End the sequence under way; it is what the next one is expected to repeat."""
+        if self.current:
+            self._record(self.current)
+            self.current = []
+        self.place, self.cursor, self.is_open = None, 0, False
+
+    def _record(self, passes: list[list[Ref]]) -> None:
+        begun = {id(refs[0]()) for refs in passes}
+        older = [p for p in self.recorded if p[0]() is not None and id(p[0]()) not in begun]
+        self.recorded, self.latest = passes + older, len(passes)
+
+    def assume(self, visitors: Sequence[Any]) -> None:
+        """Expect ``visitors`` in reverse of the pass that has just begun, if it is not recorded.
+
+        Those that ran after the pass's first one ran inside it and come next; the others come last.
+        """
+        begun = self.current[-1][0]()
+        at = next((i for i, v in enumerate(visitors) if v is begun), len(visitors))
+        expected = (begun, *visitors[:at:-1], *visitors[:at][::-1])
+        self.recorded.append([weakref.ref(visitor) for visitor in expected])
+        self.place, self.cursor = len(self.recorded) - 1, 1
+
+    def forget(self) -> None:
+        """Forget the pass under way, which was interrupted."""
+        self.end(complete=False)
+        self.place, self.cursor = None, 0
+
+    def visited(self) -> list[Any]:
+        """The visitors of the sequence under way, or of the last one."""
+        passes = self.current or self.recorded[: self.latest]
+        return [v for refs in passes for ref in refs if (v := ref()) is not None]
+
+
+def _change(known: list[Ref], at: int, found: Any | None) -> Change | None:
+    expected = known[at]() if at < len(known) else None
+    return None if expected is None else Change(expected, found)

@@ -1,0 +1,48 @@
+"""A deep copy of a unit has buckets of its own, so that it does not drive the original's."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import replace
+from typing import Any
+
+from fsdp_compose.buckets.bucket import Entry
+from fsdp_compose.buckets.copies import copy_bucket, copy_slot
+
+
+def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
+    """An independent unit over the copies that ``memo`` has or makes of the modules."""
+    unit.checks.copies += 1
+    modules = [copy.deepcopy(ref(), memo) for ref in unit.modules]
+    buckets = [copy_bucket(bucket, memo) for bucket in unit.buckets]
+    copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
+    for old, new in zip(unit.buckets, buckets, strict=True):
+        copied.update(zip(map(id, old.entries), new.entries, strict=True))
+    twin = type(unit)(
+        name=unit.name,
+        modules=tuple(weakref.ref(module) for module in modules if module is not None),
+        buckets=buckets,
+        borrowed=[copied.get(id(entry), entry) for entry in unit.borrowed],
+        engine=unit.engine,
+        mp=unit.mp,
+        prefetch=unit.prefetch,
+        switches=replace(unit.switches),
+        number=unit.number and (*unit.number, "copy", unit.checks.copies),
+        slots=[(copy_slot(slot, memo), index) for slot, index in unit.slots],
+        options=unit.options,
+    )
+    twin.checks.groupless = unit.checks.groupless
+    for name, slot in unit.checks.unready_buffers:
+        twin.checks.unready_buffers.append((name, copy_slot(slot, memo)))
+    for ref in unit.checks.left_alone.values():
+        ignored = memo.get(id(ref()))
+        if ignored is not None:
+            twin.checks.left_alone[id(ignored)] = weakref.ref(ignored)
+    waiting: list[Any] = memo.setdefault(id(type(unit)), [])
+    waiting.append(twin)
+    for other in waiting:  # copied before the unit that it borrows from
+        if any(id(entry) in copied for entry in other.borrowed):
+            other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]
+            other.link()
+    return twin

@@ -1,0 +1,36 @@
+"""Recurrent modules read a second list of parameters, which is to hold what they compute with."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.torch_private import flat_weights
+from fsdp_compose.core.state import Unit
+
+
+def show_recurrent(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    """Let the unit's recurrent modules read ``tensors``, by entry, in their second list too."""
+    for ref, positions in find_recurrent(unit):
+        module = ref()
+        assert isinstance(module, torch.nn.RNNBase)
+        weights = flat_weights(module)
+        for position, index in positions:
+            weights[position] = tensors[index]
+
+
+def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
+    """(module, [(position, entry)]) of recurrent modules, which read a second list."""
+    if unit.links.recurrent is not None:
+        return unit.links.recurrent
+    found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
+    for slot, index in unit.slots:
+        module = slot.module()
+        if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
+            position = module._flat_weights_names.index(slot.name)
+            found.setdefault(id(module), (slot.module, []))[1].append((position, index))
+    unit.links.recurrent = list(found.values())
+    return unit.links.recurrent
