@@ -242,7 +242,6 @@ OUTSIDE_PROCESS = {
     "buckets/bucket:take_over": "a function of a later file, added when that is imported",
     "core/hooks:attachments": "functions that the package's __init__ lists",
     "scopes/compile:_keys": "numbers units in graphs, which torch's table of operators refers to",
-    "sharded/advice:unit_finders": "a function of a later file, added when that is imported",
     "sharded/tensor:HANDLERS": "functions by torch function, filled by imports alone",
 }
 

@@ -33,7 +33,6 @@ from fsdp_compose.core.guards.methods import attach_methods
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import (
-    STATE_KEY,
     Checks,
     Unit,
     _FSDPState,
@@ -41,7 +40,15 @@ from fsdp_compose.core.state import (
     find_state,
     owner_of,
 )
-from fsdp_compose.sharded import Residence, ShardSpec, open_dtensor, part_of, tag, take_over_hooks
+from fsdp_compose.sharded import (
+    STATE_KEY,
+    Residence,
+    ShardSpec,
+    open_dtensor,
+    part_of,
+    tag,
+    take_over_hooks,
+)
 
 
 @dataclass

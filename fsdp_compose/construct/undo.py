@@ -20,8 +20,8 @@ from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
-from fsdp_compose.core.state import STATE_KEY, Unit, _FSDPState
-from fsdp_compose.sharded import close_dtensor, gather_part, give_back_hooks, untag
+from fsdp_compose.core.state import Unit, _FSDPState
+from fsdp_compose.sharded import STATE_KEY, close_dtensor, gather_part, give_back_hooks, untag
 
 M = TypeVar("M", bound=nn.Module)
 

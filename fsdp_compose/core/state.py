@@ -31,9 +31,7 @@ from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
 from fsdp_compose.core.guards.copied_units import copy_unit
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
 from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
-from fsdp_compose.sharded import Parallel, unit_finders
-
-STATE_KEY = "_fsdp_compose_state"
+from fsdp_compose.sharded import STATE_KEY, Parallel
 
 
 @dataclass(eq=False, repr=False)
@@ -424,15 +422,6 @@ def find_state(module: nn.Module) -> _FSDPState | None:
     """The state ``fully_shard`` attached to ``module`` itself, if any."""
     state: _FSDPState | None = module.__dict__.get(STATE_KEY)
     return state
-
-
-def find_unit_name(module: nn.Module) -> str | None:
-    """The name of the unit that ``module`` heads, for errors that name it."""
-    state = find_state(module)
-    return None if state is None else state.unit.name
-
-
-unit_finders.append(find_unit_name)
 
 
 def get_state(module: nn.Module) -> _FSDPState:

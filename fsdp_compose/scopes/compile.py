@@ -46,7 +46,8 @@ from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.records import Traced
-from fsdp_compose.core.state import STATE_KEY, Unit, owner_of
+from fsdp_compose.core.state import Unit, owner_of
+from fsdp_compose.sharded import STATE_KEY
 
 _keys = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()

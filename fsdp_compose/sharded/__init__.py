@@ -20,7 +20,7 @@ Files, each importing only from those above it:
 """
 
 from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
-from fsdp_compose.sharded.advice import EDGE, PRIVACY, QUANTIZING, unit_finders
+from fsdp_compose.sharded.advice import EDGE, PRIVACY, QUANTIZING, STATE_KEY
 from fsdp_compose.sharded.convert import (
     as_own_file,
     close_dtensor,
@@ -62,6 +62,7 @@ __all__ = [
     "HANDLERS",
     "PRIVACY",
     "QUANTIZING",
+    "STATE_KEY",
     "Axis",
     "Hooks",
     "Parallel",
@@ -93,7 +94,6 @@ __all__ = [
     "tag_all",
     "take_over_hooks",
     "to_local",
-    "unit_finders",
     "untag",
     "whole_slice",
 ]

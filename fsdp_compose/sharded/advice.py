@@ -25,15 +25,15 @@ __all__ = [
     "QUANTIZING",
     "RAW",
     "SAVING",
+    "STATE_KEY",
     "WHOLE_COPY",
     "advise",
     "is_called_by",
     "is_exporting",
-    "unit_finders",
 ]
 
-unit_finders: list[Callable[[nn.Module], str | None]] = []
-"""Functions that give the name of the unit that a module heads, or None; ``state.py`` adds one."""
+STATE_KEY = "_fsdp_compose_state"
+"""The attribute of a module that heads a unit, where ``fully_shard`` keeps what it attached."""
 
 _COPIES = (
     "`p.full_tensor()` is a detached copy of the whole (every rank calls it), `p.to_local()` this "
@@ -162,7 +162,8 @@ def _in_optimizer(name: str) -> str:
 def _in_method(module: nn.Module, method: str, unit: str) -> str:
     kind = type(module).__name__
     given = f"methods=('forward', {method!r})"
-    if any(find(module) == unit for find in unit_finders):
+    state = module.__dict__.get(STATE_KEY)
+    if state is not None and state.unit.name == unit:
         text = f"{kind}.{method} gathers it if you name that method: fully_shard(module, {given}"
         return f"{text}, ...); or, for a while, `with fsdp_compose.gathered(module):`. {_COPIES}"
     return (
