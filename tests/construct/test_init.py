@@ -203,6 +203,8 @@ def test_as_is_checks_no_values() -> None:
 
 
 def test_one_exchange_of_objects_per_call() -> None:
+    """And two more for each group that is new, whose ranks find out who shares a host."""
+
     def ranks(rank: int) -> list[int]:
         counts = []
         for shard in (one_unit, by_block, nested):
@@ -214,7 +216,7 @@ def test_one_exchange_of_objects_per_call() -> None:
         return [*counts, here.traffic.control]
 
     for counts in run_ranks(ranks, 4):
-        assert counts == [1, 1, 4, 2]
+        assert counts == [1 + 2, 1, 4, 2 + 2 * 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.complex128])
