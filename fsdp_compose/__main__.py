@@ -238,7 +238,9 @@ def _trace(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     found = {
-        path.stem: path for path in (_ROOT / "benchmarks").glob("*.py") if path.stem != "common"
+        path.stem: path
+        for path in (_ROOT / "benchmarks").glob("*.py")
+        if '__name__ == "__main__"' in path.read_text("utf-8")
     }
     if not found:
         raise UserError("benchmarks are part of the source tree: run this from a checkout.")

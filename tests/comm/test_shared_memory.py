@@ -140,7 +140,7 @@ BREAKS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         slot.lease is None or slot.lease() is None)),
     "said to be read before it was": (_Read, "wait", lambda self, wait=_Read.wait: (
         self.reading.read.update({self.rank: self.call.offers()[self.rank]}),
-        self.reading.close(), wait(self))),
+        self.reading.close(), time.sleep(0.2), wait(self))),
     "another part than this rank's": (_Read, "wait", lambda self, wait=_Read.wait: (
         setattr(self, "begin", 0), wait(self))),
     "lent while it is offered": (Segments, "lease_of", lambda self, data: None),
