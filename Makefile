@@ -98,6 +98,7 @@ $(MODELS): $(READY)
 	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e ".[models]"
 	rm -rf $(RECIPES)
 	$(BIN)/python -m pip install --no-deps --target $(RECIPES) ema-pytorch torchao diffusers requests \
+	  urllib3 certifi charset-normalizer idna \
 	  lightning lightning-utilities torchmetrics || rm -rf $(RECIPES)
 	rm -rf $(TITAN)
 	$(BIN)/python -m pip install --no-deps --target $(TITAN) \
