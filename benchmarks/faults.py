@@ -53,6 +53,9 @@ import fsdp_compose as fc
 FAULTS = ("killed", "stopped", "raising", "out of memory", "disk full", "Ctrl-C")
 PLACES = ("forward", "backward", "optimizer", "save")
 STEPS, AT_STEP, VICTIM = 4, 2, 1
+STRUCK = (
+    "struck"  # a file that the fault leaves, so that a job which ended before it proves nothing
+)
 TIMEOUT = 5.0  # of the process group, in seconds
 PATIENCE = 120.0  # before a cell is given up; torch's agent gives a stopped rank 30 s
 
@@ -118,6 +121,7 @@ def trouble(model: nn.Module, optim: torch.optim.Optimizer, job: Job) -> Iterato
     act = ACTS[job.fault]
 
     def now(*args: Any) -> None:
+        (job.folder / STRUCK).touch()
         act(job)
 
     block: Any = model.blocks[1]
@@ -133,7 +137,7 @@ def trouble(model: nn.Module, optim: torch.optim.Optimizer, job: Job) -> Iterato
         inner = CommittingWriter.write_data
 
         def write_data(*args: Any, **kwargs: Any) -> Any:
-            act(job)
+            now()
             return inner(*args, **kwargs)
 
         CommittingWriter.write_data = write_data  # type: ignore[method-assign]
@@ -393,6 +397,8 @@ def run_cell(fault: str, place: str, folder: Path, wanted: list[float], resume: 
 
 def judge(job: Job, ended: Ended, again: Ended, wanted: list[float], resumed: str) -> Cell:
     wrong = []
+    if not (job.folder / STRUCK).exists():
+        wrong.append("the fault did not happen")
     if ended.ok and ended is not again:
         wrong.append("the job did not fail")
     if ended.seconds >= PATIENCE:

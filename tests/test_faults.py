@@ -29,3 +29,6 @@ def test_a_killed_rank_is_named_and_one_rank_resumes(tmp_path: Path) -> None:
         (faults.Ended(False, faults.PATIENCE, cell.said, 0), wanted, "did not end"),
     ):
         assert found in faults.judge(job, ended, again, losses, "").wrong
+    (folder / faults.STRUCK).unlink()
+    ended = faults.Ended(False, 1.0, cell.said, 0)
+    assert "did not happen" in faults.judge(job, ended, again, wanted, "").wrong
