@@ -237,27 +237,30 @@ def test_a_killed_rank_is_noticed_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_group_that_ends_takes_its_memory_along(tmp_path: Path) -> None:
     """The next group's first model finds none of it; groups over the same ranks share none."""
 
-    def count() -> int:
+    def held() -> set[int]:
+        """Inodes of the segments that this process has open, its own and others'."""
         links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        return sum("memfd:fsdp_compose" in os.readlink(x) for x in links if os.path.islink(x))
+        segments = [x for x in links if os.path.islink(x) and "memfd:fsdp" in os.readlink(x)]
+        return {os.stat(x).st_ino for x in segments}
 
     def train_once(rank: int, mesh: dist.ProcessGroup | None) -> None:
         model = by_block(seeded(Tower), mesh=mesh)
         square(model, data(0, rank)).backward()
 
     def ranks(rank: int) -> None:
-        counts = []
+        ended: set[int] = set()
         for name in ("first", "second"):
             store = dist.FileStore(str(tmp_path / name), 2)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
             train_once(rank, None)
-            counts.append(count())
+            assert len(held()) == 2, "of the first group something is left"
             train_once(rank, dist.new_group([0, 1]))
-            assert len(list(all_segments())) == 2 and count() > counts[0] > 0
+            assert len(list(all_segments())) == 2 and len(held()) == 4
+            assert not held() & ended
+            ended = held()
             dist.barrier()
             dist.destroy_process_group()
             gc.collect()
-        assert counts[0] == counts[1], counts
 
     run_ranks(ranks, 2, init=False)
 
