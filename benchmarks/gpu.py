@@ -1,0 +1,334 @@
+"""A training step on one GPU: time, idle time, kernels, copies and memory beside FSDP1 and FSDP2.
+
+Llama-like models in bfloat16 with float32 shards. A world of one runs over NCCL; larger worlds run
+as one of their ranks on torch's fake process group, whose collectives return at once: memory, host
+time and copies are those of a rank, communication takes no time, and gathered values mean nothing.
+In the world of one the losses of all sides are compared.
+
+Each round builds each side anew, in an order that rotates, so that one side's memory is never
+counted with another's and what slows the machine touches all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from common import Spread
+from llama import SIZES, Block, Llama
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_compose
+
+TOLERANCE = 2e-2  # of the losses of a world of one, in bfloat16
+COMMUNICATION = "nccl"  # begins the name of every kernel of a collective
+
+
+def fsdp1(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    device = torch.device(mesh.device_type, 0) if mesh.device_type == "cuda" else None
+    return torch_fsdp.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        device_id=device or torch.device("cpu"),
+        mixed_precision=torch_fsdp.MixedPrecision(torch.bfloat16, torch.float32),
+    )
+
+
+def fsdp2(model: Llama, mesh: DeviceMesh, *, reshard_after_forward: bool | None) -> nn.Module:
+    precision = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model.blocks, model):
+        torch_fsdp.fully_shard(
+            module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
+        )
+    return model
+
+
+def ours(model: Llama, mesh: DeviceMesh, *, strategy: str) -> nn.Module:
+    precision = fsdp_compose.MixedPrecision(torch.bfloat16, torch.float32)
+    for module in (*model.blocks, model):
+        fsdp_compose.fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=precision,
+            strategy=fsdp_compose.ShardingStrategy[strategy],
+        )
+    return model
+
+
+SIDES: dict[str, Callable[[Llama, DeviceMesh], nn.Module]] = {
+    "FSDP1": fsdp1,
+    "FSDP2": partial(fsdp2, reshard_after_forward=None),
+    "FSDP2 kept": partial(fsdp2, reshard_after_forward=False),
+    "ours": partial(ours, strategy="FULL_SHARD"),
+    "ours kept": partial(ours, strategy="SHARD_GRAD_OP"),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one side took in one round; times in ms, memory in bytes, the rest per step."""
+
+    step: float
+    host: float  # until the step was handed to the device
+    losses: list[Tensor]
+    held: int | None = None  # between steps
+    peak: int | None = None  # the most during a step
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the device did in one step; times in ms."""
+
+    kernels: int
+    copies: int
+    idle: float  # part of the step's time on the device in which no kernel and no copy ran
+    exposed: float  # part of it in which nothing but collectives ran
+
+
+def build(size: str, side: str, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    with torch.device(mesh.device_type):
+        model = Llama(SIZES[size])
+    sharded = SIDES[side](model, mesh)
+    return sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-5, fused=True)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(
+    size: str, side: str, mesh: DeviceMesh, options: argparse.Namespace
+) -> tuple[Figures, Profile | None]:
+    """Build a side, warm it up, time its steps, follow the memory of one and profile one."""
+    device = torch.device(mesh.device_type)
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.batch, options.seq + 1)
+    tokens = torch.randint(SIZES[size].vocabulary, shape, generator=generator).to(device)
+    model, optimizer = build(size, side, mesh)
+    step = partial(train_step, model, optimizer, tokens)
+    losses = [step() for _ in range(options.warmup)]
+    wait(device.type)
+    started, host = time.perf_counter(), 0.0
+    for _ in range(options.steps):
+        before = time.perf_counter()
+        losses.append(step())
+        host += time.perf_counter() - before
+    wait(device.type)
+    whole = time.perf_counter() - started
+    figures = Figures(whole * 1e3 / options.steps, host * 1e3 / options.steps, losses)
+    if device.type != "cuda":
+        return figures, None
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    step()
+    wait(device.type)
+    peak = torch.cuda.max_memory_allocated()
+    return replace(figures, held=held, peak=peak), profile_step(step)
+
+
+def profile_step(step: Callable[[], object]) -> Profile:
+    """Follow one step by torch's profiler, which slows the host down, not the device."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(json.loads(path.read_text())["traceEvents"])
+
+
+def read_trace(events: list[dict[str, Any]]) -> Profile:
+    """Count what ran on the device, and how long nothing, or nothing but collectives, did."""
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    copies = [e for e in events if e.get("cat") in ("gpu_memcpy", "gpu_memset")]
+    computes = [e for e in kernels if not e["name"].startswith(COMMUNICATION)] + copies
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in kernels + copies]
+    whole = max((end for _, end in spans), default=0.0) - min((s for s, _ in spans), default=0.0)
+    busy = covered(spans)
+    computing = covered([(e["ts"], e["ts"] + e["dur"]) for e in computes])
+    part = 1 / whole if whole else 0.0
+    return Profile(len(kernels), len(copies), 1 - busy * part, (busy - computing) * part)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """How much of the line the spans cover together."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+@dataclass
+class Cell:
+    """A model in a world: the figures of every side, by round."""
+
+    size: str
+    world: int
+    figures: dict[str, list[Figures]]
+    profiles: dict[str, Profile | None]
+    failures: list[str]
+
+    def rows(self) -> list[list[str]]:
+        medians = {name: Spread.of([f.step for f in all_]) for name, all_ in self.figures.items()}
+        reference = medians.get("FSDP2")
+        return [
+            [f"{self.size}, {self.world}, {name}", *self._cells(name, medians[name], reference)]
+            for name in self.figures
+        ]
+
+    def _cells(self, name: str, step: Spread, reference: Spread | None) -> list[str]:
+        ratio = f"{reference.median / step.median:.3f}" if reference else ""
+        host = Spread.of([f.host for f in self.figures[name]])
+        last = self.figures[name][-1]
+        row = [
+            *step.cells(2),
+            ratio,
+            *host.cells(2)[:1],
+            gigabytes(last.held),
+            gigabytes(last.peak),
+        ]
+        profile = self.profiles[name]
+        if profile is None:
+            return [*row, "", "", "", ""]
+        row += [f"{profile.idle:.1%}", f"{profile.exposed:.1%}"]
+        return [*row, str(profile.kernels), str(profile.copies)]
+
+    def strays(self) -> list[str]:
+        """Sides of a world of one whose losses leave the first side's."""
+        if self.world > 1 or not self.figures:
+            return []
+        wanted = next(iter(self.figures.values()))[0].losses
+        found = {}
+        for name, rounds in self.figures.items():
+            pairs = zip(rounds[0].losses, wanted, strict=True)
+            found[name] = max(float(abs(a - b)) for a, b in pairs)
+        return [
+            f"{self.size}: losses of {name} leave the first side's by {gap:.1e}"
+            for name, gap in found.items()
+            if not gap <= TOLERANCE
+        ]
+
+
+def gigabytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e9:.3f}"
+
+
+def run_cell(size: str, world: int, mesh: DeviceMesh, options: argparse.Namespace) -> Cell:
+    """All rounds of all sides; a side that cannot run is named with its reason."""
+    cell = Cell(size, world, {}, {}, [])
+    broken: set[str] = set()
+    for turn in range(options.rounds):
+        for name in common.rotated(options.sides, turn):
+            if name in broken:
+                continue
+            try:
+                figures, profile = measure(size, name, mesh, options)
+            except Exception as error:
+                broken.add(name)
+                reason = next(iter(str(error).splitlines()), "")
+                cell.failures.append(
+                    f"- {size}, {world} ranks: {name} cannot run: {type(error).__name__}: {reason}"
+                )
+                cell.figures.pop(name, None)
+            else:
+                cell.figures.setdefault(name, []).append(figures)
+                cell.profiles[name] = profile
+            gc.collect()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+    ordered = {name: cell.figures[name] for name in options.sides if name in cell.figures}
+    return replace(cell, figures=ordered)
+
+
+def run_world(world: int, options: argparse.Namespace) -> list[Cell]:
+    """Every model in a world of this size: one real rank, or rank 0 of pretended ones."""
+    if world > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    else:
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(options.device, (world,))
+        return [run_cell(size, world, mesh, options) for size in options.sizes]
+    finally:
+        dist.destroy_process_group()
+
+
+def report(options: argparse.Namespace, cells: list[Cell]) -> list[str]:
+    headers = ["model, ranks, side", "step, ms", "min–max", "FSDP2 ÷ side", "host, ms"]
+    headers += ["held, GB", "peak, GB", "idle", "only collectives", "kernels", "copies"]
+    body = [row for cell in cells for row in cell.rows()]
+    failures = [line for cell in cells for line in cell.failures]
+    strays = [line for cell in cells for line in cell.strays()]
+    about = (
+        f"Batch {options.batch} × {options.seq} tokens, bfloat16 with float32 shards, fused AdamW, "
+        f"{options.steps} steps a round, {options.rounds} rounds. Worlds above 1 are one rank of "
+        "the fake process group, whose collectives take no time. In a world of one FSDP1 shards "
+        "nothing, and keeps its weights gathered."
+    )
+    sections = [about, common.table(headers, body), "\n".join(failures)]
+    if strays:
+        sections.append("**Trained otherwise:** " + "; ".join(strays))
+    elif any(cell.world == 1 for cell in cells):
+        sections.append(f"Losses of the world of one agree within {TOLERANCE}.")
+    device = torch.device(options.device)
+    return [section for section in [*sections, common.machine(device)] if section]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    sizes = [name for name in SIZES if name != "tiny"]
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=sizes)
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--batch", type=int, default=2, help="sequences of the rank")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--warmup", type=int, default=4, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    common.add_output_options(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; --device cpu tries the script without one")
+    with common.without_torch_warnings():
+        cells = [cell for world in options.worlds for cell in run_world(world, options)]
+    common.publish("gpu", options, report(options, cells), {"cells": cells})
+    if any(cell.strays() for cell in cells):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
