@@ -51,6 +51,8 @@ class Call(NamedTuple):
         offered: what ``Transport.offer`` returned here.
         offers: gives what it returned on every rank, by rank, once the works are waited for; None
             outside of a unit's passes, where nothing is offered.
+        factor: what a reduction still has to multiply each rank's tensor by. Only the library's own
+            transport is asked to, on NCCL, which does it on the way.
     """
 
     group: Group
@@ -58,6 +60,7 @@ class Call(NamedTuple):
     purpose: str
     offered: Sequence[int] = ()
     offers: Callable[[], Sequence[Any]] | None = None
+    factor: float = 1.0
 
 
 class Started(NamedTuple):

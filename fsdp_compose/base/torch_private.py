@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from inspect import signature
 from threading import Thread
@@ -293,6 +294,15 @@ GATHER_OPTIONS = _synchronous(_c10d.AllgatherOptions())
 """Run on the caller's stream: no stream of the backend's own, so no ``record_stream``."""
 REDUCE_OPTIONS = _synchronous(_c10d.ReduceScatterOptions())
 """As ``GATHER_OPTIONS``, with sum as the operation."""
+
+
+@cache
+def premultiplied(factor: float) -> Any:
+    """``REDUCE_OPTIONS`` for NCCL: each rank's tensor is multiplied by ``factor`` first."""
+    options = _synchronous(_c10d.ReduceScatterOptions())
+    options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    return options
+
 
 call_raw: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """``(func, types, args, kwargs)``: call ``func`` in a ``raw`` scope, at C speed."""

@@ -31,6 +31,7 @@ from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
+from fsdp_compose.comm.transports import premultiplies
 from fsdp_compose.comm.transports import transport_of as transport_of
 
 
@@ -204,6 +205,7 @@ def reduce_scatter_parts(
     purpose: str = "reduce gradients",
     caller: Caller | None = None,
     flags: Flags | None = None,
+    factor: float = 1.0,
 ) -> ReduceScatter:
     """Start summing every rank's ``whole``; this rank receives part ``group.rank`` of the sum.
 
@@ -211,14 +213,19 @@ def reduce_scatter_parts(
         whole: real floating point, one dimension; must stay allocated until the result is read.
         parts: ``whole`` cut into ``group.size`` equal views.
         flags: united over the group with it, on gloo.
+        factor: what each rank's ``whole`` is multiplied by first, in place where the backend does
+            not do it on the way.
     """
+    if factor != 1.0 and not premultiplies(group):
+        whole.mul_(factor)
+        factor = 1.0
     if group.pg is None or whole.numel() == 0:
         return ReduceScatter(Exchange(), [whole])
     own = parts[group.rank]
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     call, heads = _open(group, purpose, own.nbytes, caller, whole, flags)
-    started = transport_of(group).reduce_scatter(whole, parts, call)
+    started = transport_of(group).reduce_scatter(whole, parts, call._replace(factor=factor))
     exchange = Exchange(started.works, purpose, started.peers, heads)
     return ReduceScatter(exchange, started.parts, group.rank, started.release)
 

@@ -26,6 +26,7 @@ from fsdp_compose.base.torch_private import (
     GATHER_OPTIONS,
     REDUCE_OPTIONS,
     all_gather_single,
+    premultiplied,
     reduce_scatter_single,
 )
 from fsdp_compose.comm.messages import is_point_to_point, post_pairs
@@ -182,7 +183,8 @@ def _gather_at_once(
 def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
     total = torch.empty_like(parts[call.group.rank])
     pg = call.group.reductions or call.group.pg
-    work = reduce_scatter_single(pg, total, whole, REDUCE_OPTIONS)
+    options = REDUCE_OPTIONS if call.factor == 1.0 else premultiplied(call.factor)
+    work = reduce_scatter_single(pg, total, whole, options)
     return _begun(work, whole, (total,))
 
 
@@ -246,6 +248,11 @@ def transport_of(group: Group) -> Transport:
     if not is_point_to_point(group):
         return AT_ONCE
     return PAIRS if segments_of(group) is None else ON_HOST
+
+
+def premultiplies(group: Group) -> bool:
+    """Whether a reduction multiplies each rank's tensor on its way to the sum, as NCCL does."""
+    return group.pg is not None and group.backend == "nccl" and transport_of(group) is AT_ONCE
 
 
 def count_shared(group: Group) -> int:

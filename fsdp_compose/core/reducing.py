@@ -92,9 +92,9 @@ def _begin(reduction: Reduction) -> None:
     flat, streams = bucket.grads.flat, unit.engine.streams
     if unit.switches.comm_hook is None:
         # Half precision overflows at 65504: divide before the sum, by half of the factor.
+        before = 1.0
         if flat.dtype == torch.float16 and reduction.scale != 1.0:
             before = 2.0 ** round(math.log2(reduction.scale) / 2)
-            flat *= before
             reduction.scale /= before
         reduction.scatter = comm.reduce_scatter_parts(
             flat,
@@ -103,6 +103,7 @@ def _begin(reduction: Reduction) -> None:
             _purpose_of(reduction),
             bucket.users.caller,
             reduction.used,
+            before,
         )
     if unit.switches.comm_hook is not None or streams.reduce is not None:
         reduction.result = _combine(reduction)

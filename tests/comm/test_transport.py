@@ -16,6 +16,7 @@ from fsdp_compose.base import mesh
 from fsdp_compose.base.group import Call
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import transports
+from fsdp_compose.comm.collectives import reduce_scatter_parts
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
 from harness import rank_errors, run_ranks
@@ -120,6 +121,46 @@ def test_pieces_travel_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
             assert torch.equal(piece, sent if r != rank else torch.zeros_like(piece))
 
     run_ranks(ranks, 3)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_half_gradients_are_divided_before_the_sum(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By NCCL on the way, and the packed gradients stay as they are; on gloo here, in place."""
+    asked: list[dist.ReduceOp] = []
+
+    def scatter(pg: Any, total: Tensor, whole: Tensor, options: Any) -> None:
+        """As NCCL does it, whose operation says that it multiplies by 1/4 first."""
+        asked.append(options.reduceOp)
+        summed = whole.float() / 4
+        dist.all_reduce(summed)
+        total.copy_(summed[: total.numel()] if dist.get_rank() == 0 else summed[total.numel() :])
+
+    def ranks(rank: int) -> None:
+        monkeypatch.setattr(transports, "reduce_scatter_single", scatter)
+        group = mesh.group_of(dist.group.WORLD, torch.device("cpu"))
+        if backend == "nccl":
+            group = replace(group, backend="nccl")
+        whole = torch.full((8,), 60000.0, dtype=torch.float16)
+        found = reduce_scatter_parts(whole, whole.chunk(2), group, factor=0.25)
+        assert torch.equal(found.result(torch.float16, 2.0), torch.full((4,), 60000.0).half())
+        assert float(whole[0]) == (60000.0 if backend == "nccl" else 15000.0)
+        assert asked == ([dist.ReduceOp.PREMUL_SUM] if backend == "nccl" else [])
+
+    run_ranks(ranks, 2)
+
+
+def test_half_gradients_near_the_limit_do_not_overflow() -> None:
+    def ranks(rank: int) -> None:
+        linear = nn.Linear(8, 1, bias=False)
+        model = fully_shard(linear, mp_policy=MixedPrecision(torch.float16, torch.float16))
+        (model(torch.full((1, 8), 200.0, dtype=torch.float16)).float() * 300).sum().backward()
+        grad = model.weight.grad
+        assert grad is not None
+        assert torch.equal(grad.full_tensor(), torch.full((1, 8), 60000.0)), grad.full_tensor()
+
+    run_ranks(ranks, 2)
 
 
 def test_ranks_that_chose_others_raise() -> None:
