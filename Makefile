@@ -1,4 +1,4 @@
-# make demo | test | test-models | lint | docs | bench | conformance | faults | wheel | clean: needs
+# make demo | test | test-models | lint | docs | bench | conformance | faults | fuzz | wheel | clean: needs
 # python3 >= 3.10 and nothing else.
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ RECIPES := $(VENV)/recipes
 DOCS := $(VENV)/.docs
 EMPTY := build/empty
 
-.PHONY: demo test test-models lint docs bench conformance faults wheel clean
+.PHONY: demo test test-models lint docs bench conformance faults fuzz wheel clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
@@ -68,6 +68,13 @@ conformance: $(READY)
 # Ranks killed, stopped, out of memory and so on under torch's elastic agent; about ten minutes.
 faults: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py --save
+
+# Random programs on 1 to 16 simulated ranks; hours. It goes on where build/fuzz.jsonl ends.
+FUZZ ?= 0-100000
+fuzz: $(READY)
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --seeds $(FUZZ) --workers 2 --log build/fuzz.jsonl
+	$(BIN)/python tests/fuzz_search.py build/fuzz.jsonl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,7 +1,8 @@
 """A differential fuzzer: random sharded models run random programs beside plain models.
 
-    python tests/fuzz.py --minutes 60                  # until the time is over; failures are shrunk
-    python tests/fuzz.py --world 2 --seeds 17 18       # these seeds, or a range: --seeds 0:1000
+    python tests/fuzz.py --seeds 0-1000                # failures are shrunk and printed
+    python tests/fuzz.py --world 2 --seeds 17 18       # these seeds, on two ranks
+    python tests/fuzz.py --seeds 0-100000 --workers 2 --log fuzz.jsonl    # goes on where it was
 
 The ranks are simulated, in an order that the seed gives. After every operation the sharded model's
 losses, gradients, parameters and norms equal those of one process on the batches of all ranks. What
@@ -12,45 +13,36 @@ nothing, and what is lost or dead is an error of this library on every rank that
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import IO
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_compose.base import mesh
+from fsdp_compose.comm import messages, transports
 from fsdp_compose.simulation import DelayMessage, DelayRank, RaiseError, SimulationError, simulate
 
-from fuzz_operations import Run, loss_of, make_optimizer, operations, shard
-from fuzz_programs import (
-    Case,
-    OnPurpose,
-    build,
-    draw,
-    leaves,
-    nodes,
-    smaller,
-)
-from models import (
-    Tolerance,
-    Twin,
-)
-
-WORLDS = (2, 3, 2, 4, 2, 1, 2, 5, 2, 4, 2, 6, 2, 3, 2, 8, 2, 4, 2, 3, 2, 4, 2, 12, 2, 3, 2, 16)
-"""Sizes of worlds, in turn: most of what goes wrong needs two ranks, and those are cheap."""
+from fuzz_operations import Run, make_optimizer, operations, shard
+from fuzz_programs import Case, OnPurpose, build, draw, leaves, nodes, smaller, world_of
+from fuzz_search import Found, run_in_workers, seeds_of
+from fuzz_twin import Batched
+from models import Tolerance
 
 
 def run_case(rank: int, case: Case) -> None:
     """Run ``case`` on this rank, beside its plain twin."""
     warnings.filterwarnings("ignore", message="the forward of unit")  # a skipped node
+    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
     low = any(leaf.dtype != "float64" for leaf in leaves(case.tree))
     tolerance = Tolerance(2e-4, 2e-5) if low else Tolerance(1e-7, 1e-9)
-    twin = Twin(
+    twin = Batched(
         rank,
         case.world,
         lambda: build(case.tree),
@@ -62,10 +54,10 @@ def run_case(rank: int, case: Case) -> None:
     for seed, (name, n) in enumerate(case.ops):
         operations[name](run, n, seed)
     twin.check_grads()
-    for model in run.all_models:
+    for model in run.both:
         for node in nodes(model):
             node.skip = None
-    twin.backward(loss_of, 99)
+    twin.train_on(99)
     twin.check()
 
 
@@ -89,10 +81,32 @@ def failure_of(case: Case, seed: int = 0) -> str | None:
     """What goes wrong in ``case`` where events come in the order of ``seed``; None if nothing."""
     faults = [] if case.fault is None else [case.fault]
     try:
-        simulate(lambda: run_case(dist.get_rank(), case), case.world, seed=seed, faults=faults)
+        with groups_named(case.backend):
+            simulate(lambda: run_case(dist.get_rank(), case), case.world, seed=seed, faults=faults)
     except SimulationError as error:
         return judge(case, error)
     return None
+
+
+@contextlib.contextmanager
+def groups_named(backend: str) -> Iterator[None]:
+    """Scope in which the library takes groups for ones of ``backend``, whose paths it then goes."""
+    replaced: list[tuple[Any, str, Any]] = [(mesh, "_backend", lambda pg, device: backend)]
+    for home in (transports, messages):
+        for name in {"all_gather_single", "reduce_scatter_single"} & vars(home).keys():
+            replaced.append((home, name, _call_of(name)))  # torch's would not call a Python group
+    before = [getattr(home, name) for home, name, _ in replaced]
+    try:
+        for home, name, value in replaced:
+            setattr(home, name, value)
+        yield
+    finally:
+        for (home, name, _), value in zip(replaced, before):
+            setattr(home, name, value)
+
+
+def _call_of(name: str) -> Callable[..., Any]:
+    return lambda group, *args: getattr(group, name)(*args)
 
 
 def judge(case: Case, error: SimulationError) -> str | None:
@@ -138,47 +152,34 @@ def case_of(seed: int, world: int) -> Case:
     return draw(seed, world, with_fault=world > 1 and seed % 2 == 1)
 
 
-def search(world: int, seeds: Sequence[int], report: Callable[[str], None] = print) -> list[int]:
-    """Run ``seeds``; report each that fails, shrunk; return those."""
-    failed: list[int] = []
-    for seed in seeds:
-        case = case_of(seed, world)
-        if failure_of(case, seed) is not None:
-            failed.append(seed)
-            case, failure = shrink(case, seed)
-            report(f"seed {seed} of world {world}: {failure or 'not alone'}\n  {case}")
-    return failed
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError("a program takes longer than ten minutes")
+def try_seed(seed: int, world: int = 0) -> Found:
+    """Run the program of a seed; what it was, and how it fails, shrunk."""
+    case = case_of(seed, world or world_of(seed))
+    text = ""
+    if failure_of(case, seed) is not None:
+        smallest, failure = shrink(case, seed)
+        text = f"seed {seed} of world {case.world}: {failure or 'not alone'}\n  {smallest}"
+    fault = "none" if case.fault is None else type(case.fault).__name__
+    return Found(seed, case.world, fault, case.backend, [name for name, _ in case.ops], text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=0, help="ranks; 0: 1 to 16 in turn")
-    parser.add_argument("--seeds", nargs="*", default=["0:200"], help="numbers and ranges a:b")
-    parser.add_argument("--minutes", type=float, help="go on with further seeds for so long")
+    parser.add_argument("--seeds", nargs="*", default=["0-200"], help="numbers and ranges a-b")
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after these")
+    parser.add_argument("--log", help="a file that keeps what was run, and is read to go on")
     options = parser.parse_args(arguments)
-    seeds: list[int] = []
-    for text in options.seeds:
-        first, _, last = text.partition(":")
-        seeds += range(int(first), int(last)) if last else [int(first)]
-    started, ran, failed = time.monotonic(), 0, 0
-    signal.signal(signal.SIGALRM, _stop)
-    while True:
-        for seed in seeds:
-            signal.alarm(600)
-            failed += len(search(options.world or WORLDS[seed % len(WORLDS)], [seed]))
-            ran += 1
-            minutes = (time.monotonic() - started) / 60
-            if ran % 100 == 0 or seed == seeds[-1]:
-                print(f"{ran} programs, {failed} failed, {minutes:.1f} minutes", flush=True)
-            if options.minutes is not None and minutes >= options.minutes:
-                return bool(failed)
-        if options.minutes is None:
-            return bool(failed)
-        seeds = list(range(seeds[-1] + 1, seeds[-1] + 1 + len(seeds)))
+    logging.disable(logging.WARNING)
+    deadline = time.monotonic() + 60 * options.minutes
+    return run_in_workers(
+        lambda seed: try_seed(seed, options.world),
+        seeds_of(options.seeds),
+        options.workers,
+        options.log,
+        deadline,
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from fsdp_compose import Prefetch, ShardedWeightError, ShardingStrategy, fully_s
 from fsdp_compose.scopes.switches import Keep
 
 from fuzz_programs import HYBRID, Case, LeafModule, NodeModule, OnPurpose, nodes, spec_of
-from models import Twin, assert_at_rest, compare, data, mesh_of_replicas, square, whole
+from fuzz_twin import Batched, penalised_losses, square_losses
+from models import assert_at_rest, compare, mesh_of_replicas, square, whole
 
 
 def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -45,26 +46,18 @@ def shard(case: Case, model: nn.Module) -> nn.Module:
     )
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return square(model, x.requires_grad_())
-
-
 @dataclass(eq=False)
 class Run:
     """A case under way on one rank."""
 
     case: Case
     rank: int
-    twin: Twin
+    twin: Batched
     waiting: bool = False  # a forward whose backward never comes may have left units gathered
 
     @property
     def both(self) -> tuple[nn.Module, nn.Module]:
         return self.twin.model, self.twin.reference
-
-    @property
-    def all_models(self) -> list[nn.Module]:
-        return [self.twin.model, *self.twin.plain]
 
     def name_of(self, n: int) -> str:
         names = [name for name, _ in self.twin.model.named_parameters()]
@@ -91,7 +84,7 @@ def operation(name: str) -> Callable[[Operation], Operation]:
 
 @operation("step")
 def _step(run: Run, n: int, seed: int) -> None:
-    run.twin.backward(loss_of, seed)
+    run.twin.train_on(seed)
     if not run.waiting:
         assert_at_rest(run.twin.model)
     has_gradients = any(p.grad is not None for p in run.twin.reference.parameters())
@@ -101,7 +94,7 @@ def _step(run: Run, n: int, seed: int) -> None:
 
 @operation("accumulate")
 def _accumulate(run: Run, n: int, seed: int) -> None:
-    run.twin.backward(loss_of, seed)
+    run.twin.train_on(seed)
     run.twin.check_grads()
 
 
@@ -109,7 +102,7 @@ def _accumulate_in(keep: Keep) -> Operation:
     def operate(run: Run, n: int, seed: int) -> None:
         with fc.accumulate(run.twin.model, keep=keep):
             for part in range(1 + n % 3):
-                run.twin.backward(loss_of, seed + 20 * part)
+                run.twin.train_on(seed + 20 * part)
         run.twin.check_grads()
 
     return operate
@@ -123,36 +116,36 @@ operation("accumulate local")(_accumulate_in("no_all_reduce"))
 @operation("no_sync")
 def _no_sync(run: Run, n: int, seed: int) -> None:
     with fc.no_sync(run.twin.model):
-        run.twin.backward(loss_of, seed + 20)
+        run.twin.train_on(seed + 20)
     if n % 2:
-        run.twin.backward(loss_of, seed)
+        run.twin.train_on(seed)
     fc.reduce_grads(run.twin.model)
     run.twin.check_grads()
 
 
 @operation("two forwards")
 def _two_forwards(run: Run, n: int, seed: int) -> None:
-    first, second = (run.twin.losses(loss_of, s) for s in (seed, seed + 100))
+    first, second = (run.twin.pair(s) for s in (seed, seed + 100))
     for a, b in zip(first, second):
         (a + 2 * b).backward()
 
 
 @operation("crossed")
 def _crossed(run: Run, n: int, seed: int) -> None:
-    first, second = (run.twin.losses(loss_of, s) for s in (seed, seed + 100))
+    first, second = (run.twin.pair(s) for s in (seed, seed + 100))
     for loss in (*first, *second) if n % 2 else (*second, *first):
         loss.backward()
 
 
 @operation("retain")
 def _retain(run: Run, n: int, seed: int) -> None:
-    for loss in run.twin.losses(loss_of, seed):
+    for loss in run.twin.pair(seed):
         loss.backward(retain_graph=True)
         loss.backward()
 
 
 def _infer(run: Run, seed: int) -> None:
-    ours, theirs = (m(data(seed, run.rank)) for m in (run.twin.model, run.twin.mine))
+    ours, theirs = (m(run.twin.input(seed)) for m in run.both)
     run.compare("output", ours, theirs)
 
 
@@ -170,17 +163,17 @@ def _inference(run: Run, n: int, seed: int) -> None:
 
 @operation("eval")
 def _eval(run: Run, n: int, seed: int) -> None:
-    for model in run.all_models:
+    for model in run.both:
         model.eval()
     with torch.no_grad():
         _infer(run, seed)
-    for model in run.all_models:
+    for model in run.both:
         model.train()
 
 
 @operation("dropped")
 def _dropped(run: Run, n: int, seed: int) -> None:
-    run.twin.losses(loss_of, seed)
+    run.twin.pair(seed)
     run.waiting = True
 
 
@@ -201,7 +194,7 @@ def _skip(model: nn.Module, n: int) -> None:
 @operation("skip")
 def _skip_everywhere(run: Run, n: int, seed: int) -> None:
     run.waiting = True  # what an inference kept gathered for a unit that is skipped from now on
-    for model in run.all_models:
+    for model in run.both:
         _skip(model, n)
 
 
@@ -213,13 +206,18 @@ def _skip_a_leaf_of_one_rank(run: Run, n: int, seed: int) -> None:
     if not found or any(node.skip is not None for node in every):
         return
     i, j = found[n % len(found)]
-    here = [run.twin.plain[0], *([run.twin.model] if run.rank == 0 else [])]
-    for model in here:
-        nodes(model)[i].skip = j
-    run.twin.backward(loss_of, seed)
-    for model in here:
-        nodes(model)[i].skip = None
+    if run.rank == 0:
+        every[i].skip = j
+    run.twin.train_on(seed, first=_skipping(nodes(run.twin.reference)[i], j))
+    every[i].skip = None
     run.twin.check_grads()
+
+
+@contextlib.contextmanager
+def _skipping(node: NodeModule, child: int) -> Iterator[None]:
+    node.skip = child
+    yield
+    node.skip = None
 
 
 def _spare_leaves(node: NodeModule) -> list[int]:
@@ -241,20 +239,20 @@ def _fail(run: Run, n: int, seed: int) -> None:
     target = nodes(run.twin.model)[n % len(nodes(run.twin.model))]
     target.fail = run.waiting = True
     with contextlib.suppress(OnPurpose):
-        loss_of(run.twin.model, data(seed, run.rank))
+        run.twin.own_loss(seed)
     target.fail = False
 
 
 @operation("fail backward")
 def _fail_in_backward(run: Run, n: int, seed: int) -> None:
-    for loss in run.twin.losses(loss_of, seed):  # what was complete before the failure stays
+    for loss in run.twin.pair(seed):  # what was complete before the failure stays
         loss.backward()
     run.twin.check_grads()
     run.twin.zero_grad()
     target = nodes(run.twin.model)[n % len(nodes(run.twin.model))]
     target.fail_backward = run.waiting = True
     with contextlib.suppress(OnPurpose):
-        loss_of(run.twin.model, data(seed, run.rank)).backward()
+        run.twin.own_loss(seed).backward()
     target.fail_backward = False
     for model in run.both:
         model.zero_grad()
@@ -296,7 +294,7 @@ def _zero(run: Run, n: int, seed: int) -> None:
 
 
 def _clip_with(clip: Callable[[Any], Tensor], run: Run, seed: int) -> None:
-    run.twin.backward(loss_of, seed)
+    run.twin.train_on(seed)
     trained = run.trained(run.twin.reference)
     wanted = torch.nn.utils.clip_grad_norm_(trained, 0.05)
     if any(p.grad is not None for p in trained):
@@ -332,7 +330,7 @@ def recomputes_reentrantly(run: Run) -> bool:
 def _autograd_grad(run: Run, n: int, seed: int) -> None:
     if recomputes_reentrantly(run):
         return
-    ours, plain = run.twin.losses(loss_of, seed)
+    ours, plain = run.twin.pair(seed)
     grads = [
         torch.autograd.grad(loss, run.trained(model), allow_unused=True)
         for loss, model in zip((ours, plain), run.both)
@@ -351,13 +349,7 @@ def _gradient_penalty(run: Run, n: int, seed: int) -> None:
     if recomputes_reentrantly(run):
         return
 
-    def penalised(model: nn.Module, x: Tensor) -> Tensor:
-        x.requires_grad_()
-        loss = square(model, x)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + slope.square().sum()
-
-    run.twin.backward(penalised, seed)
+    run.twin.train_on(seed, penalised_losses)
     run.twin.check_grads()
 
 
@@ -374,7 +366,7 @@ def _gathered(run: Run, n: int, seed: int) -> None:
 def _loss_in_a_scope(run: Run, n: int, seed: int) -> None:
     """A loss of the scope's tensors; its backward comes inside the scope or after it."""
     with fc.gathered(run.twin.model):
-        ours, plain = run.twin.losses(loss_of, seed)
+        ours, plain = run.twin.pair(seed)
         if n % 2:
             ours.backward()
     run.waiting = True
@@ -401,7 +393,7 @@ def _edit_in_a_scope(run: Run, n: int, seed: int) -> None:
 def _unshard(run: Run, n: int, seed: int) -> None:
     fc.unshard(run.twin.model)
     if n % 2:
-        run.twin.backward(loss_of, seed)
+        run.twin.train_on(seed)
     fc.reshard(run.twin.model)
     run.waiting = True
 
@@ -437,7 +429,7 @@ def _optimizer_state(run: Run, n: int, seed: int) -> None:
 def _copy(run: Run, n: int, seed: int) -> None:
     """Train a deep copy: the original is as before."""
     twin = copy.deepcopy(run.twin.model)
-    loss_of(twin, data(seed, run.rank)).backward()
+    square_losses(twin, run.twin.input(seed), 1).sum().backward()
     with torch.no_grad():
         for param in twin.parameters():
             param.add_(1)
@@ -476,7 +468,7 @@ def _gradient_hook(run: Run, n: int, seed: int) -> None:
             return grad * 0.5
 
         handles.append(param.register_hook(halve))
-    run.twin.backward(loss_of, seed)
+    run.twin.train_on(seed)
     for handle in handles:
         handle.remove()
     once = calls[0] <= 1 or recomputes_reentrantly(run)  # each recomputation is a backward then
@@ -488,14 +480,14 @@ def _run_another_unit(run: Run, n: int, seed: int) -> None:
     """One rank runs another unit first: an error on every rank or on none, then all is well."""
     model = run.twin.model
     inner = [m for m in nodes(model) if m is not model and fc.is_fully_sharded(m)]
-    x = data(seed, run.rank)
+    x = run.twin.input(seed).requires_grad_()
     if not inner or run.case.strategy in HYBRID:  # other replicas hear of it when a rank ends
         return
     found = None
     try:
         if run.rank == n % run.case.world:
-            loss_of(inner[n % len(inner)], x.clone())
-        loss_of(model, x).backward()
+            square(inner[n % len(inner)], x * 1)
+        square(model, x).backward()
     except RuntimeError as error:
         found = str(error)
         if "different units" not in found:  # a fault's
@@ -511,10 +503,10 @@ def _run_another_unit(run: Run, n: int, seed: int) -> None:
 
 @operation("functional")
 def _functional_call(run: Run, n: int, seed: int) -> None:
-    x = data(seed, run.rank)
+    x = run.twin.input(seed)
     with torch.no_grad():
         weights = {k: whole(v) * 1.5 for k, v in run.twin.model.named_parameters()}
         ours = torch.func.functional_call(run.twin.model, weights, (x,))
-        plain = {k: v.detach() * 1.5 for k, v in run.twin.mine.named_parameters()}
-        theirs = torch.func.functional_call(run.twin.mine, plain, (x,))
+        plain = {k: v.detach() * 1.5 for k, v in run.twin.reference.named_parameters()}
+        theirs = torch.func.functional_call(run.twin.reference, plain, (x,))
     run.compare("functional output", ours, theirs)

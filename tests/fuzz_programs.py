@@ -78,6 +78,7 @@ class Case:
     release: bool | None = None  # reshard_after_forward
     optimizer: str = "sgd"
     fault: Fault | None = None
+    backend: str = "gloo"  # or "nccl": the path of groups whose collectives are one call
 
 
 OPS = (
@@ -194,21 +195,34 @@ def leaves(tree: Spec) -> list[Leaf]:
 # Drawing
 
 
+WORLDS = (2, 2, 3, 2, 4, 2, 2, 3, 2, 5, 2, 2, 4, 2, 3, 2, 6, 2, 1, 4, 2, 3, 2, 7, 2, 2, 8, 2, 3, 2,
+          4, 2, 2, 12, 2, 3, 2, 4, 2, 16)  # fmt: skip
+"""Sizes of worlds, in turn: most of what goes wrong needs two ranks, and those are cheap."""
+LARGE = 8
+
+
+def world_of(seed: int) -> int:
+    """How many ranks the program of a seed has, where nobody says."""
+    return WORLDS[seed % len(WORLDS)]
+
+
 def draw(seed: int, world: int, with_fault: bool = False) -> Case:
-    """The case of ``seed`` for ``world`` ranks."""
+    """The case of ``seed`` for ``world`` ranks; large worlds have small programs."""
     rng = random.Random(f"{seed} {world}")
     hybrid = world >= 4 and world % 2 == 0 and rng.random() < 0.3
     release = rng.choice((None, None, None, True, False)) if rng.random() < 0.3 else None
     strategy = rng.choice(HYBRID if hybrid else STRATEGIES)
+    longest = 5 if world >= LARGE else 9
     return Case(
-        tree=_draw_node(rng, depth=3, budget=[rng.randint(2, 8)]),
+        tree=_draw_node(rng, depth=3, budget=[rng.randint(2, 5 if world >= LARGE else 8)]),
         world=world,
         strategy=strategy,
-        ops=tuple((rng.choice(OPS), rng.randrange(12)) for _ in range(rng.randint(2, 9))),
+        ops=tuple((rng.choice(OPS), rng.randrange(12)) for _ in range(rng.randint(2, longest))),
         prefetch=rng.choice(((1, 1), (0, 0), (2, 1), (1, 3))),
         granularity=rng.choice((1, 1, 1, "row", "tensor")),
         release=release if strategy in ("FULL_SHARD", "HYBRID_SHARD") and release else None,
         optimizer=rng.choice(OPTIMIZERS),
+        backend="nccl" if rng.random() < min(0.25 * world**0.5, 0.9) - 0.1 else "gloo",
         fault=_draw_fault(rng, world) if with_fault else None,
     )
 
@@ -261,8 +275,8 @@ def smaller(case: Case) -> Iterator[Case]:
         if isinstance(tree, Node):
             yield replace(case, tree=tree)
     for name, value in (
-        ("fault", None), ("world", 2), ("strategy", "FULL_SHARD"), ("prefetch", (0, 0)),
-        ("granularity", 1), ("release", None), ("optimizer", "sgd"),
+        ("fault", None), ("backend", "gloo"), ("world", 2), ("strategy", "FULL_SHARD"),
+        ("prefetch", (0, 0)), ("granularity", 1), ("release", None), ("optimizer", "sgd"),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
-from fsdp_compose.simulation import DelayMessage, KillRank, RaiseError
+from fsdp_compose.simulation import DelayMessage, KillRank, LoseMessage, RaiseError
 
 from fuzz import case_of, failure_of, run_seeds, shrink
 from fuzz_operations import operations
 from fuzz_programs import OPS, Case, Leaf, Node, OnPurpose, draw, leaves, smaller
+from fuzz_search import Found, run_in_workers, seeds_of, table
 from harness import run_ranks
 
 SHORT = {1: range(12), 2: range(80), 3: range(12), 4: range(10), 7: [0], 8: [0, 1], 12: [0]}
@@ -43,6 +46,13 @@ FOUND = {
         granularity="tensor", optimizer="adamw",
     ),
     **{
+        f"seed 39: a lost message ({event}) where a collective is one call": Case(
+            Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("step", 0),), backend="nccl",
+            fault=LoseMessage(0, event),
+        )
+        for event in (0, 4, 12)
+    },
+    **{
         f"seed 1167: kept ({how}), moved, gathered again, then written in a scope": Case(
             Node((Leaf("matrix"),)), 2, how,
             (("dropped", 0), ("write data", 0), ("functional", 0), ("edit", 0)),
@@ -62,7 +72,7 @@ FOUND = {
 @pytest.mark.slow
 @pytest.mark.parametrize("world", SHORT)
 def test_random_programs_equal_the_plain_model(world: int) -> None:
-    """`python tests/fuzz.py --minutes 60` looks further, and shrinks what it finds."""
+    """`make fuzz` looks further, and shrinks what it finds."""
     for seed in SHORT[world]:
         assert failure_of(case_of(seed, world), seed) is None, f"seed {seed} of world {world}"
 
@@ -103,6 +113,24 @@ def test_every_operation_is_drawn_and_known() -> None:
 
 def test_a_seed_gives_the_same_program() -> None:
     assert draw(7, 2) == draw(7, 2) != draw(8, 2)
+
+
+def test_a_search_is_logged_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A failure is printed and kept; a second call runs only what the log does not have."""
+    log = str(tmp_path / "log")
+
+    def find(seed: int) -> Found:
+        return Found(seed, 2, "none", "gloo", ["step", "edit"], "wrong!" * (seed == 7))
+
+    def run(*texts: str) -> int:
+        return run_in_workers(find, seeds_of(texts), 2, log, time.monotonic() + 60)
+
+    assert run("0-450") and "wrong!" in capfd.readouterr().out
+    assert [len(chunk) for chunk in seeds_of(["0-450"])] == [200, 200, 50]
+    assert not run("0-450", "900")
+    found = table(log)
+    assert "| programs | 451 |" in found and "| seeds | 0-450, 900-901 |" in found
+    assert "| operations | 902: step: 451, edit: 451 |" in found and "| findings | 1 |" in found
 
 
 def test_faults_are_judged() -> None:

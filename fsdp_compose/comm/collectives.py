@@ -311,7 +311,7 @@ def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> N
         return
     here.traffic.control += 1
     tensor = flags.to_tensor().to(device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)
+    _take_largest(tensor, group, "compare gradients")
     flags.take(tensor)
 
 
@@ -360,5 +360,12 @@ def span(
     for group in groups:
         if group.pg is not None:
             here.traffic.control += 1
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)
+            _take_largest(tensor, group, "compare what ranks run")
     return tensor
+
+
+def _take_largest(tensor: torch.Tensor, group: Group, purpose: str) -> None:
+    """Set each element to the largest of the group; on an accelerator nothing waits for it."""
+    is_blocking = tensor.device.type == "cpu"
+    with _blocking(purpose, group, tensor) if is_blocking else contextlib.nullcontext():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)

@@ -257,12 +257,13 @@ def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     size = torch.tensor([own.numel()], device=device)
     sizes = size.new_empty(group.size)
-    all_gather_single(group.pg, sizes, size, GATHER_OPTIONS).wait()
+    purpose = group.purpose or "compare notes with the other ranks"
+    wait_for([all_gather_single(group.pg, sizes, size, GATHER_OPTIONS)], (), purpose, _STUCK)
     lengths = sizes.tolist()
     padded = own.new_zeros(max(lengths))
     padded[: own.numel()].copy_(own)
     whole = own.new_empty(group.size * padded.numel())
-    all_gather_single(group.pg, whole, padded, GATHER_OPTIONS).wait()
+    wait_for([all_gather_single(group.pg, whole, padded, GATHER_OPTIONS)], (), purpose, _STUCK)
     host = whole.cpu().view(group.size, -1)
     return {r: to_bytes(host[r, :length]) for r, length in enumerate(lengths)}
 
