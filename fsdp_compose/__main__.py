@@ -22,7 +22,7 @@ from fsdp_compose.cli.launch import launch
 __all__ = ["main"]
 
 _ROOT = Path(__file__).resolve().parent.parent
-_DEMO = _ROOT / "examples" / "train_gpt.py"
+_DEMO = _ROOT / "examples" / "demo.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command = commands.add_parser(
         "demo",
         help="train a small GPT on local ranks and check it against one process",
-        description="Runs examples/train_gpt.py on local ranks. Its own options go after --, as "
+        description="Runs examples/demo.py on local ranks. Its own options go after --, as "
         "in: fsdp-compose demo --nproc 2 -- --steps 50",
     )
     _add_nproc(command)

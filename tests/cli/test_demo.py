@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from processes import alive, wait_until
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import demo  # noqa: E402
+import demo_report  # noqa: E402
 import text  # noqa: E402
 import train_gpt  # noqa: E402
 from gpt import GPT, Block, GPTConfig  # noqa: E402
@@ -200,7 +203,9 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth():
 
 
 def test_memory_is_measured():
-    now, peak = (f(torch.device("cpu")) for f in (train_gpt.memory_in_use, train_gpt.peak_memory))
+    now, peak = (
+        f(torch.device("cpu")) for f in (demo_report.memory_in_use, demo_report.peak_memory)
+    )
     assert 2**24 < now <= peak * 1.05
 
 
@@ -286,7 +291,7 @@ def test_command_line_refuses_what_it_cannot_run(tmp_path, capsys):
 
 
 def test_demo_without_the_examples_says_where_they_are(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(command_line, "_DEMO", tmp_path / "examples" / "train_gpt.py")
+    monkeypatch.setattr(command_line, "_DEMO", tmp_path / "examples" / "demo.py")
     assert command_line.main(["demo"]) == 2
     assert "run it from a checkout" in capsys.readouterr().err
 
@@ -308,7 +313,7 @@ def test_demo_on_two_ranks(tmp_path, dtype):
     report = (tmp_path / "report.md").read_text()
     for part in ("| ranks | 2 (gloo, cpu) |", "unigram entropy", "## Sample", "[ok]"):
         assert part in report
-    assert train_gpt.load_exported(tmp_path / "export").config.n_embd == 32
+    assert demo.load_exported(tmp_path / "export").config.n_embd == 32
     *_, first, _, _, _, last = done.stdout.splitlines()  # the last screen is five lines
     assert first.startswith("4 of 4 checks passed in ") and "docs/getting-started.md" in last
     assert report.count("held-out") >= 2 and "bits for a byte of unseen text" in report
@@ -316,7 +321,7 @@ def test_demo_on_two_ranks(tmp_path, dtype):
 
 def test_demo_in_one_process_that_nobody_launched(tmp_path):
     """Demo in one process that nobody launched and a promise it cannot keep."""
-    command = [sys.executable, ROOT / "examples" / "train_gpt.py", *SMALL, "--device=cpu"]
+    command = [sys.executable, ROOT / "examples" / "demo.py", *SMALL, "--device=cpu"]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["PYTHONPATH"] = str(ROOT)
     command += ["--gain=9", f"--out={tmp_path}"]
@@ -326,7 +331,23 @@ def test_demo_in_one_process_that_nobody_launched(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "[FAILED] the held-out loss ends at least 9 nats below" in done.stdout
     assert done.stdout.count("[ok]") == 3
+    *_, count, broken, _, _ = done.stdout.splitlines()
+    assert count.startswith("3 of 4 checks passed") and broken.startswith("not kept: the held-out")
     assert "| ranks | 1 (no process group, cpu) |" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_its_checkpoint(tmp_path):
+    """Three steps on two ranks, then the rest in one process, from the saved checkpoint."""
+    options = [a for a in SMALL if not a.startswith(("--re", "--pa", "--sa", "--ga", "--st"))]
+    options += ["--device=cpu", f"--out={tmp_path}"]
+    path = ROOT / "examples" / "train_gpt.py"
+    first = run_script(path, *options, "--steps=3", "--save-every=2")
+    assert re.findall(r"step (\d+): loss", first) == ["2", "3"]
+    second = run_script(path, *options, "--steps=5", ranks=1)
+    assert f"going on from step 3 of {tmp_path / 'checkpoint'}" in second
+    assert re.findall(r"step (\d+): loss", second) == ["5"]
+    assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
 def test_interrupted_demo_ends_at_once_and_quietly(tmp_path):
