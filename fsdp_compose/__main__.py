@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
+from fsdp_compose.cli.completion import SHELLS, write_completion
 from fsdp_compose.cli.errors import UserError
 from fsdp_compose.cli.launch import launch
 
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_checkpoint(commands)
     _add_convert(commands.add_parser("convert", help="the same as checkpoint convert"))
     _add_doctor(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -188,6 +190,17 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.set_defaults(handler=_doctor)
 
 
+def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "completion",
+        help="print what lets a shell complete these commands",
+        description="For bash, in ~/.bashrc: source <(fsdp-compose completion bash). The scripts "
+        "for zsh and fish are sourced likewise.",
+    )
+    command.add_argument("shell", choices=sorted(SHELLS))
+    command.set_defaults(handler=_completion)
+
+
 def _add_nproc(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nproc", type=_positive, default=2, metavar="N", help="local ranks (default: 2)"
@@ -258,6 +271,11 @@ def _doctor(args: argparse.Namespace) -> int:
     from fsdp_compose.cli.doctor import run_doctor
 
     return run_doctor(args.json)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    print(write_completion(args.shell, build_parser()), end="")
+    return 0
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 Files, each importing only from those above it:
 
     errors      what the command line tells its user without a traceback
+    completion  what lets bash, zsh and fish complete commands
     progress    how far something is, on a terminal
     launch      starts the ranks of a script and leaves none behind
     checkpoint  fsdp-compose checkpoint show|convert

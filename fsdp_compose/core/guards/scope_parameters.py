@@ -71,8 +71,12 @@ class _Whole(_Base):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The parameter's own gradient, sharded; in a scope ``with_grads`` the full one."""
+        """The parameter's own gradient, sharded; in a scope ``with_grads`` the full one.
+
+        torch.export asks for it too, before it keeps what soon holds a shard.
+        """
         entry = find_entry(self)
+        refuse_export(entry.spec)
         if entry.layers[-1].own_grad:
             return call_raw(_grad_get, (), (self,))
         return entry.param.grad
@@ -110,8 +114,7 @@ class _Whole(_Base):
 
     @property
     def grad_dtype(self) -> Any:
-        """As of a leaf. Compilers ask for it, and export, which keeps what soon holds a shard."""
-        refuse_export(find_entry(self).spec)
+        """As of a leaf. Compilers ask for it."""
         return self.dtype
 
     @property
