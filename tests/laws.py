@@ -20,6 +20,7 @@ from fsdp_compose import (
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
+from fsdp_compose.core.guards.moved_parameters import shard_of
 
 from models import (
     WIDTH,
@@ -75,7 +76,7 @@ def expected(
                 total[3] += (n - part) * r
             if replicas > 1:
                 total[4] += 1
-                total[5] += 2 * part * bucket.shard.element_size() * (replicas - 1) // replicas
+                total[5] += 2 * part * shard_of(bucket).element_size() * (replicas - 1) // replicas
     return tuple(total)  # type: ignore[return-value]
 
 

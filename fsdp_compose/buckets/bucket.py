@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -245,12 +245,12 @@ class Bucket:
     residence: Residence
     mp: MixedPrecision  # gives the dtypes it computes and reduces in
     dtypes: Dtypes
-    stored: torch.Tensor  # as it was last placed; read ``shard``, which follows its parameters
+    stored: torch.Tensor  # the shard as it was last placed, see ``shard_of``
     full: torch.Tensor
     views: Views
     aliases: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     counts: list[int]  # versions of ``aliases``, see forward_writes.py
-    in_place: bool  # ``full`` is ``shard``: one rank, and computing in the storage dtype
+    in_place: bool  # ``full`` is the shard: one rank, and computing in the storage dtype
     offload: Offload
     inner: Inner | None
     grads: GradBuffer | None = None  # made on first use
@@ -268,17 +268,6 @@ class Bucket:
             f"Bucket({len(self.entries)} parameters, {self.stored.dtype}, computing in "
             f"{self.full.dtype}, {self.layout.shard_numel} elements per rank, {self.phase.name})"
         )
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's part of the bucket, as its parameters are now.
-
-        A parameter may have been given other memory (``p.data = x``, ``module.to(dtype)``), which
-        is copied into a shard of the bucket's own first.
-        """
-        if self.residence.moved:
-            take_over[0](self)
-        return self.stored
 
     def move_to(self, phase: Phase) -> None:
         """Change the phase, which happens nowhere else."""
@@ -316,10 +305,6 @@ class Bucket:
     @property
     def full_nbytes(self) -> int:
         return self.views.nbytes
-
-
-take_over: list[Callable[[Bucket], None]] = []
-"""What makes the memory that parameters were given the bucket's; moved_parameters.py adds it."""
 
 
 def alias(base: torch.Tensor, offset: int, spec: ShardSpec) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import make_bucket
 from fsdp_compose.buckets.entries import attributes_of
-from fsdp_compose.sharded import Hooks, Residence
+from fsdp_compose.sharded import Hooks, Residence, set_local, to_local
 
 
 def copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
@@ -24,8 +24,7 @@ def copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
 
 def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     """An independent bucket around the copies that ``memo`` has or makes of the parameters."""
-    shard = bucket.shard.detach().clone()  # first, as it may make the bucket's buffers anew
-    residence = Residence()
+    residence = Residence(moved=bucket.residence.moved, emptied=bucket.residence.emptied)
     entries = []
     for entry in bucket.entries:
         param = copy.deepcopy(entry.param, memo)
@@ -33,15 +32,19 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         if entry.kind is not torch.nn.Parameter:
             param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
         entries.append(Entry(param, spec, entry.names, [], kind=entry.kind))
+    given = [to_local(entry.param) for entry in entries]
     copied = make_bucket(
         entries,
         bucket.layout,
         bucket.mesh,
-        shard,
+        bucket.stored.detach().clone(),
         bucket.mp,
         bucket.offload,
         bucket.spread,
     )
+    if residence.moved:  # the shard lacks the values; the copy's first use copies them into it
+        for entry, local in zip(entries, given, strict=True):
+            set_local(entry.param, local)
     copied.history.unready = [copied.entries[entry.index] for entry in bucket.history.unready]
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [copy_slot(slot, memo) for slot in old.slots]

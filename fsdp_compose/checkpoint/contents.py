@@ -17,6 +17,7 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
 
@@ -103,7 +104,7 @@ def visit_full(
         bucket = owner_of(find_entry(leaf))
         by_bucket.setdefault(id(bucket), (bucket, []))[1].append(leaf)
     for bucket, inside in by_bucket.values():
-        flat = gather_bucket(bucket, bucket.shard)
+        flat = gather_bucket(bucket, shard_of(bucket))
         for leaf in inside:
             visit(leaf, view_full(bucket, flat, find_entry(leaf).index))
         del flat

@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.construct.names import walk_named
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
 
@@ -39,7 +40,7 @@ def describe(unit: Unit) -> dict[str, Any]:
         "world_size": unit.buckets[0].layout.world_size if unit.buckets else 1,
         "buckets": [
             {
-                "dtype": str(bucket.shard.dtype),
+                "dtype": str(shard_of(bucket).dtype),
                 "shard_numel": bucket.layout.shard_numel,
                 "names": [entry.names[0] for entry in bucket.entries],
                 "shapes": [list(entry.spec.shape) for entry in bucket.entries],
@@ -66,7 +67,8 @@ def local_values(unit: Unit) -> dict[str, Any]:
     """The unit's raw shards and their layout; shards are live, and sharded tensors themselves."""
     values: dict[str, Any] = {LAYOUT: describe(unit)}
     for index, bucket in enumerate(unit.buckets):
-        values[f"{SHARD}{index}"] = tag(bucket.shard.detach(), flat_spec(bucket, f"{SHARD}{index}"))
+        name = f"{SHARD}{index}"
+        values[name] = tag(shard_of(bucket).detach(), flat_spec(bucket, name))
     return values
 
 
@@ -136,10 +138,11 @@ def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
                 f"local state of unit {name!r} is that of rank {spec.group.rank}, this is rank "
                 f"{want.rank}; load each rank's own file."
             )
-        if to_local(value).shape != bucket.shard.shape or value.dtype != bucket.shard.dtype:
+        shard = shard_of(bucket)
+        if to_local(value).shape != shard.shape or value.dtype != shard.dtype:
             raise RuntimeError(
                 f"local state of unit {name!r}: shard {index} has {to_local(value).numel()} "
-                f"elements of {value.dtype}; wanted {bucket.shard.numel()} of {bucket.shard.dtype}."
+                f"elements of {value.dtype}; wanted {shard.numel()} of {shard.dtype}."
             )
 
 
@@ -157,4 +160,4 @@ def write_local(module: nn.Module, incoming: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for prefix, unit in named_units(module):
             for index, bucket in enumerate(unit.buckets):
-                bucket.shard.copy_(to_local(incoming[f"{prefix}{SHARD}{index}"]))
+                shard_of(bucket).copy_(to_local(incoming[f"{prefix}{SHARD}{index}"]))

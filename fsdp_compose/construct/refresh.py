@@ -36,6 +36,7 @@ from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.construct.undo import restore_parameters
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
@@ -210,7 +211,7 @@ def _give_back(unit: Unit, read: set[Entry]) -> None:
 def _pad_bucket(bucket: Bucket, entry: Entry) -> None:
     """A frozen zero that nobody reads, in the place of ``entry``."""
     spec = replace(entry.spec, fqn=f"{entry.spec.fqn} (removed)", hooks=Hooks(), parallel=None)
-    piece = bucket.shard.split(bucket.views.splits)[bucket.views.pieces[entry.index]]
+    piece = shard_of(bucket).split(bucket.views.splits)[bucket.views.pieces[entry.index]]
     with raw(), torch.no_grad():
         param = nn.Parameter(piece.new_empty(0), requires_grad=False)
         set_local(param, piece.zero_())

@@ -15,6 +15,7 @@ from fsdp_compose.buckets.entries import forget_entry
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core import hooks
 from fsdp_compose.core.gathering import install_leaves
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import require_units
@@ -85,7 +86,8 @@ def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:
 
 def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
     """Gather the parameters of a bucket, or those of ``only``, and make them plain again."""
-    full = gather_flat(bucket, bucket.shard, bucket.shard.dtype)
+    shard = shard_of(bucket)
+    full = gather_flat(bucket, shard, shard.dtype)
     for entry in bucket.entries if only is None else only:
         param, spec = entry.param, entry.spec
         grad = None if param.grad is None else gather_part(param.grad)

@@ -29,6 +29,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm.collectives import gather_objects, move_pieces
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import balance
@@ -196,7 +197,7 @@ def return_matrices(matrices: Sequence[Matrix]) -> None:
     for cut in _list_cut(matrices):
         _send_back(cut)
     for bucket in {id(b): b for m in matrices if (b := owner_of(m.entry))}.values():
-        increment_version(bucket.shard)  # a unit that is kept gathered must notice
+        increment_version(shard_of(bucket))  # a unit that is kept gathered must notice
     for matrix in matrices:
         matrix.plain.grad = None
         if matrix.is_mine and matrix.parallel is not None and not matrix.is_cut:

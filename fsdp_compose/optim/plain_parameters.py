@@ -27,6 +27,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry, mark_entry
 from fsdp_compose.construct.names import named_leaves
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.reducing import get_grad, requires_grad, set_grad
 from fsdp_compose.core.state import owner_of
@@ -187,7 +188,7 @@ class _Mirror:
         assert bucket is not None
         with torch.inference_mode(False):
             bucket.residence.is_shared = True
-            flat = nn.Parameter(bucket.shard)  # shares the version counter, unlike .data
+            flat = nn.Parameter(shard_of(bucket))  # shares the version counter, unlike .data
         _expect_gradient(flat, bucket)
         flat.__dict__[_SOURCE_KEY] = Source(self.bucket, None)
         self.flat = weakref.ref(flat)
@@ -252,7 +253,9 @@ class _Mirror:
             if all(grad is None for grad in grads):
                 return
             leaf.grad = (
-                torch.zeros_like(bucket.shard, dtype=bucket.dtypes.grad) if flat is None else flat
+                torch.zeros_like(shard_of(bucket), dtype=bucket.dtypes.grad)
+                if flat is None
+                else flat
             )
         pieces = leaf.grad.split(bucket.views.splits)
         for entry, k, grad in zip(bucket.entries, bucket.views.pieces, grads, strict=True):
@@ -276,7 +279,7 @@ class _Mirror:
         """Point the plain parameters to where the shard is now, after ``module.to(...)``."""
         bucket, flat = self.bucket(), None if self.flat is None else self.flat()
         assert bucket is not None
-        pairs = [(flat, bucket.shard)] if flat is not None else []
+        pairs = [(flat, shard_of(bucket))] if flat is not None else []
         pairs += [(local, to_local(entry.param)) for entry, local in self._list_locals()]
         for plain, now in pairs:
             kind = (plain.dtype, plain.device)
@@ -341,7 +344,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
     for bucket in _list_buckets_of(optimizer):
         if bucket is not None:
-            increment_version(bucket.shard)
+            increment_version(shard_of(bucket))
 
 
 def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:

@@ -15,6 +15,7 @@ from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm.messages import is_point_to_point
 from fsdp_compose.comm.transports import count_shared
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.layout.matrix_work import whole_owners
 
 
@@ -158,7 +159,7 @@ def describe_bucket(bucket: Bucket, names: tuple[str, ...]) -> PlannedBucket:
         spread=None if bucket.spread is None else bucket.spread.size,
         in_place=bucket.in_place,
         **_describe_layout(
-            bucket, bucket.shard.dtype, bucket.offload, bucket.mesh.axes is not None
+            bucket, shard_of(bucket).dtype, bucket.offload, bucket.mesh.axes is not None
         ),
     )
 

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.gather import stamp_of
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.schedule import Hold
@@ -152,7 +153,7 @@ def _state_of(unit: Unit) -> UnitState:
         phase="+".join(phases) or "empty",
         reasons=tuple(_reason(unit, why) for why in Hold if why in unit.holds),
         gathered=sum(b.full.untyped_storage().nbytes() for b in gathered),
-        shards=sum(_nbytes(b.shard) for b in unit.buckets),
+        shards=sum(_nbytes(shard_of(b)) for b in unit.buckets),
         gradients=held_gradients(unit),
         packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
         partial=sum(_nbytes(b.arriving.partial) for b in unit.buckets),

@@ -22,6 +22,7 @@ from torch import nn
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.core.autograd import EngineWork
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import Unit, iter_units, unit_of
 from fsdp_compose.report.explain import held_gradients
 from fsdp_compose.report.text import plain
@@ -198,7 +199,7 @@ class _Recorder:
     def note_new(self, unit: Unit) -> None:
         if id(unit) not in self.units:
             self.units[id(unit)] = unit
-            self.timeline.shards += sum(bucket.shard.nbytes for bucket in unit.buckets)
+            self.timeline.shards += sum(shard_of(bucket).nbytes for bucket in unit.buckets)
 
     def timed(self, name: str, found: Any) -> Any:
         """``found``, a method of ``EngineWork``, with what it does recorded."""
@@ -253,7 +254,7 @@ class _Recorder:
             self.computing = [found for found in self.computing if found[0] is not unit]
         elif name == "reduce":
             bucket = args[1].bucket
-            nbytes = bucket.layout.numel * bucket.mp.dtypes_for(bucket.shard.dtype).reduce.itemsize
+            nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
             self.reductions.append((unit, phase, start, nbytes))
 
     def end_compute(self, end: float) -> None:

@@ -41,6 +41,7 @@ from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.autograd import receive, trained_entries
 from fsdp_compose.core.gathering import take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.recurrent_weights import find_recurrent
 from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.units import require_units
@@ -266,7 +267,7 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
         events.note((code, "gather", unit.name, "a compiled graph"))
     with torch.no_grad():
         return [
-            gather_flat(bucket, bucket.shard.to(bucket.mesh.device), bucket.full.dtype)
+            gather_flat(bucket, shard_of(bucket).to(bucket.mesh.device), bucket.full.dtype)
             for bucket in unit.gathered
         ]
 

@@ -20,6 +20,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
@@ -347,7 +348,7 @@ def _write_back(unit: Unit, scope: Scope, changes: dict[Entry, Any], options: Sc
 
 def _from_rank0(bucket: Bucket, entry: Entry, tensor: torch.Tensor | None) -> torch.Tensor:
     spec, mesh = entry.spec, bucket.mesh
-    full = torch.empty(spec.numel, dtype=bucket.shard.dtype, device=mesh.device)
+    full = torch.empty(spec.numel, dtype=shard_of(bucket).dtype, device=mesh.device)
     shaped = full.as_strided(spec.shape, spec.stride)
     if tensor is not None:
         shaped.copy_(tensor)

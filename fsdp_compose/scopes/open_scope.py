@@ -15,6 +15,7 @@ from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.connect import connect
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import as_parameter, is_whole, new_layer, show
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import requires_grad
@@ -109,7 +110,7 @@ def has_full_tensors(unit: Unit, options: ScopeOptions) -> bool:
 @torch.no_grad()
 def gather_stored(bucket: Bucket) -> torch.Tensor:
     """A buffer of its own with the whole bucket, in the dtype in which it is stored."""
-    shard = bucket.shard.to(bucket.mesh.device)
+    shard = shard_of(bucket).to(bucket.mesh.device)
     return gather_flat(bucket, shard, shard.dtype)
 
 
@@ -132,7 +133,7 @@ def _full_grads(
     found: dict[Entry, torch.Tensor | None] = dict.fromkeys(bucket.entries)
     with torch.no_grad():
         for dtype in dict.fromkeys(g.dtype for g in local.values() if g is not None):
-            shard = torch.zeros_like(bucket.shard, dtype=dtype, device=bucket.mesh.device)
+            shard = torch.zeros_like(shard_of(bucket), dtype=dtype, device=bucket.mesh.device)
             pieces = shard.split(bucket.views.splits)
             given = [e for e, g in local.items() if g is not None and g.dtype == dtype]
             for entry in given:

@@ -12,6 +12,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
 from fsdp_compose.sharded import to_local
@@ -67,7 +68,7 @@ def iter_full(
         else:
             bucket = owner_of(entry)
             spec = entry.spec
-            if bucket.layout.numel * bucket.shard.element_size() > bucket_bytes:
+            if bucket.layout.numel * shard_of(bucket).element_size() > bucket_bytes:
                 tensor = _gather_parameter(bucket, entry)
             else:
                 if bucket is not last or flat is None:
@@ -89,7 +90,7 @@ def _assemble_dtensor(tensor: torch.Tensor) -> torch.Tensor:
 def _gather_parameter(bucket: Bucket, entry: Entry) -> torch.Tensor:
     """The full parameter from the ranks that own it, each sending its slice once."""
     spec, group = entry.spec, bucket.mesh.shard
-    full = torch.empty(spec.numel, dtype=bucket.shard.dtype, device=bucket.mesh.device)
+    full = torch.empty(spec.numel, dtype=shard_of(bucket).dtype, device=bucket.mesh.device)
     full[spec.start : spec.stop].copy_(to_local(entry.param))
     start = 0
     for rank, length in enumerate(spec.lengths):

@@ -21,6 +21,7 @@ from fsdp_compose.checkpoint import (
     rekey_optim_state_dict,
     state_dict,
 )
+from fsdp_compose.core.guards.moved_parameters import shard_of
 
 from harness import rank_errors, run_ranks
 from models import trainable
@@ -234,7 +235,7 @@ def test_optimizer_over_raw_pieces_of_shards(pieces: str) -> None:
         raw = []
         for bucket in buckets:
             if pieces == "whole shards":
-                raw.append(bucket.shard.detach())
+                raw.append(shard_of(bucket).detach())
             else:
                 for entry in bucket.entries:
                     raw.append(entry.param.to_local().detach())

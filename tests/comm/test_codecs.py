@@ -27,6 +27,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.base.codec import encoded_nbytes
 from fsdp_compose.comm.transports import PAIRS
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.report import TrafficReport, count_traffic, plan
 
 from harness import rank_errors, run_ranks
@@ -120,7 +121,7 @@ def test_memory_of_encoded_gathers_is_planned() -> None:
         for codec in (int8_codec(BLOCK), None):
             model = shard(codec, strategy=ShardingStrategy.FULL_SHARD, prefetch=Prefetch(2, 2))
             step(model, rank)
-            known = [b.shard for unit in units(model) for b in unit.buckets]
+            known = [shard_of(b) for unit in units(model) for b in unit.buckets]
             x = data(1, rank, 1, WIDTH, dtype=torch.float32)
             for param in model.parameters():
                 param.grad = None

@@ -19,6 +19,7 @@ from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.transports import PAIRS
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import Unit, get_state
 
 from harness import fake_world, run_ranks
@@ -170,7 +171,7 @@ def test_copies(
             gathers = here.traffic.gathers - gathers
             loss.backward()
             backward = copies.take()
-        buckets = [[b.shard for b in u.buckets] for u in units(model)]
+        buckets = [[shard_of(b) for b in u.buckets] for u in units(model)]
         parts = [
             ("copy_", s.nbytes if transport is None else s.numel()) for row in buckets for s in row
         ]
@@ -278,7 +279,7 @@ def test_transient_peak(world: int) -> None:
         with Ledger(x, *plain.parameters()) as ledger:
             square(plain, x).backward()
         activations = ledger.peak
-        shards = [b.shard for u in units(model) for b in u.buckets]
+        shards = [shard_of(b) for u in units(model) for b in u.buckets]
         with Ledger(x, *shards) as ledger:
             square(model, x).backward()
         P = max(b.layout.numel for u in units(model) for b in u.buckets)
@@ -300,10 +301,10 @@ def test_padding_is_what_the_layout_promises() -> None:
         model = by_block(seeded(Tower))
         for unit in units(model):
             for bucket in unit.buckets:
-                used = sum(e.spec.numel for e in bucket.entries) * bucket.shard.element_size()
-                held = bucket.layout.numel * bucket.shard.element_size()
-                assert bucket.shard.numel() * world == bucket.layout.numel
-                assert bucket.shard.nbytes % 16 == 0
+                used = sum(e.spec.numel for e in bucket.entries) * shard_of(bucket).element_size()
+                held = bucket.layout.numel * shard_of(bucket).element_size()
+                assert shard_of(bucket).numel() * world == bucket.layout.numel
+                assert shard_of(bucket).nbytes % 16 == 0
                 assert 0 <= held - used <= 16 * world
 
     for world in (1, 2, 3, 4):

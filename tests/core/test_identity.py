@@ -19,6 +19,7 @@ from fsdp_compose import (
     is_fully_sharded,
 )
 from fsdp_compose.base.torch_private import SCRIPT_HOOK
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import STATE_KEY
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
@@ -152,11 +153,11 @@ def test_deleting_the_model_frees_it_at_once(after: str, world: int) -> None:
             for unit in units(model):
                 refs.append(weakref.ref(unit))
                 for bucket in unit.buckets:
-                    refs += [weakref.ref(t) for t in (bucket, bucket.shard, bucket.full)]
+                    refs += [weakref.ref(t) for t in (bucket, shard_of(bucket), bucket.full)]
                     refs += [weakref.ref(t) for t in bucket.aliases]
                     refs += [weakref.ref(e) for e in bucket.entries]
-                    refs.append(weakref.ref(bucket.shard.untyped_storage()))
-                    storages.append(storage_alive(bucket.shard))
+                    refs.append(weakref.ref(shard_of(bucket).untyped_storage()))
+                    storages.append(storage_alive(shard_of(bucket)))
                     storages.append(storage_alive(bucket.full))
             engine = units(model)[0].engine
             # Units of models that earlier tests left to the collector, which is off here.

@@ -17,6 +17,7 @@ from fsdp_compose import (
     fully_shard,
     undo,
 )
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.sharded import is_sharded
 
 from harness import run_ranks
@@ -192,7 +193,7 @@ def test_a_deep_copy_is_independent_and_trains(shard: str, steps: int) -> None:
         for unit, other in zip(units(copied.model), units(twin.model), strict=True):
             assert unit is not other
             for mine, theirs in zip(unit.buckets, other.buckets, strict=True):
-                assert mine.shard.data_ptr() != theirs.shard.data_ptr()
+                assert shard_of(mine).data_ptr() != shard_of(theirs).data_ptr()
         copied.train()
         for param, value in zip(twin.model.parameters(), before):
             assert torch.equal(whole(param), value)

@@ -22,6 +22,7 @@ from fsdp_compose import (
     set_reshard_after_backward,
     undo,
 )
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.optim.plain_parameters import (
     flat_parameters,
     named_local_parameters,
@@ -184,7 +185,7 @@ def test_one_flat_parameter_for_each_trained_bucket() -> None:
         for leaf, bucket in zip(leaves, trained):
             assert type(leaf) is nn.Parameter and leaf.is_leaf and leaf.requires_grad
             assert leaf.shape == (bucket.layout.shard_numel,)
-            assert leaf.data_ptr() == bucket.shard.data_ptr()
+            assert leaf.data_ptr() == shard_of(bucket).data_ptr()
             assert leaf.dtype == torch.float64
         assert all(a is b for a, b in zip(leaves, flat_parameters(model)))
 

@@ -15,6 +15,7 @@ from fsdp_compose import (
     no_sync,
     register_post_reduce_hook,
 )
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.optim.plain_parameters import (
     flat_parameters,
     named_local_parameters,
@@ -42,7 +43,7 @@ def check_gradients(model: nn.Module) -> None:
     for unit in units(model):
         for bucket in unit.buckets:
             leaf = next(
-                p for p in flat_parameters(model) if p.data_ptr() == bucket.shard.data_ptr()
+                p for p in flat_parameters(model) if p.data_ptr() == shard_of(bucket).data_ptr()
             )
             assert type(leaf.grad) is Tensor
             assert leaf.grad.is_contiguous() and leaf.grad.shape == leaf.shape

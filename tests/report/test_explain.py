@@ -21,6 +21,7 @@ from fsdp_compose import (
     set_reshard_after_backward,
     unshard,
 )
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.report import Explanation, explain
 
 from harness import run_ranks
@@ -40,7 +41,7 @@ def test_at_rest() -> None:
         assert found.gathered == () and found.now == () and found.next == ()
         assert [unit.name for unit in found.units] == ["Tower", "blocks.0", "blocks.1", "blocks.2"]
         assert all(unit.phase == "sharded" and not unit.reasons for unit in found.units)
-        shards = sum(b.shard.nbytes for u in units(model) for b in u.buckets)
+        shards = sum(shard_of(b).nbytes for u in units(model) for b in u.buckets)
         assert found.total == shards == sum(unit.shards for unit in found.units)
 
     run_ranks(ranks)
@@ -134,7 +135,7 @@ def test_gradients() -> None:
         model = by_block(seeded(Tower))
         square(model, data(0, rank)).backward()
         found = explain(model)
-        wanted = sum(b.shard.nbytes for u in units(model) for b in u.buckets)
+        wanted = sum(shard_of(b).nbytes for u in units(model) for b in u.buckets)
         assert sum(unit.gradients for unit in found.units) == wanted
         assert "have gradients: 'Tower', 'blocks.0', 'blocks.1', 'blocks.2'" in found.next[0]
         assert "zero_grad()" in found.next[0]

@@ -20,6 +20,7 @@ from fsdp_compose import (
     fully_shard,
 )
 from fsdp_compose.comm.transports import PAIRS
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.report import TrafficReport, count_traffic, plan
 
 from harness import fake_world, run_ranks
@@ -119,7 +120,7 @@ def trained_step(rank: int, model: nn.Module) -> tuple[dict[str, int], int, int]
     for seed in range(3):
         x = data(seed, rank, 1, WIDTH, dtype=torch.float32)
         kept = [b for u in units(model) for b in u.buckets]
-        known = [b.shard for b in kept] + [
+        known = [shard_of(b) for b in kept] + [
             b.device_copy.tensor for b in kept if b.device_copy is not None
         ]
         known += [b.inner.store for b in kept if b.inner is not None and b.inner.source is not None]

@@ -19,6 +19,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint.values import whole_shape
 from fsdp_compose.construct.names import parameter_names
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.optim.owner_step import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded
@@ -108,10 +109,10 @@ def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
                 continue
             if pieces is None:
                 pieces = {
-                    bucket.shard.untyped_storage().data_ptr(): bucket
+                    shard_of(bucket).untyped_storage().data_ptr(): bucket
                     for unit in iter_units(module)
                     for bucket in unit.gathered
-                    if bucket.shard.numel()
+                    if shard_of(bucket).numel()
                 }
             members.append(_raw_member(param, names, pieces, f"parameter {position} of {number}"))
         found.append(members)
@@ -133,12 +134,13 @@ def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: s
             "Build the optimizer from this module's parameters, or pass the module it was built "
             "from."
         )
-    first = param.storage_offset() - bucket.shard.storage_offset()
+    shard = shard_of(bucket)
+    first = param.storage_offset() - shard.storage_offset()
     rank, parts = bucket.mesh.shard.rank, []
     for index, entry in enumerate(bucket.entries):
         own = bucket.layout.slice_of(index, rank)
         start = own.shard_offset - first
-        whole = param.numel() == bucket.shard.numel()
+        whole = param.numel() == shard.numel()
         if (own.numel and start >= 0 and start + own.numel <= param.numel()) or (
             whole and not own.numel
         ):

@@ -37,6 +37,7 @@ from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import gather_whole, show_whole
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameter_names
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
 
@@ -336,7 +337,7 @@ def _gather_run(
 ) -> None:
     """Gather one kind of state of a bucket's parameters into ``state``, if it is kept here."""
     dtype = next(iter(values.values())).dtype
-    shard = bucket.shard.new_zeros(bucket.layout.shard_numel, dtype=dtype)
+    shard = shard_of(bucket).new_zeros(bucket.layout.shard_numel, dtype=dtype)
     slices = shard.split(bucket.views.splits)
     entries = {name: parts[name].entry for name in values}
     for name, entry in entries.items():

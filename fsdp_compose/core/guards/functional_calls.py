@@ -26,6 +26,7 @@ from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.autograd import Spread
 from fsdp_compose.core.guards.connect import connect, owners
+from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.state import Unit, owner_of, resting
@@ -123,7 +124,7 @@ def open_functional_call(
     shown = [given[i] if i in given else own[entry] for i, entry in enumerate(unit.entries)]
     buckets = [owner_of(entry) for entry in unit.entries]
     read = [
-        tensor.to(bucket.shard.dtype if stored else bucket.full.dtype)
+        tensor.to(shard_of(bucket).dtype if stored else bucket.full.dtype)
         for tensor, bucket in zip(shown, buckets, strict=True)
     ]
     for index in unit.links.with_attributes:
@@ -146,8 +147,8 @@ def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry,
         for bucket in unit.gathered if entries else ():
             members = [entry for entry in bucket.entries if entry in wanted]
             if members:
-                dtype = bucket.shard.dtype if stored else bucket.full.dtype
-                flat = gather_flat(bucket, bucket.shard.to(bucket.mesh.device), dtype)
+                dtype = shard_of(bucket).dtype if stored else bucket.full.dtype
+                flat = gather_flat(bucket, shard_of(bucket).to(bucket.mesh.device), dtype)
                 fulls.update((e, full_tensor(flat, e)) for e in members)
     return connect(owners(unit), fulls, []) if torch.is_grad_enabled() else fulls
 

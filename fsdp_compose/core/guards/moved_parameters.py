@@ -18,7 +18,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, group_of, with_transport
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.unwritten import is_unwritten
-from fsdp_compose.buckets.bucket import Bucket, Phase, take_over
+from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.build import make_bucket, make_grad_buffer, place_parameters
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.state import Unit, engine_of, units_with
@@ -26,6 +26,13 @@ from fsdp_compose.sharded import tag, to_local
 
 _TAKEN = ("mesh dtypes stored full views aliases in_place inner counts").split()
 """What a rebuilt bucket takes from the bucket that was made around its new shard."""
+
+
+def shard_of(bucket: Bucket) -> torch.Tensor:
+    """This rank's part of the bucket, with the values that its parameters have now."""
+    if bucket.residence.moved:
+        copy_moved_parameters(bucket)
+    return bucket.stored
 
 
 def copy_moved_parameters(bucket: Bucket) -> None:
@@ -61,9 +68,6 @@ def copy_moved_parameters(bucket: Bucket) -> None:
     if bucket.history.mirror is not None:
         # An optimizer over it may step before the next backward.
         bucket.history.mirror.join_gradients(None)
-
-
-take_over.append(copy_moved_parameters)
 
 
 def _make_shard(
