@@ -46,11 +46,12 @@ The folders; each imports only from those above it:
     sharded     what a parameter is between passes
     buckets     parameters in one flat buffer, and everything a step needs of it
     core        the engine: gathers, releases and reduces units; its guards against wrong numbers
-    construct   fully_shard, undo and refresh: choose units, compare ranks, build
+    construct   what is to be built: names, policies, units, buckets; ranks compare it
     scopes      what users call between passes: full parameters, switches, hooks
     optim       clipping, scaling, plain tensors for optimizers, whole-matrix optimizers
     report      plans, explanations, traffic
     checkpoint  state dicts, checkpoints, safetensors
+    attach      fully_shard, undo and refresh: build units, attach them to their modules
     simulation  W ranks in this process, replayed from a seed, with faults
     cli         the command line and the launcher
 
@@ -63,6 +64,9 @@ from fsdp_compose.base.lazy import import_on_use as _import_on_use
 _is_used: bool = globals().get("_is_used", False)  # set by lazy.py, which runs this file again
 if _is_used:
     from fsdp_compose import wrap
+    from fsdp_compose.attach.fully_shard import fully_shard
+    from fsdp_compose.attach.refresh import refresh
+    from fsdp_compose.attach.undo import undo
     from fsdp_compose.base.codec import GatherCodec
     from fsdp_compose.base.group import Transport
     from fsdp_compose.base.policy import (
@@ -72,7 +76,6 @@ if _is_used:
         PrefetchRule,
         ShardingStrategy,
     )
-    from fsdp_compose.base.process import once as _once
     from fsdp_compose.checkpoint import (
         Format,
         Saving,
@@ -90,27 +93,20 @@ if _is_used:
         state_dict,
         state_dict_type,
     )
-    from fsdp_compose.checkpoint.state_dict_hooks import attach_state_dict as _attach_state_dict
-    from fsdp_compose.checkpoint.state_dict_hooks import detach_state_dict as _detach_state_dict
     from fsdp_compose.comm.codecs import bf16_codec, fp8_codec, int8_codec
     from fsdp_compose.comm.grad_bucket import GradBucket
-    from fsdp_compose.construct.fully_shard import fully_shard
     from fsdp_compose.construct.initialise import seeded_init
     from fsdp_compose.construct.names import (
         parameter_names,
         parameters_by_name,
         units_of,
     )
-    from fsdp_compose.construct.refresh import refresh
     from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
     from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
-    from fsdp_compose.construct.undo import undo
     from fsdp_compose.construct.wrap import Policy
     from fsdp_compose.core.guards.collective_log import set_debug
-    from fsdp_compose.core.guards.methods import detach_methods as _detach_methods
     from fsdp_compose.core.guards.methods import register_forward_method
     from fsdp_compose.core.guards.replicas import verify_replicas
-    from fsdp_compose.core.hooks import attachments as _attachments
     from fsdp_compose.core.state import get_state, is_fully_sharded
     from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
     from fsdp_compose.optim.owner_step import OwnerOptimizer, owner_step
@@ -120,7 +116,6 @@ if _is_used:
         named_local_parameters,
     )
     from fsdp_compose.optim.scaler import GradScaler
-    from fsdp_compose.optim.step_guard import guard_steps as _guard_steps
     from fsdp_compose.report import (
         Plan,
         Timeline,
@@ -134,7 +129,6 @@ if _is_used:
         trace,
     )
     from fsdp_compose.scopes.apply import apply
-    from fsdp_compose.scopes.chosen_gradients import set_traceable
     from fsdp_compose.scopes.comm_hooks import (
         CommHook,
         Int8ErrorFeedback,
@@ -145,7 +139,7 @@ if _is_used:
         register_comm_hook,
         register_post_reduce_hook,
     )
-    from fsdp_compose.scopes.compile import detach_traced as _detach_traced
+    from fsdp_compose.scopes.compile import set_traceable
     from fsdp_compose.scopes.gathered import gathered, summon_full_params
     from fsdp_compose.scopes.participate import participate
     from fsdp_compose.scopes.pipeline import pipeline_stage
@@ -177,14 +171,6 @@ if _is_used:
         ShardedWeightError,
     )
     from fsdp_compose.simulation import simulate
-
-    # What is put on the module of every unit, besides the hooks that gather, and taken off it.
-    _attachments[:] = [
-        (lambda module: None, _detach_methods),
-        (lambda module: None, _detach_traced),
-        (_attach_state_dict, _detach_state_dict),
-        (lambda module: _once(_guard_steps), lambda module: None),
-    ]
 
 __all__ = [  # noqa: RUF022 - by the question that each answers
     # how do I shard a model, and undo it?

@@ -27,6 +27,7 @@ FOLDERS = [
     "optim",
     "report",
     "checkpoint",
+    "attach",
     "simulation",
     "cli",
 ]
@@ -239,9 +240,8 @@ PROCESS = "base/process"  # what a process has one of stands there
 OUTSIDE_PROCESS = {
     "comm/collectives:NOTHING_SENT": "a constant: waiting for it changes nothing",
     "base/lazy:_under_way": "packages being imported, by name; the import lock guards it",
-    "core/hooks:attachments": "functions that the package's __init__ lists",
     "scopes/compile:_keys": "numbers units in graphs, which torch's table of operators refers to",
-    "sharded/tensor:HANDLERS": "functions by torch function, filled by imports alone",
+    "sharded/tensor:HANDLERS": "functions by torch function, which the next file writes",
 }
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_compose as fc
+from fsdp_compose.attach.entrances import ANSWERS
 from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import passes
 from fsdp_compose.optim import slice_step, step_guard, unaveraged_parameters
 from fsdp_compose.scopes import compile as compiling
 from fsdp_compose.scopes import skippable
-from fsdp_compose.sharded import HANDLERS, is_sharded, reduce
+from fsdp_compose.sharded import is_sharded, reduce
 
 from harness import RankFailure, run_ranks
 from models import Block, by_block, data, seeded, sgd, square, whole
@@ -78,7 +79,7 @@ def give_own() -> None:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **{k: v for k, v in kwargs.items() if v is not None})
 
-    HANDLERS[torch.autograd.grad] = grad
+    ANSWERS[torch.autograd.grad] = grad
 
 
 def check_kept(rank: int) -> None:

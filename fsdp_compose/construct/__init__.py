@@ -1,4 +1,4 @@
-"""``fully_shard`` and ``undo``: choose units, compare ranks, initialise, build, refresh.
+"""What ``fully_shard`` is to build: names, policies, units and buckets, compared between ranks.
 
 Files, each importing only from those above it:
 
@@ -11,8 +11,4 @@ Files, each importing only from those above it:
     choose_units     which modules become units, with which options
     compare_ranks    what ranks compare before anything is sharded
     initialise       meta parameters get values: from an initialisation, rank 0 or a seed
-    build_unit       initialises a unit, cuts its shards, attaches its state and hooks
-    undo             makes sharded modules plain again
-    fully_shard      plans, compares, builds
-    refresh          after modules were edited: shards new parameters, gives back unused ones
 """

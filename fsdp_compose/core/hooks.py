@@ -39,17 +39,12 @@ from fsdp_compose.core.guards.replaced_parameters import replaced
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Unit, get_state
 
-attachments: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
-"""(attach, detach) of further hooks, which the package's ``__init__`` lists."""
-
 
 def attach(module: nn.Module) -> None:
     """Register the hooks that gather around ``module``'s forward; its state must exist."""
     module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
     module.register_forward_hook(after_forward, always_call=True)
     refuse_script(module)
-    for also_attach, _ in attachments:
-        also_attach(module)
 
 
 def detach(module: nn.Module) -> None:
@@ -57,8 +52,6 @@ def detach(module: nn.Module) -> None:
     remove_forward_hooks(module, before_forward, after_forward)
     unwatch(module)
     allow_script(module)
-    for _, also_detach in attachments:
-        also_detach(module)
 
 
 @untraced

@@ -26,7 +26,8 @@ from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, join_buckets
-from fsdp_compose.sharded import HANDLERS, ShardedParameter
+from fsdp_compose.optim.unaveraged_parameters import check_clipped
+from fsdp_compose.sharded import ON_SLICES, ShardedParameter
 
 
 def grad_norm(
@@ -318,46 +319,51 @@ def _first_nonfinite(params: Params, expert_mesh: DeviceMesh | dist.ProcessGroup
     return f"the gradient of {name} is not finite"
 
 
-def _join_for_torch(params: Sequence[Any] | None, grads: Any) -> list[Gradient] | None:
-    """The gradients that ``torch.nn.utils`` clips, if they are those of whole buckets."""
-    if params is None or set(map(type, params)) != {ShardedParameter}:
+# What ``torch.nn.utils`` does with sharded gradients when it clips; the stack tells that it does.
+
+
+def take_norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer ``_foreach_norm``; torch's clipping is given one norm of all gradients at once.
+
+    It takes the norm of the norms that it gets, so one of all is as good as one of each.
+    """
+    is_joint = len(args) == 2 and not kwargs and args[1] > 0
+    found = _find_clipped(args[0] if is_joint else None)
+    if found is None:
+        return ON_SLICES[func](func, args, kwargs)
+    return [_compute_norm(found, float(args[1]), None).to(found[0].local.dtype)]
+
+
+def take_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer ``vector_norm``, which torch's clipping calls for each gradient."""
+    _find_clipped(None)
+    return ON_SLICES[func](func, args, kwargs)
+
+
+def scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer ``_foreach_mul_``; for torch's clipping, buffers are scaled as wholes."""
+    found = _find_clipped(None if kwargs else args[0])
+    if found is None:
+        return ON_SLICES[func](func, args, kwargs)
+    with raw():
+        torch._foreach_mul_([gradient.local for gradient in found], *args[1:])
+    return None
+
+
+def _find_clipped(grads: Any) -> list[Gradient] | None:
+    """The gradients that ``torch.nn.utils`` clips, if ``grads`` are those of whole buckets.
+
+    Raises:
+        RuntimeError: it clips them together with gradients that nothing averages.
+    """
+    params = clipped_parameters()
+    if params is None:
+        return None
+    if set(map(type, params)) != {ShardedParameter}:
+        check_clipped(params)
+        return None
+    if grads is None:
         return None
     found, left = join_buckets(params)
     is_all = not left and sum(len(gradient.names) for gradient in found) == len(grads)
     return found if is_all and len({gradient.groups for gradient in found}) == 1 else None
-
-
-def _take_norm(handler: Any) -> Any:
-    """``handler`` of ``_foreach_norm``, unless torch clips: it is given one norm of them all.
-
-    It takes the norm of the norms that it gets, so one of all is as good as one of each.
-    """
-
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        params = clipped_parameters()
-        is_joint = len(args) == 2 and not kwargs and args[1] > 0
-        found = _join_for_torch(params, args[0]) if is_joint else None
-        if found is None:
-            return handler(func, args, kwargs)
-        return [_compute_norm(found, float(args[1]), None).to(found[0].local.dtype)]
-
-    return handle
-
-
-def _scale(handler: Any) -> Any:
-    """``handler`` of ``_foreach_mul_``, unless torch clips: buffers are scaled as wholes."""
-
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        params = clipped_parameters()
-        found = None if kwargs else _join_for_torch(params, args[0])
-        if found is None:
-            return handler(func, args, kwargs)
-        with raw():
-            torch._foreach_mul_([gradient.local for gradient in found], *args[1:])
-        return None
-
-    return handle
-
-
-HANDLERS[torch._foreach_norm] = _take_norm(HANDLERS[torch._foreach_norm])
-HANDLERS[torch._foreach_mul_] = _scale(HANDLERS[torch._foreach_mul_])

@@ -3,8 +3,7 @@
 Where no module stands around the units of a model, as in a script's own loop over blocks, nothing
 but the optimizer knows what is trained with them. Each optimizer is looked through once, and again
 when it was given more parameters or more was sharded. Clipping them together, which comes before,
-is an error too: the norm would differ between ranks. Torch's own functions for it are told by the
-stack when they reach a sharded gradient.
+is an error too: the norm would differ between ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import clipped_parameters, parameter_slots
+from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.added_parameters import listed
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.plain_parameters import source_of
-from fsdp_compose.sharded import HANDLERS, ShardedParameter, is_sharded_parameter
+from fsdp_compose.sharded import ShardedParameter, is_sharded_parameter
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 _AVERAGED = "_fsdp_compose_averaged"
@@ -124,19 +123,3 @@ def _find_names(params: list[torch.Tensor]) -> Iterator[str | None]:
     for param in params:
         name = owners.get(id(param), "a parameter")
         yield None if id(param) in averaged else f"{name} of shape {tuple(param.shape)}"
-
-
-def _check_before(handler: Any) -> Any:
-    """``handler``, after a check of what torch's own clipping was given, if that called it."""
-
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        params = clipped_parameters()
-        if params is not None:
-            check_clipped(params)
-        return handler(func, args, kwargs)
-
-    return handle
-
-
-for _function in (torch._foreach_norm, torch.linalg.vector_norm, torch._foreach_mul_):
-    HANDLERS[_function] = _check_before(HANDLERS[_function])

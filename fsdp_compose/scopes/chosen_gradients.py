@@ -24,10 +24,9 @@ from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.core.autograd import Spread
 from fsdp_compose.core.guards.scope_parameters import is_connected, leaf_of
 from fsdp_compose.core.state import ChosenGradients, Unit, owner_of, unit_of
-from fsdp_compose.scopes.compile import set_traceable as set_traceable
-from fsdp_compose.sharded import HANDLERS, is_sharded_parameter, run_gradient_hooks, tag
+from fsdp_compose.sharded import ON_SLICES, is_sharded_parameter, run_gradient_hooks, tag
 
-_grad, _backward = HANDLERS[torch.autograd.grad], HANDLERS[torch.autograd.backward]
+_grad, _backward = ON_SLICES[torch.autograd.grad], ON_SLICES[torch.autograd.backward]
 
 
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,6 +129,3 @@ def _find_units(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
             entries[index] = entry
             units.update(dict.fromkeys((unit_of(bucket), *bucket.users.borrowers)))
     return list(units), entries
-
-
-HANDLERS[torch.autograd.grad], HANDLERS[torch.autograd.backward] = grad, backward

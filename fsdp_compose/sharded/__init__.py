@@ -19,8 +19,8 @@ Files, each importing only from those above it:
     calls       __torch_function__, by those tables
 """
 
-from fsdp_compose.sharded import calls as _calls  # noqa: F401  fills the table of functions
 from fsdp_compose.sharded.advice import EDGE, PRIVACY, QUANTIZING, STATE_KEY
+from fsdp_compose.sharded.calls import ON_SLICES
 from fsdp_compose.sharded.convert import (
     as_own_file,
     close_dtensor,
@@ -33,6 +33,7 @@ from fsdp_compose.sharded.convert import (
 from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import (
+    Handler,
     Hooks,
     Residence,
     ShardedWeightError,
@@ -41,7 +42,6 @@ from fsdp_compose.sharded.spec import (
     refuse_export,
 )
 from fsdp_compose.sharded.tensor import (
-    HANDLERS,
     ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
@@ -59,11 +59,12 @@ from fsdp_compose.sharded.torchstate import checked_state
 
 __all__ = [
     "EDGE",
-    "HANDLERS",
+    "ON_SLICES",
     "PRIVACY",
     "QUANTIZING",
     "STATE_KEY",
     "Axis",
+    "Handler",
     "Hooks",
     "Parallel",
     "Residence",

@@ -2,7 +2,7 @@
 
 Elementwise functions act on the slice when every sharded operand is cut alike; a plain operand
 that broadcasts to the original shape is cut first. Reductions of everything are global. All else
-raises D1. The tables are in ops.py and reduce.py; this file fills ``HANDLERS``.
+raises D1. The tables are in ops.py and reduce.py; this file writes ``HANDLERS``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
 from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce, name_of
-from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec, refuse, require_group
+from fsdp_compose.sharded.spec import (
+    Handler,
+    ShardedWeightError,
+    ShardSpec,
+    refuse,
+    require_group,
+)
 from fsdp_compose.sharded.tensor import (
     HANDLERS,
-    Handler,
     ShardedTensor,
     first_spec,
     is_sharded,
@@ -377,6 +382,7 @@ def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         2 * spec.shard_numel,
         spec.group,
         spec.residence,
+        answers=spec.answers,
     )
     return tag(call_raw(func, (), args, kwargs).view(-1), real)
 
@@ -445,8 +451,6 @@ _handle([torch.nn.functional.pad], _pad)
 _handle(ops.functions("view_as_real", torch), _view_as_real)
 _handle([torch.nn.init.constant_], _constant)
 _handle(ops.functions("dense_dim", Tensor), _method("dim"))
-_handle([torch.autograd.grad], _autograd_grad)
-_handle([torch.autograd.backward], _shared)  # given sharded tensors as inputs=
 for _name in (
     "__format__ __len__ __reduce_ex__ __repr__ dim is_contiguous ndimension nelement numel "
     "register_hook register_post_accumulate_grad_hook size stride"
@@ -456,3 +460,20 @@ for _name in "data grad nbytes ndim shape".split():
     _handle(ops.getters(_name), _getter(_name))
 for _name in "data grad".split():
     _handle(ops.setters(_name), _setter(_name))
+
+ON_SLICES: dict[Callable[..., Any], Handler] = {
+    torch.autograd.grad: _autograd_grad,
+    torch.autograd.backward: _shared,  # given sharded tensors as inputs=
+    torch._foreach_norm: _foreach_reduce,
+    torch._foreach_mul_: _foreach,
+    torch.linalg.vector_norm: _reduce,
+}
+"""What is done to slices for functions that their unit may answer instead."""
+
+
+def _ask_unit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    answer = first_spec(args, kwargs).answers.get(func, ON_SLICES[func])
+    return answer(func, args, kwargs)
+
+
+_handle(ON_SLICES, _ask_unit)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from fsdp_compose.sharded.advice import EXPORT, SAVING, advise, is_exporting
 from fsdp_compose.sharded.parallel import Parallel
 
 __all__ = [
+    "Handler",
     "Hooks",
     "Residence",
     "ShardSpec",
@@ -37,6 +38,10 @@ __all__ = [
     "refuse_pickle",
     "require_group",
 ]
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""What is done for a torch function on sharded tensors: ``(function, args, kwargs)``."""
 
 
 class ShardedWeightError(RuntimeError):
@@ -102,6 +107,8 @@ class ShardSpec:
     """Whether it was asked for as this rank's own slice (``kind="local"``): pickle may store it."""
     is_copy: bool = False
     """Whether the tensor was copied without the bucket that would gather it."""
+    answers: Mapping[Callable[..., Any], Handler] = field(default_factory=dict)
+    """Torch functions that the unit answers, since they concern whole buckets or the graph."""
     numel: int = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)

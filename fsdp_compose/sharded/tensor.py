@@ -33,6 +33,7 @@ from fsdp_compose.comm.collectives import all_gather_uneven
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel
 from fsdp_compose.sharded.spec import (
+    Handler,
     Residence,
     ShardedWeightError,
     ShardSpec,
@@ -42,9 +43,9 @@ from fsdp_compose.sharded.spec import (
 )
 from fsdp_compose.sharded.torchstate import TorchState
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Callable[..., Any], Handler] = {}
-"""torch function -> ``(function, args, kwargs)``; what is not here is refused."""
+"""By torch function; what is not here is refused. calls.py writes it, and it alone: what it does to
+these classes needs the classes, which need this table."""
 
 
 class _Cached:

@@ -41,17 +41,13 @@ assert main(["checkpoint", "show", "no_such_folder"]) == 1
 
 FILES_FIRST = """
 import sys, torch
-from fsdp_compose.construct.fully_shard import fully_shard
+from fsdp_compose.attach.fully_shard import fully_shard
 from fsdp_compose.scopes.apply import apply
-import fsdp_compose.construct.refresh, fsdp_compose.scopes.unshard, fsdp_compose.wrap
+import fsdp_compose.attach.refresh, fsdp_compose.scopes.unshard, fsdp_compose.wrap
 from fsdp_compose.wrap import by_class
 assert by_class is fsdp_compose.construct.wrap.by_class
-try:
-    fully_shard(torch.nn.Linear(2, 2))
-except ImportError as error:
-    assert "from fsdp_compose import fully_shard" in str(error)
+model = fully_shard(torch.nn.Linear(2, 2))
 import fsdp_compose as fc
-model = fc.fully_shard(torch.nn.Linear(2, 2))
 assert isinstance(model.state_dict()["weight"].full_tensor(), torch.Tensor)
 for name in fc.__all__:
     value = getattr(fc, name)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compose import fully_shard, gathered, state_dict, undo, unshard, wrap
-from fsdp_compose.construct.refresh import refresh
+from fsdp_compose.attach.refresh import refresh
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.sharded import is_sharded
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import fsdp_compose
 from fsdp_compose.base.group import Group
-from fsdp_compose.sharded import HANDLERS, ShardedWeightError, is_sharded, spec_of, to_local
+from fsdp_compose.sharded import ShardedWeightError, is_sharded, spec_of, to_local
+from fsdp_compose.sharded.tensor import HANDLERS
 
 from harness import run_ranks
 from optimizers import EXACT, O

@@ -13,9 +13,10 @@ So the usual loops over ``model.parameters()`` clip, clear and freeze what the o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,7 +35,7 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.torch_stack import is_asked_for_gradient, is_called_by_parameter, is_in_call
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry, give_slice
-from fsdp_compose.sharded import EDGE, HANDLERS, ShardedWeightError, refuse_export
+from fsdp_compose.sharded import EDGE, Handler, ShardedWeightError, refuse_export
 
 _plain: Any = torch.Tensor
 _grad_get, _grad_set = _plain.grad.__get__, _plain.grad.__set__
@@ -67,7 +68,9 @@ class _Whole(_Base):
     @property
     def __torch_function__(self) -> Any:
         """Torch's own, but where the gradient is asked for by name: that is the parameter's."""
-        return _ask if is_asked_for_gradient() else super().__torch_function__
+        if is_asked_for_gradient():
+            return partial(_ask, find_entry(self).spec.answers)
+        return super().__torch_function__
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -191,10 +194,16 @@ def _refuse_node(shown: Any) -> NoReturn:
     )
 
 
-def _ask(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+def _ask(
+    answers: Mapping[Any, Handler],
+    func: Any,
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Any = None,
+) -> Any:
     """Answer ``autograd.grad`` and ``backward``, given the parameter, as its shard does."""
     if func in (torch.autograd.grad, torch.autograd.backward):
-        return HANDLERS[func](func, args, kwargs or {})
+        return answers[func](func, args, kwargs or {})
     return NotImplemented
 
 

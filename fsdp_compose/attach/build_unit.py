@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.attach.entrances import ANSWERS, attach
 from fsdp_compose.base.group import SELF
 from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_reductions
 from fsdp_compose.base.policy import MixedPrecision
@@ -26,10 +27,8 @@ from fsdp_compose.construct.compare_ranks import Value, compare_values, values_o
 from fsdp_compose.construct.initialise import broadcast, initialise
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
-from fsdp_compose.core import hooks
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.guards.added_parameters import remember
-from fsdp_compose.core.guards.methods import attach_methods
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import (
@@ -126,8 +125,7 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
     )
     for module in plan.modules:
         module.__dict__[STATE_KEY] = _FSDPState(unit, {})
-        hooks.attach(module)
-        attach_methods(module, plan.options.methods)
+        attach(module, plan.options.methods)
     remember(unit)
     meta.values.update((value.key, (unit, value)) for value in made_here)
     cast_buffers(plan, unit.mp)
@@ -203,6 +201,7 @@ def _cut_shard(
             group=mesh.shard,
             residence=residence,
             parallel=item.parallel,
+            answers=ANSWERS,
         )
         kind = nn.Parameter if spec.is_dtensor else type(item.param)
         entries.append(Entry(item.param, spec, tuple(item.names), item.slots, kind=kind))

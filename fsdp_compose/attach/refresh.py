@@ -14,26 +14,26 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fsdp_compose.base.group import Group
-from fsdp_compose.base.policy import INITS, Init
-from fsdp_compose.base.torch_private import parameter_slots, raw
-from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
-from fsdp_compose.buckets.build import bind
-from fsdp_compose.buckets.entries import find_entry
-from fsdp_compose.construct.build_unit import (
+from fsdp_compose.attach.build_unit import (
     MetaValues,
     build_bucket,
     cast_buffers,
     initialise_values,
     leave_for_loading,
 )
+from fsdp_compose.attach.undo import restore_parameters
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.policy import INITS, Init
+from fsdp_compose.base.torch_private import parameter_slots, raw
+from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
+from fsdp_compose.buckets.build import bind
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.compare_ranks import compare_plans
 from fsdp_compose.construct.initialise import InitFn
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
-from fsdp_compose.construct.undo import restore_parameters
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.moved_parameters import shard_of

@@ -17,6 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compose.attach.build_unit import (
+    MetaValues,
+    build_unit,
+    leave_for_loading,
+    rename_nested_units,
+    share_memory,
+)
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.mesh import MeshLike, compute_device
 from fsdp_compose.base.policy import (
@@ -31,19 +38,11 @@ from fsdp_compose.base.policy import (
     place,
 )
 from fsdp_compose.base.torch_private import hide_from_traces
-from fsdp_compose.construct.build_unit import (
-    MetaValues,
-    build_unit,
-    leave_for_loading,
-    rename_nested_units,
-    share_memory,
-)
 from fsdp_compose.construct.choose_units import plan_shards
 from fsdp_compose.construct.compare_ranks import compare_plans
 from fsdp_compose.construct.initialise import InitFn, is_on_meta
 from fsdp_compose.construct.plans import Ignored, Options, UnitPlan
 from fsdp_compose.construct.wrap import Policy
-from fsdp_compose.core import hooks
 from fsdp_compose.core.guards.methods import check_methods
 from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor
@@ -145,8 +144,6 @@ def fully_shard(
         >>> [is_fully_sharded(module) for module in model]
         [True, False, True]
     """
-    if not hooks.attachments:
-        raise ImportError("from fsdp_compose import fully_shard: its __init__ completes the hooks.")
     hide_from_traces(list_untraced_files(), ShardedParameter, ShardedTensor, ShardedDTensor)
     modules = [module] if isinstance(module, nn.Module) else module
     problem: Exception | None = None

@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from fsdp_compose.attach.entrances import detach
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import forget_entry
 from fsdp_compose.buckets.gather import gather_flat
-from fsdp_compose.core import hooks
 from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replaced_parameters import check_slots
@@ -62,7 +62,7 @@ def undo(module: M) -> M:
             member = ref()
             if member is not None:
                 state = member.__dict__.pop(STATE_KEY)
-                hooks.detach(member)
+                detach(member)
                 _restore_buffers(member, state, unit.mp)
         unit.engine.units.discard(unit)
         for other in unit.engine.units:

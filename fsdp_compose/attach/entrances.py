@@ -1,0 +1,47 @@
+"""Every place at which torch calls the library for a unit, from forward to an optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.process import once
+from fsdp_compose.checkpoint.state_dict_hooks import attach_state_dict, detach_state_dict
+from fsdp_compose.core import hooks
+from fsdp_compose.core.guards.methods import attach_methods, detach_methods
+from fsdp_compose.optim import clip
+from fsdp_compose.optim.step_guard import guard_steps
+from fsdp_compose.scopes import chosen_gradients
+from fsdp_compose.scopes.compile import detach_traced
+from fsdp_compose.sharded import Handler
+
+ANSWERS: dict[Callable[..., Any], Handler] = {
+    torch.autograd.grad: chosen_gradients.grad,
+    torch.autograd.backward: chosen_gradients.backward,
+    torch._foreach_norm: clip.take_norms,
+    torch._foreach_mul_: clip.scale,
+    torch.linalg.vector_norm: clip.take_norm,
+}
+"""Torch functions on sharded tensors that their unit answers, as ``ShardSpec.answers``."""
+
+
+def attach(module: nn.Module, methods: Sequence[str]) -> None:
+    """Let a unit's module gather around ``methods``, and its state dicts be sharded.
+
+    The first call in a process also has the steps of all optimizers checked.
+    """
+    once(guard_steps)
+    hooks.attach(module)
+    attach_methods(module, methods)
+    attach_state_dict(module)
+
+
+def detach(module: nn.Module) -> None:
+    """Remove from a unit's module, or from a copy of it, what ``attach`` and switches added."""
+    hooks.detach(module)
+    detach_methods(module)
+    detach_traced(module)
+    detach_state_dict(module)
