@@ -280,6 +280,61 @@ def check_process_state(package: Path) -> list[str]:
     return wrong
 
 
+FILLED = {
+    "sharded/calls:HANDLERS": "what it does to the classes needs the classes, which need the table",
+    "report/timeline:EngineWork": "timed while a trace is open, so that it costs nothing else",
+}
+MUTATORS = set("add append clear extend insert pop popitem remove setdefault update".split())
+
+
+def check_filled_elsewhere(package: Path) -> list[str]:
+    """A name that a file imports is not written there: what it is, its own file says.
+
+    Nobody reads in a file that another one, which it does not know, adds to its lists, fills its
+    tables or replaces its functions. What is needed from above is passed down by a call.
+    """
+    wrong = []
+    for path, file, tree in sources(package):
+        names = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            and (node.level or (node.module or "").split(".")[0] == package.name)
+            and not (node.module or "").endswith("base.process")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            written: list[ast.expr] = []
+            match node:
+                case ast.Assign(targets=targets):
+                    written = [n for t in targets for n in flatten(t)]
+                case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                    written = [target]
+                case ast.Delete(targets=targets):
+                    written = targets
+                case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in MUTATORS:
+                    written = [ast.Subscript(value)]
+                case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[value, *_]):
+                    written = [ast.Subscript(value)]
+            for target in written:
+                root = target
+                while isinstance(root, ast.Attribute | ast.Subscript):
+                    root = root.value
+                if not (isinstance(root, ast.Name) and root is not target and root.id in names):
+                    continue
+                if f"{file}:{root.id}" not in FILLED:
+                    where = at(path, package, node)
+                    wrong.append(f"{where}: {root.id} is written outside the file that defines it")
+    return wrong
+
+
+def flatten(target: ast.expr) -> list[ast.expr]:
+    """The targets of an assignment, those of a tuple one by one."""
+    if isinstance(target, ast.Tuple | ast.List):
+        return [inner for element in target.elts for inner in flatten(element)]
+    return [target.value if isinstance(target, ast.Starred) else target]
+
+
 def check_public_names(package: Path) -> list[str]:
     path = package / "__init__.py"
     if not path.exists():

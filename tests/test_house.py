@@ -12,6 +12,7 @@ from house import (
     PACKAGE,
     check_collectives,
     check_fields,
+    check_filled_elsewhere,
     check_form,
     check_layers,
     check_private_torch,
@@ -28,6 +29,7 @@ CHECKS = [
     check_collectives,
     check_form,
     check_process_state,
+    check_filled_elsewhere,
     check_public_names,
     check_sizes,
     check_fields,
@@ -194,6 +196,31 @@ def test_state_of_a_module_is_found(body: str, tmp_path: Path) -> None:
 def test_what_is_keyed_by_its_owner_may_stand(tmp_path: Path) -> None:
     keyed = "import weakref\nx = weakref.WeakKeyDictionary()\ny = {1: 2}\nz = frozenset()"
     assert not check_process_state(build(tmp_path, {"core/passes.py": keyed}))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from fsdp_compose.comm.collectives import x\nx.append(1)",
+        "from fsdp_compose.comm.collectives import x\nx[1], y = 2, 3",
+        "from fsdp_compose.comm.collectives import x\nx[:] = [f]",
+        "from fsdp_compose.comm import collectives\ncollectives.x = 1",
+        "from ..comm import collectives as c\nc.tables['a'].update({})",
+        "from ..comm.collectives import x\ndef f(key):\n    del x[key]",
+        "from ..comm.collectives import A\nsetattr(A, 'f', 1)",
+        "from ..comm.collectives import x\nfor f in 1, 2:\n    x.setdefault(f, f)",
+    ],
+)
+def test_what_is_filled_from_another_file_is_found(body: str, tmp_path: Path) -> None:
+    assert check_filled_elsewhere(build(tmp_path, CLEAN | {"core/passes.py": body}))
+
+
+def test_own_tables_and_objects_may_be_written(tmp_path: Path) -> None:
+    body = (
+        "from fsdp_compose.base.process import here\nfrom ..comm.collectives import make\n"
+        "x = {1: 2}\nx[1] = 2\nhere.traffic.gathers += 1\ny = make(); y.z = 1"
+    )
+    assert not check_filled_elsewhere(build(tmp_path, CLEAN | {"core/passes.py": body}))
 
 
 def function(lines: int) -> str:

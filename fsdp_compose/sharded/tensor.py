@@ -44,8 +44,7 @@ from fsdp_compose.sharded.spec import (
 from fsdp_compose.sharded.torchstate import TorchState
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
-"""By torch function; what is not here is refused. calls.py writes it, and it alone: what it does to
-these classes needs the classes, which need this table."""
+"""By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
 
 
 class _Cached:
