@@ -13,7 +13,7 @@ import fsdp_compose as fc
 from fsdp_compose.attach.entrances import ANSWERS
 from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import passes
-from fsdp_compose.optim import slice_step, step_guard, unaveraged_parameters
+from fsdp_compose.optim import clip, slice_step, step_guard
 from fsdp_compose.scopes import compile as compiling
 from fsdp_compose.scopes import skippable
 from fsdp_compose.sharded import is_sharded, reduce
@@ -178,7 +178,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
         lambda: setattr(step_guard, "check_unaveraged", lambda optimizer: None), check_step,
     ),
     "plain parts not looked for at clipping": (
-        lambda: setattr(unaveraged_parameters, "check_clipped", lambda params: None), check_clip,
+        lambda: setattr(clip, "check_clipped", lambda params: None), check_clip,
     ),
     "state of a step on slices not tagged": (
         lambda: setattr(slice_step, "_tag_state", lambda optimizer: None), check_state_is_sharded,

@@ -431,7 +431,7 @@ def check_stale_scope(rank: int) -> None:
     square(model, data(0, rank)).backward()
     with gathered(model):
         torch.optim.SGD(model.parameters(), 0.1).step()
-        with pytest.raises(RuntimeError, match="leave it before the next forward"):
+        with pytest.raises(RuntimeError, match="Leave the scope before the next forward"):
             model(data(0, rank))
 
 
@@ -439,7 +439,7 @@ def check_shallow_copy(rank: int) -> None:
     block = by_block(seeded(Tower)).blocks[0]
     twin = copy.copy(block)
     twin._modules = {**block._modules, "up": nn.Linear(6, 7).double()}
-    with pytest.raises(RuntimeError, match=r"forward of a copy.*'up\.weight'"):
+    with pytest.raises(RuntimeError, match=r"forward was called on a copy.*'up\.weight'"):
         twin(data(0, rank))
 
 

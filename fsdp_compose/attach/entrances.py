@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_compose.base.process import once
 from fsdp_compose.checkpoint.state_dict_hooks import attach_state_dict, detach_state_dict
 from fsdp_compose.core import hooks
+from fsdp_compose.core.guards.added_parameters import watch_registrations
 from fsdp_compose.core.guards.methods import attach_methods, detach_methods
 from fsdp_compose.optim import clip
 from fsdp_compose.optim.step_guard import guard_steps
@@ -31,9 +32,11 @@ ANSWERS: dict[Callable[..., Any], Handler] = {
 def attach(module: nn.Module, methods: Sequence[str]) -> None:
     """Let a unit's module gather around ``methods``, and its state dicts be sharded.
 
-    The first call in a process also has the steps of all optimizers checked.
+    The first call in a process also has the steps of all optimizers checked, and what becomes part
+    of DistributedDataParallel or opacus.
     """
     once(guard_steps)
+    once(watch_registrations)
     hooks.attach(module)
     attach_methods(module, methods)
     attach_state_dict(module)

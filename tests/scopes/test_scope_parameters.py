@@ -311,7 +311,7 @@ def test_closures_in_a_scope_see_whole_parameters() -> None:
                 optimizer.step(**arguments) if arguments else optimizer.step(closure)
                 with pytest.raises(RuntimeError, match=r"'Tower'.*gathered.*'first.weight'.*leave"):
                     model(data(0, rank))
-                with gathered(model), pytest.raises(RuntimeError, match="leave it before"):
+                with gathered(model), pytest.raises(RuntimeError, match="Leave the scope before"):
                     model(data(0, rank))
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(whole(p), q.detach())

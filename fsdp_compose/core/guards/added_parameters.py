@@ -1,7 +1,7 @@
-"""A parameter that a unit's modules got after sharding is never left out silently (D5).
+"""A parameter that was added to a unit's modules after sharding raises; it is not left out (D5).
 
-A full look through the modules finds them; it happens at the first forward after anything changed.
-Every other forward compares what the dictionaries of those modules hold with what was seen then.
+The first forward after any change looks through all modules of the unit. Every other forward only
+compares the contents of the modules' dictionaries with what the last full look recorded.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def check_additions(unit: Unit) -> None:
     if missing:
         moved = listed([name for name, _ in missing])
         raise RuntimeError(
-            f"unit {unit.name!r} has sharded parameters at places where they were not when it was "
-            f"sharded, so it would not gather them there: {moved}. Call "
-            "fsdp_compose.refresh(model) on every rank."
+            f"unit {unit.name!r}: its modules have sharded parameters under names that they did "
+            f"not have when the unit was sharded: {moved}. The unit would not gather them there. "
+            "Call fsdp_compose.refresh(model) on every rank."
         )
     remember(unit)
 
 
 def listed(names: list[str]) -> str:
+    """Quote the first names and count the rest."""
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(map(repr, names[:_MOST])) + more
 
@@ -73,11 +74,11 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
     known = {(id(values), name) for values, name, _ in unit.links.places}
     for name, value in _unknown(unit, managed_from(unit, module), known):
         raise RuntimeError(
-            f"unit {unit.name!r}: forward of a copy of its {type(module).__name__} that was made "
-            "by copy.copy or from its __dict__, so it runs the unit of the original, which does "
-            f"not gather the copy's {name!r} ({type(value).__name__}). Copy with "
-            "copy.deepcopy(module), which gives the copy a unit of its own, or make a plain one: "
-            "fsdp_compose.undo(copy.deepcopy(module)), which every rank calls."
+            f"unit {unit.name!r}: forward was called on a copy of its {type(module).__name__} that "
+            "was made by copy.copy or from its __dict__. The copy runs the unit of the original, "
+            f"which does not gather the copy's {name!r} ({type(value).__name__}). Copy with "
+            "copy.deepcopy(module), which gives the copy a unit of its own; for a plain copy, call "
+            "fsdp_compose.undo(copy.deepcopy(module)) on every rank."
         )
 
 
@@ -121,8 +122,7 @@ def is_ignored(unit: Unit, item: object) -> bool:
 
 
 def missing_from(unit: Unit) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of the unit's modules that forward would leave out, though they are trainable,
-    or that it would read sharded."""
+    """Trainable parameters that forward would leave out, and parameters it would read sharded."""
     known = {(id(values), name) for values, name, _ in unit.links.places}
     return _unknown(unit, managed(unit), known)
 
@@ -130,6 +130,7 @@ def missing_from(unit: Unit) -> list[tuple[str, nn.Parameter]]:
 def _unknown(
     unit: Unit, modules: Iterable[tuple[str, nn.Module]], known: set[tuple[int, str]]
 ) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) where ``modules`` have one that is not ``known`` and is not ignored."""
     return [
         (f"{prefix}.{name}" if prefix else name, value)
         for prefix, module in modules
@@ -143,7 +144,7 @@ def _unknown(
 
 
 def remember(unit: Unit) -> None:
-    """Note what the unit's modules hold now as what they are to hold."""
+    """Record what the unit's modules hold now; later forwards compare theirs with it."""
     modules = [module for _, module in managed(unit)]
     tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
     parents = [children for m in modules if (children := child_slots(m))]
@@ -183,9 +184,6 @@ def refuse_opacus(parent: nn.Module, name: str, child: nn.Module | None) -> None
             )
 
 
-register_module_module_registration_hook(refuse_opacus)
-
-
 def refuse_replication(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Raise when DistributedDataParallel is given sharded parameters (D9).
 
@@ -207,4 +205,7 @@ def refuse_replication(parent: nn.Module, name: str, child: nn.Module | None) ->
             )
 
 
-register_module_module_registration_hook(refuse_replication)
+def watch_registrations() -> None:
+    """Have torch ask the two functions above before it makes any module part of another."""
+    register_module_module_registration_hook(refuse_opacus)
+    register_module_module_registration_hook(refuse_replication)

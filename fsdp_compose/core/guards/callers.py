@@ -1,8 +1,8 @@
-"""Who may run a unit: one thread at a time, of the process that sharded it; no recorder of graphs.
+"""Only one thread at a time may run a unit, in the process that sharded it, and no graph recorder.
 
-Ranks match collectives by their order, which two threads would mix up; and a process that was
-forked off, such as a worker of a DataLoader, has no connection to the other ranks: what it sent
-would reach them in the middle of what its parent sends.
+Ranks match collectives by their order, which two threads would mix up. A process that was forked
+off, such as a worker of a DataLoader, shares its parent's connections to the other ranks: what it
+sent would arrive in the middle of what the parent sends.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fsdp_compose.core.state import Engine, Unit, get_state
 
 _FORKED = (
     "in a process that was forked off, such as a worker of a DataLoader, where the other ranks "
-    "cannot be reached. Call it in the process that sharded the model; give workers a plain copy, "
-    "with load_state_dict of fsdp_compose.state_dict(model, kind='full')."
+    "cannot be reached. Call it in the process that sharded the model; give workers a plain model "
+    "that loads fsdp_compose.state_dict(model, kind='full')."
 )
 _TRACED = (
-    "which gathers its parameters for each forward. {} a plain model: one that loaded "
+    "which gathers its parameters for each forward. {} a plain model instead: one that loads "
     "fsdp_compose.state_dict(model, kind='full'), or fsdp_compose.undo(copy.deepcopy(model)), "
-    "which every rank calls."
+    "called on every rank."
 )
 
 
@@ -52,10 +52,10 @@ def check_caller(unit: Unit) -> None:
     elif is_foreign(engine):
         if is_in_call(sys._current_frames().get(engine.thread)):
             raise RuntimeError(
-                f"unit {unit.name!r}: forward was called in a second thread while unit "
-                f"{engine.schedule.active[0].name!r} runs in another. Threads would mix up the "
-                "order in which ranks gather; call sharded models on one device from one thread "
-                "at a time, for example under a lock."
+                f"unit {unit.name!r}: forward was called in a second thread while the forward of "
+                f"unit {engine.schedule.active[0].name!r} runs in another. Two threads would mix "
+                "up the order in which ranks gather. Call the sharded models of one device from "
+                "one thread at a time, for example under a lock."
             )
         recover(engine)  # an interrupt ended that thread's forward without running its hooks
         engine.thread = get_ident()
@@ -94,6 +94,7 @@ class _OutOfReach:
 
 
 def _note_fork() -> None:
+    """In a forked child: have every unit, and every gather of a parameter, raise."""
     for engine in here.engines.values():
         for unit in list(engine.units):
             unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
@@ -105,7 +106,7 @@ def _note_fork() -> None:
 
 
 class _Refusal:
-    """Raise; ``torch.jit.script`` calls this on a unit's module before anything else."""
+    """Raises when called, which is what ``torch.jit.script`` does first with a unit's module."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
@@ -130,4 +131,5 @@ def allow_script(module: nn.Module) -> None:
 
 
 def _watch_forks() -> None:
+    """Have Python call ``_note_fork`` in every process that is forked from this one."""
     os.register_at_fork(after_in_child=_note_fork)

@@ -1,15 +1,16 @@
-"""Compares what ranks communicate: different units raise, and their weights are never mixed.
+"""Ranks compare what they communicate: where they run different units, every rank raises (D2).
 
-Every gather and reduction of a unit is an event of the log of its groups. In the first step, and in
-debug mode in every step, the ranks compare the event before each collective; otherwise a running
-hash of the step's events at its end. Both comparisons send the same message by the same collective,
-so that a rank that is about to gather meets one that is about to reduce or to end its step.
+The groups of a unit share a log, and each gather and reduction of the unit is an event in it. In
+the first step, and in debug mode in every step, the ranks compare the event before each collective.
+In other steps they compare a running hash of all events when the step ends. Both comparisons send
+the same message by the same collective, so a rank that is about to gather meets a rank that is
+about to reduce or to end its step.
 
-A comparison is a maximum over ranks of a few integers. On a CPU it is read at once: a step that
-mixed up its units raises before the optimizer sees its gradients; on gloo, in every step, the same
-message also goes ahead of each collective, and is read with it. On an accelerator it runs beside
-the compute and is read at the end of the next step, when it has long been there: the host never
-waits for the step that it has just issued.
+A comparison is a maximum over ranks of a few integers. On a CPU the host reads it at once, so a
+step that mixed up its units raises before the optimizer sees its gradients. On gloo the same
+message also goes ahead of each collective in every step, and is read with it. On an accelerator the
+comparison runs beside the compute, and the host reads it at the end of the next step, when the
+result has arrived: it never waits for the step that it has just issued.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 
 Event = tuple[int, str, str, str]
-"""(its number, a verb, name of the unit, for what); the number tells events apart."""
+"""(number, verb, name of the unit, purpose); two events are the same if their numbers are."""
 
 TRIAL_PASSES = 32
-"""Inference passes whose collectives are compared one by one, if no training step comes first."""
+"""How many inference passes compare each collective, if no training step comes first."""
 
 MAX_EVENTS = 1 << 16
-"""Without an end of a step, as in inference with gradients enabled, compare after so many."""
+"""Compare after this many events where no step ends, as in inference with gradients enabled."""
 
 DISCARD = "discard"
 _END, _DISCARDED = 1, 3
@@ -45,27 +46,28 @@ _MASK = (1 << 62) - 1
 
 
 def set_debug(enabled: bool = True) -> None:
-    """Compare units over the ranks before each collective of every step, not of the first alone.
+    """Have ranks compare their units before each collective of every step, not only of the first.
 
-    A rank that runs another unit than the others is then an error that names both, at the moment it
-    happens, where otherwise the step's end finds it, or where ranks wait for each other until the
-    process group's timeout, as they issue different numbers of collectives. It costs a small
-    blocking collective per gather and reduction. It takes effect at the end of the step that runs,
-    on every rank if one asks for it. The environment variable ``FSDP_COMPOSE_DEBUG=1`` does the
-    same from the start.
+    A rank that runs another unit than the others then raises at that moment, with both units named.
+    Without it the end of the step finds the difference, or, where ranks issue different numbers of
+    collectives, they wait for each other until the process group's timeout. Debug mode costs a
+    small blocking collective per gather and reduction. It takes effect when the step under way
+    ends, on every rank if one asks for it. The environment variable ``FSDP_COMPOSE_DEBUG=1`` turns
+    it on from the start.
     """
     here.is_debugging = enabled
 
 
 def is_debugging() -> bool:
-    """Whether this rank asked for checks in every step that otherwise only the first makes."""
+    """Whether this rank asked every step to make the checks of the first one."""
     return here.is_debugging
 
 
 WRITE = "write"
 _WRITING = (
-    "What a forward writes into a parameter must be the same on every rank, and where that is "
-    "sharded it would be lost: write it outside of forward, after optimizer.step()."
+    "A forward may only write the same values into a parameter on every rank, and what it writes "
+    "into a sharded one would be lost. Write the parameter outside of forward, after "
+    "optimizer.step()."
 )
 
 
@@ -77,28 +79,29 @@ def code_of(*key: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """What this rank took for used by any rank, before it could know; bits by entry."""
+    """Which entries this rank took for used by some rank before it could know; bits by entry."""
 
     bucket: weakref.ref[Bucket]
     here: int  # used by this rank
-    anywhere: int
+    anywhere: int  # assumed to be used by some rank
 
 
 Frozen = list[tuple[str, str]]
-"""(unit, parameter) of what a rank does not train."""
+"""(name of the unit, name of the parameter) for each parameter that a rank does not train."""
 
 
 @dataclass(eq=False)
 class _Pending:
-    """A comparison whose result the host has not read yet, and what it compares."""
+    """A comparison whose result the host has not read yet, and the events that it compares."""
 
     result: torch.Tensor
-    mark: Any  # stream mark behind it
+    mark: Any  # of the stream, after the comparison; None on a CPU
     step: int
     events: list[Event]
     guesses: list[Guess]
 
     def read(self) -> list[int]:
+        """Wait for the result, and return its integers."""
         if self.mark is not None:
             self.mark.synchronize()
         return self.result.tolist()
@@ -111,19 +114,19 @@ class Log:
     groups: tuple[Group, ...]
     streams: Streams
     find_frozen: Callable[[Log], Frozen]
-    units: int = 0  # how many were made, which numbers them alike on every rank
+    units: int = 0  # made so far; gives units the same numbers on every rank
     step: int = 1
     passes: int = 0  # of inference, while ``is_stepwise``
     is_stepwise: bool = True  # compare before each collective
-    is_proven: bool = False  # a training step went well
-    is_debugging: bool = False  # some rank asked for it
+    is_proven: bool = False  # the ranks agreed about a whole training step
+    is_debugging: bool = False  # some rank asked for debug mode
     hash: int = 0
     events: list[Event] = field(default_factory=list)
     pending: _Pending | None = None
     disagreements: int = 0
-    epochs: dict[Group, int] = field(default_factory=dict)  # the same, by group
+    epochs: dict[Group, int] = field(default_factory=dict)  # disagreements, by group
     guesses: list[Guess] = field(default_factory=list)
-    doubts: int = 0  # guesses that are not those of the last comparison
+    doubts: int = 0  # guesses whose bucket used other entries here than when ranks last compared
 
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
@@ -132,7 +135,7 @@ class Log:
         return self.units
 
     def note(self, event: Event) -> None:
-        """Note that ``event`` is about to communicate.
+        """Record an event whose collective comes next, and compare it where that is due.
 
         Raises:
             RuntimeError: another rank is about to do something else.
@@ -145,9 +148,9 @@ class Log:
         self.hash = (self.hash * _FACTOR + event[0]) & _MASK
 
     def end_step(self, trained: bool) -> None:
-        """After a backward, or a forward without one: compare what was done since the last.
+        """After a backward, or a forward without one: compare the events since the last comparison.
 
-        What a CUDA graph captures is not compared: the host cannot read anything until it runs.
+        What a CUDA graph captures is not compared, as the host can read nothing until it runs.
 
         Raises:
             RuntimeError: another rank did something else.
@@ -175,6 +178,7 @@ class Log:
             self.is_stepwise = self.is_debugging
 
     def _compare(self, code: int) -> _Pending:
+        """Send this rank's event and hash to all ranks of the groups."""
         values = (code, self.hash, int(here.is_debugging), self.doubts)
         streams = self.streams
         with streams.on(streams.reduce):
@@ -187,6 +191,7 @@ class Log:
         return _Pending(result, mark, self.step, self.events, self.guesses)
 
     def _check(self, comparison: _Pending) -> None:
+        """Raise where the ranks sent different events or hashes."""
         code, hashed, debug, doubts, low_code, low_hashed, *_ = comparison.read()
         self.is_debugging = debug > 0
         if code == -low_code and hashed == -low_hashed:
@@ -196,7 +201,7 @@ class Log:
         self._raise(self.groups, comparison.step, comparison.events, late=not self.is_stepwise)
 
     def guess_used(self, bucket: Bucket, used: comm.Flags) -> None:
-        """Unite ``used`` with what is known of the other ranks; the step after the next checks."""
+        """Add to ``used`` what other ranks used when last compared; a later step checks that."""
         here, known = used.bits, bucket.history.agreed
         if known is None or known[0] != here:
             self.doubts += 1
@@ -205,7 +210,7 @@ class Log:
         self.guesses.append(Guess(weakref.ref(bucket), here, used.bits))
 
     def _check_guesses(self, comparison: _Pending) -> None:
-        """Learn what all ranks used, since some rank used other parameters than before.
+        """Learn what all ranks used, because some rank used other parameters than before.
 
         Raises:
             RuntimeError: a guess was wrong; names the parameter.
@@ -239,12 +244,12 @@ class Log:
         return self.epochs.get(group, 0) if self.epochs else 0
 
     def head(self) -> comm.Head:
-        """Describe what this rank has done since the last comparison, and does now."""
+        """The message that goes ahead of the next collective: the event and the hash so far."""
         code = self.events[-1][0] if self.events else 0
         return (code, self.hash, len(self.events), 0, 0, 0, 0, 0)
 
     def disagree(self, group: Group) -> NoReturn:
-        """Found ahead of data: the ranks of ``group`` know, and those of other groups do not.
+        """Raise where a message ahead of data differed, which only the ranks of ``group`` know.
 
         Raises:
             RuntimeError: always.
@@ -254,6 +259,7 @@ class Log:
     def _raise(
         self, groups: Sequence[Group], step: int, events: list[Event], late: bool
     ) -> NoReturn:
+        """Exchange the events over ``groups``, and raise with what differs first."""
         mine = groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self))
         reports = [mine]
         for group in groups:
@@ -269,11 +275,11 @@ class Log:
         raise RuntimeError(f"{text} {LATE}" if late else text)
 
     def announce_discard(self, reason: str) -> None:
-        """The next thing that this rank tells others is that it discards the step."""
+        """Have this rank's next message tell the others that it discards the step."""
         self.events.append((_DISCARDED, DISCARD, "", reason))
 
     def start_over(self, groups: Sequence[Group]) -> None:
-        """Forget the step; what was sent over ``groups`` is never read."""
+        """Forget the step's events; what was sent over ``groups`` for them is never read."""
         self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
         self.guesses, self.doubts = [], 0
         self.disagreements += 1
@@ -300,16 +306,17 @@ LATE = (
 
 
 def _unknown(name: str, unit: str, step: int, is_used: bool) -> str:
+    """The error for a parameter whose use changed without the other ranks knowing."""
     found = (
-        "some rank began to use it, and others took it for unused and did not set its gradient"
+        "some rank began to use it, and the others took it for unused and did not set its gradient"
         if is_used
-        else "no rank used it any more, and ranks took it for used elsewhere and set zeros"
+        else "no rank used it any more, and the ranks took it for used elsewhere and set zeros"
     )
     return (
-        f"parameter {name!r} of unit {unit!r}: in step {step} {found}, since on an accelerator a "
-        "rank goes by what the ranks used when they last compared it. The step is to be discarded. "
-        "Call fsdp_compose.set_find_unused_parameters(model) on every rank before training: ranks "
-        "then compare it at every reduction, for which the host waits."
+        f"parameter {name!r} of unit {unit!r}: in step {step} {found}. On an accelerator a rank "
+        "goes by what the ranks used when they last compared it. Discard this step, and call "
+        "fsdp_compose.set_find_unused_parameters(model) on every rank before training: ranks then "
+        "compare what they used at every reduction, for which the host waits."
     )
 
 
@@ -366,15 +373,18 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
 
 
 def _number(events: Sequence[Event], position: int) -> int:
+    """The number of the event at ``position``; 0 where the step ended before it."""
     return events[position][0] if position < len(events) else 0
 
 
 def _describe(event: Event) -> str:
+    """What a rank was doing; ``{}`` is the ending of the verb."""
     _, verb, unit, purpose = event
     return f"{verb}{{}} unit {unit!r} ({purpose})"
 
 
 def _name(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,8 +1,8 @@
-"""Connects full tensors to the sharded parameters where a unit's own forward does not.
+"""Connects full tensors to the sharded parameters outside of the unit's own forward.
 
-``Gather`` serves one forward of one unit and knows when its backward begins. Here the tensors may
-be used anywhere, so what they are stored in must stay until the graph that used them is gone; all
-uses meet in one node per bucket, whose backward is one gradient reduction.
+``Gather`` serves one forward of one unit and knows when its backward begins. The full tensors of a
+scope may be used anywhere, so their memory must stay until no graph uses them. All uses meet in one
+autograd node per bucket, whose backward is one gradient reduction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_compose.sharded import part_of
 
 
 def is_running(unit: Unit) -> bool:
-    """Whether the unit's modules hold what a pass under way put there."""
+    """Whether a pass is under way that put tensors into the unit's modules."""
     if unit.opened is not None and unit.opened.calls:
         return True
     return unit.run.calls > 0 or (unit.run.task is not None and unit.run.task.alive)
@@ -31,10 +31,10 @@ def is_running(unit: Unit) -> bool:
 
 @dataclass(eq=False)
 class Reach:
-    """The leaves that gradients of full tensors go to; lives as long as a graph that uses them."""
+    """The parameters that gradients of full tensors go to; a graph that uses these keeps it."""
 
     unit: weakref.ref[Unit]
-    trained: tuple[int, ...]  # the unit's entries they are of
+    trained: tuple[int, ...]  # indices of the unit's entries
 
 
 class Connect(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Units over different numbers of ranks: only the user knows whose data their gradients see."""
+"""Units on different numbers of ranks raise until the user says what to divide gradients by."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def check_divisors(task: Task) -> None:
         (most, wide), (few, narrow) = max(found.items()), min(found.items())
         raise RuntimeError(
             f"a backward averaged gradients over different numbers of ranks: those of unit "
-            f"{wide.name!r} over {most}, of unit {narrow.name!r} over {few}. Say what unit "
-            f"{narrow.name!r} is divided by, after fully_shard: if it holds experts, whose "
-            f"gradients bring the tokens of all {most} ranks, fsdp_compose."
+            f"{wide.name!r} over {most}, of unit {narrow.name!r} over {few}. Say after fully_shard "
+            f"what the gradients of unit {narrow.name!r} are divided by. If it holds experts, "
+            f"whose gradients come from the tokens of all {most} ranks, call fsdp_compose."
             f"set_gradient_divide_factor(experts, {most}); if the other ranks hold the same "
-            f"parameters and see the same data, set_gradient_divide_factor(module, {few}). The "
-            "gradients of this backward are to be discarded."
+            f"parameters and see the same data, set_gradient_divide_factor(module, {few}). Discard "
+            "the gradients of this backward."
         )
 
 
 def held_by_fewer(entries: Iterable[Entry]) -> list[Entry]:
-    """List the entries over fewer ranks than others, whose other ranks may hold other parameters.
+    """List the entries that lie on fewer ranks than others, such as experts.
 
-    Experts; not what tensor parallelism split, which says so by itself, and not what the user said
-    other ranks repeat, by dividing its gradients by the number of its own ranks.
+    Other ranks may hold other parameters in their place. Parameters that tensor parallelism split
+    are left out, as their spec says where the other parts are. So are units whose gradients the
+    user divides by the number of their own ranks: other ranks hold the same parameters.
     """
     sizes = {entry: owner_of(entry).mesh.size for entry in entries}
     most = max(sizes.values(), default=0)

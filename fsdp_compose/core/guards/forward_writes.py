@@ -1,11 +1,11 @@
-"""A weight that a forward writes keeps what was written, or that forward raises (D16).
+"""Either a weight keeps what a forward writes into it, or that forward raises (D16).
 
-A forward reads gathered weights, and what it writes into them is lost when they are released. Only
-where the gathered buffer is the shard itself (a world of one, ``NO_SHARD``) does a write stay, as
-in a plain module; replicas then compare what they wrote. Operators count their writes in a tensor's
-version, which is looked at after every forward. No counter shows what goes through ``.data``: the
-first forward of each kind, and in debug mode every one, compares this rank's part of the gathered
-weights with its shard.
+A forward reads gathered weights, and what it writes into them is lost when they are released. A
+write stays, as in a plain module, only where the gathered buffer is the shard itself (a world of
+one, ``NO_SHARD``); replicas then compare what they wrote. Operators count their writes in a
+tensor's version, which is looked at after every forward. Writes through ``.data`` are not counted:
+for those the first forward of each kind, and in debug mode every forward, compares this rank's part
+of the gathered weights with its shard.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fsdp_compose.sharded import part_of
 _LOST = (
     "parameter {fqn!r} of unit {unit!r} was written while it was gathered for a forward: in place "
     "under no_grad (clamp_, copy_, nn.Embedding(max_norm=...)), or through .data. Every rank keeps "
-    "only a part of it, so the write would be lost. Write it outside of forward: after "
-    "optimizer.step(), under torch.no_grad(), elementwise functions such as p.clamp_() act on "
-    "sharded parameters, and `with fsdp_compose.gathered(module, writeback=True):` gives whole "
-    "ones to write; or leave the parameter whole, with fully_shard(..., ignored=[module])."
+    "only a part of it, so the write would be lost. Write the parameter after optimizer.step() "
+    "instead: under torch.no_grad() elementwise functions such as p.clamp_() act on the sharded "
+    "parameter, and `with fsdp_compose.gathered(module, writeback=True):` gives a whole one to "
+    "write. Or leave the parameter whole, with fully_shard(..., ignored=[module])."
 )
 Problem = str
 
 
 def find_writes(unit: Unit, training: bool) -> Problem | None:
-    """After forward, while the unit is gathered: which write would be lost, as an error text."""
+    """After forward, while the unit is gathered: the error text for a write that would be lost."""
     if sys.exc_info()[0] is not None:
         return None  # forward raised, and that error is the one to see
     lost: Entry | None = None
@@ -82,7 +82,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
 
 
 def forget_written(unit: Unit) -> None:
-    """Let the next forward gather again, since what was written is not meant for it."""
+    """Have the next forward gather again, so that it does not read what this one wrote."""
     unit.engine.schedule.drop(unit, Hold.KEPT)
     unit.run.live = None
     for bucket in unit.gathered:
@@ -90,7 +90,7 @@ def forget_written(unit: Unit) -> None:
 
 
 def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:
-    """A forward in a scope or a functional call begins: it reads ``read``, by entry."""
+    """Record the copies that a forward in a scope or a functional call reads, by entry."""
     opened.copies = [
         (index, tensor, tensor._version)
         for index, tensor in enumerate(read)
@@ -115,15 +115,15 @@ def check_scope_is_current(unit: Unit, opened: Opened) -> None:
     pairs = zip(unit.entries, now, opened.leaf_versions, strict=True)
     written = next(entry for entry, a, b in pairs if a != b)
     raise RuntimeError(
-        f"unit {unit.name!r}: forward inside gathered() after the shard of {written.spec.fqn!r} "
-        "was written, by an optimizer's step for one. The scope shows what it gathered when it was "
-        "entered; leave it before the next forward, or use fsdp_compose.unshard(module), after "
-        "which forward reads what a step wrote."
+        f"unit {unit.name!r}: forward was called inside gathered() after the shard of "
+        f"{written.spec.fqn!r} was written, for example by an optimizer's step. The scope shows "
+        "what it gathered when it was entered. Leave the scope before the next forward, or use "
+        "fsdp_compose.unshard(module), after which forward reads what the step wrote."
     )
 
 
 def find_lost_copies(unit: Unit, opened: Opened) -> Problem | None:
-    """That forward is over: whether it wrote tensors that were made for it alone."""
+    """After that forward: the error text for a write into a copy that was made for it alone."""
     copies, opened.copies = opened.copies, []
     for index, tensor, version in copies:
         if tensor._version != version and sys.exc_info()[0] is None:
