@@ -1,5 +1,5 @@
-# make demo | test | test-models | lint | docs | bench | conformance | faults | fuzz | wheel | clean: needs
-# python3 >= 3.10 and nothing else.
+# make demo | test | test-models | lint | docs | bench | conformance | faults | fuzz | mutants |
+# wheel | clean: needs python3 >= 3.10 and nothing else.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -18,7 +18,7 @@ RECIPES := $(VENV)/recipes
 DOCS := $(VENV)/.docs
 EMPTY := build/empty
 
-.PHONY: demo test test-models lint docs bench conformance faults fuzz wheel clean
+.PHONY: demo test test-models lint docs bench conformance faults fuzz mutants wheel clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
@@ -75,6 +75,11 @@ fuzz: $(READY)
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --seeds $(FUZZ) --workers 2 --log build/fuzz.jsonl
 	$(BIN)/python tests/fuzz_search.py build/fuzz.jsonl
+
+# Small changes of the engine, each against the tests that reach it; hours for all of them. A further
+# run goes on where the last one was ended.
+mutants: $(READY)
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python benchmarks/mutants.py --save
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

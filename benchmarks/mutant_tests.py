@@ -1,0 +1,387 @@
+"""Runs tests on a mutant in a forked process, and measures which tests reach which statement."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import hashlib
+import importlib.abc
+import importlib.machinery
+import json
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+from mutations import Mutant, marked
+
+sys.path.insert(0, str(ROOT / "tests"))
+PACKAGE = "fsdp_compose.core"
+FOLDER = ROOT / "fsdp_compose" / "core"
+HOME = ROOT / "build" / "mutants"
+
+# What may notice a mutant: programs of the fuzzer by the size of their world, and files of tests.
+PROGRAMS = {1: range(12), 2: range(60), 3: range(12), 4: range(6)}
+FILES = ("tests/core", "tests/scopes", "tests/test_fuzz.py")
+DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
+ROUNDS = (2.0, 8.0, 25.0)  # seconds of tests that are tried first; then the rest, up to the limit
+OF_FUZZER = "fuzz "
+IMPORT, LIMIT, CRASH = "an error at import", "the time limit", "a crash"
+
+
+class Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Finds and loads one module, whose code is that of a syntax tree."""
+
+    def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
+        super().__init__(name, str(path))
+        self.tree = tree
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, origin=self.path)
+
+    def get_code(self, name: str) -> Any:
+        return compile(ast.fix_missing_locations(self.tree), self.path, "exec")
+
+    def exec_module(self, module: Any) -> None:
+        module.__file__ = self.path
+        super().exec_module(module)
+
+
+def install(name: str, path: Path, tree: ast.Module) -> None:
+    """Have this process import the module from ``tree``; it must not be imported yet."""
+    assert name not in sys.modules, f"{name} is imported already"
+    sys.meta_path.insert(0, Changed(name, path, tree))
+
+
+def run_apart(work: Callable[[], Any], limit: float) -> Any:
+    """What ``work`` returns in a forked process; ``LIMIT`` after so many seconds.
+
+    That process and all that it started, which are one group, have ended on return.
+    """
+    HOME.mkdir(parents=True, exist_ok=True)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        with open(HOME / "output.txt", "wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        try:
+            result = work()
+        except BaseException as error:
+            result = {"wrong": f"{type(error).__name__}: {error}"}
+        os.write(writing, json.dumps(result).encode() + b"\n")
+        os._exit(0)
+    os.close(writing)
+    try:
+        result = _read(reading, limit)
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if isinstance(result, dict) and "wrong" in result:
+        raise RuntimeError(f"{result['wrong']}; see {HOME / 'output.txt'}")
+    return result
+
+
+def _read(pipe: int, limit: float) -> Any:
+    """The line of a pipe. Ranks that still run hold it open, so its end says nothing."""
+    deadline, received = time.monotonic() + limit, b""
+    while not received.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            return LIMIT
+        part = os.read(pipe, 1 << 20)
+        if not part:
+            return CRASH
+        received += part
+    return json.loads(received)
+
+
+# The tests
+
+
+class Watch:
+    """A plugin of pytest that runs chosen tests in a given order, and notes how each went."""
+
+    def __init__(self, wanted: Sequence[str] = (), seen: Any = None) -> None:
+        self.place = {test: i for i, test in enumerate(wanted)}
+        self.seen = seen
+        self.failed: str | None = None
+        self.costs: dict[str, tuple[float, list[int]]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self.place:
+            chosen = [item for item in items if item.nodeid in self.place]
+            items[:] = sorted(chosen, key=lambda item: self.place[item.nodeid])
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if self.seen is not None:
+            self.seen[:] = bytes(len(self.seen))
+            self.started = processor_time()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid
+        if self.seen is not None and report.when == "call" and report.passed:
+            spent = processor_time() - self.started
+            self.costs[report.nodeid] = spent, marks(self.seen)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and self.failed is None:
+            self.failed = f"{report.nodeid} at collection"
+
+
+def processor_time() -> float:
+    """Seconds that this process and those that it started and awaited have computed."""
+    own, others = (resource.getrusage(who) for who in (0, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
+
+
+def marks(seen: Any) -> list[int]:
+    return [i for i, byte in enumerate(seen[:]) if byte]
+
+
+def pytest_run(files: Iterable[str], watch: Watch, *options: str) -> None:
+    import pytest
+
+    unwanted = ["-p", "no:cacheprovider", "-m", "not cuda and not models"]
+    code = pytest.main(["-q", *unwanted, *options, *files], plugins=[watch])
+    if code != pytest.ExitCode.OK and watch.failed is None:
+        raise RuntimeError(f"pytest ended with {code!r}")
+
+
+def program(name: str) -> str | None:
+    """Run a program of the fuzzer; what goes wrong in it."""
+    from fuzz import case_of, failure_of
+
+    world, seed = map(int, name.removeprefix(OF_FUZZER).split(":"))
+    try:
+        return failure_of(case_of(seed, world), seed)
+    except Exception as error:
+        return repr(error)
+
+
+def first_to_fail(tests: Sequence[str]) -> str | None:
+    """Run programs of the fuzzer and tests, in this order; the first that fails."""
+    for test in tests:
+        if test.startswith(OF_FUZZER) and program(test) is not None:
+            return test
+    ids = [test for test in tests if not test.startswith(OF_FUZZER)]
+    if not ids:
+        return None
+    watch = Watch(ids)
+    pytest_run(dict.fromkeys(test.split("::")[0] for test in ids), watch, "-x")
+    return watch.failed
+
+
+# What reaches a statement
+
+
+class Reach:
+    """What each test costs and which statements it runs, kept in a file.
+
+    Attributes:
+        statements: their keys; a test's are noted by their numbers here.
+        files: by file of tests, or programs of one size: a hash of its text, and by test the
+            seconds of processor time that it takes and the numbers of the statements it runs.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[Path]) -> None:
+        self.path, self.sources = path, sources
+        known = json.loads(path.read_text()) if path.exists() else {}
+        self.statements: list[str] = known.get("statements", [])
+        self.files: dict[str, Any] = known.get("files", {})
+        self._index()
+
+    def _index(self) -> None:
+        self.numbers = {key: number for number, key in enumerate(self.statements)}
+        self.costs: dict[str, float] = {}
+        self.tests: dict[str, set[str]] = defaultdict(set)
+        for measured in self.files.values():
+            for test, (cost, numbers) in measured["tests"].items():
+                if cost <= DEAREST:
+                    self.costs[test] = cost
+                    for number in numbers:
+                        self.tests[self.statements[number]].add(test)
+
+    def measure(self, folders: Sequence[str]) -> None:
+        """Measure the files of tests that have changed since they were measured."""
+        trees = {p: marked(name_in(p), parse(p), self._number) for p in self.sources}
+        self._measure_each("fuzzer", repr(PROGRAMS), trees, run_programs)
+        for path in sorted(path for folder in folders for path in files_in(ROOT / folder)):
+            name = str(path.relative_to(ROOT))
+            run = lambda watch, name=name: pytest_run([name], watch)  # noqa: E731
+            self._measure_each(name, path.read_text(), trees, run)
+
+    def _number(self, key: str) -> int:
+        if key not in self.numbers:
+            self.numbers[key] = len(self.statements)
+            self.statements.append(key)
+        return self.numbers[key]
+
+    def _measure_each(
+        self, name: str, text: str, trees: dict[Path, ast.Module], run: Callable[[Watch], None]
+    ) -> None:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if self.files.get(name, {}).get("digest") == digest:
+            return
+        seen = mmap.mmap(-1, len(self.statements))  # shared with what is forked from a test
+
+        def work() -> dict[str, Any]:
+            builtins._seen = seen  # type: ignore[attr-defined]
+            for path, tree in trees.items():
+                install(module_of(path), path, tree)
+            watch = Watch(seen=seen)
+            run(watch)
+            return watch.costs
+
+        costs = run_apart(work, 900.0)
+        if not isinstance(costs, dict):
+            print(f"{name}: not measured, {costs}", flush=True)
+            return
+        total = sum(cost for cost, _ in costs.values())
+        print(f"{name}: {len(costs)} tests, {total:.0f} s", flush=True)
+        self.files[name] = {"digest": digest, "tests": costs}
+        known = {"statements": self.statements, "files": self.files}
+        self.path.write_text(json.dumps(known))
+        self._index()
+
+    def of(self, mutant: Mutant, limit: float) -> list[str]:
+        """Tests that run the changed statement, cheapest first, of ``limit`` seconds in all.
+
+        For a statement that was not there when tests were measured, those of its function; for
+        what is outside any function, all.
+        """
+        if mutant.statement in self.numbers:
+            found = self.tests[mutant.statement]
+        else:
+            around = f"{mutant.file} | {mutant.function} | " if mutant.statement else ""
+            found = {
+                t for key, tests in self.tests.items() if key.startswith(around) for t in tests
+            }
+        chosen: list[str] = []
+        for test in sorted(found, key=lambda test: (self.costs[test], test)):
+            limit -= self.costs[test]
+            if limit < 0:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def run_programs(watch: Watch) -> None:
+    """Run every program of ``PROGRAMS``, as tests of which each costs what it costs alone."""
+    import fuzz  # noqa: F401  its own cost is nobody's
+
+    for world, seeds in PROGRAMS.items():
+        for seed in seeds:
+            watch.pytest_runtest_setup(None)
+            name = f"{OF_FUZZER}{world}:{seed}"
+            if program(name) is None:
+                watch.costs[name] = processor_time() - watch.started, marks(watch.seen)
+
+
+# Mutants
+
+
+def sources(guards: bool = False) -> list[Path]:
+    paths = FOLDER.rglob("*.py") if guards else FOLDER.glob("*.py")
+    return sorted(path for path in paths if path.name != "__init__.py")
+
+
+def files_in(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("test_*.py"))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def name_in(path: Path) -> str:
+    return path.relative_to(FOLDER).as_posix()
+
+
+def module_of(path: Path) -> str:
+    return f"{PACKAGE}.{name_in(path).removesuffix('.py').replace('/', '.')}"
+
+
+def judge(
+    mutant: Mutant, tree: ast.Module, name: str, path: Path, check: Callable[[], Any], limit: float
+) -> str:
+    """What ``check`` returns in a process that imports the mutant as module ``name``.
+
+    Args:
+        check: imports and tries the module; returns what failed, None or "" if nothing did.
+        limit: seconds after which the answer is ``LIMIT``.
+    """
+
+    def work() -> Any:
+        mutant.apply()  # to the copy of the tree that this process has
+        install(name, path, tree)
+        return check()
+
+    return run_apart(work, limit) or ""
+
+
+def check_engine(name: str, tests: Sequence[str]) -> str | None:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        return IMPORT
+    return first_to_fail(tests)
+
+
+def in_rounds(tests: Sequence[str], costs: dict[str, float]) -> Iterator[list[str]]:
+    """The tests in a few parts: most mutants fail in the first, which costs seconds."""
+    total, rounds = 0.0, list(ROUNDS)
+    part: list[str] = []
+    for test in tests:
+        part.append(test)
+        total += costs[test]
+        if rounds and total >= rounds[0]:
+            rounds.pop(0)
+            yield part
+            part = []
+    yield part
+
+
+def check_unchanged(tree: ast.Module, reach: Reach) -> None:
+    """The engine as it is passes the cheap tests in the place where mutants run."""
+    tests = sorted(reach.costs, key=reach.costs.__getitem__)[:40]
+    path = FOLDER / "schedule.py"
+    name = module_of(path)
+
+    def work() -> str | None:
+        install(name, path, tree)
+        return check_engine(name, tests)
+
+    failed = run_apart(work, 600.0)
+    if failed:
+        raise SystemExit(f"without any change, {failed} fails; see {HOME / 'output.txt'}")
+
+
+def run_mutant(mutant: Mutant, tree: ast.Module, reach: Reach, budget: float) -> dict[str, Any]:
+    """Run the tests that reach a mutant until one fails; what there is to note about it."""
+    started, killer = time.monotonic(), ""
+    tests, path = reach.of(mutant, budget), FOLDER / mutant.file
+    for part in in_rounds(tests, reach.costs):
+        limit = 60.0 + 10.0 * sum(reach.costs[test] for test in part)
+        name = module_of(path)
+        killer = judge(mutant, tree, name, path, partial(check_engine, name, part), limit)
+        if killer:
+            break
+    seconds = round(time.monotonic() - started, 1)
+    return {"mutant": mutant.key, "killer": killer, "tests": len(tests), "seconds": seconds}

@@ -1,0 +1,222 @@
+"""How many small changes of the engine its tests notice, and which ones they do not.
+
+    python benchmarks/mutants.py --sample 300 --seed 0     # that many, drawn from all files
+    python benchmarks/mutants.py --file schedule.py        # all mutants of one file
+    python benchmarks/mutants.py --only-survivors          # those again that survived before
+    python benchmarks/mutants.py --save                    # the table of what was run so far
+
+Each mutant runs in a process of its own, forked from this one, which has imported torch and not the
+package: a finder gives it the changed module, and no file is touched. The tests that reach the
+changed statement run, cheap ones before dear ones, until one fails. What reaches a statement is
+measured once (--map), by a mark before every statement.
+
+What a mutant came to is kept in build/mutants, so that a run goes on where it was ended. Survivors
+are explained in mutants_explained.json: each says whether the change can be observed at all. The
+score is killed / (all - those that cannot be observed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import add_output_options, machine, publish, table
+from mutant_tests import (
+    CRASH,
+    FILES,
+    HOME,
+    IMPORT,
+    LIMIT,
+    OF_FUZZER,
+    Reach,
+    check_unchanged,
+    name_in,
+    parse,
+    run_mutant,
+    sources,
+)
+from mutations import Mutant, mutants_of
+
+EXPLAINED = Path(__file__).parent / "mutants_explained.json"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a mutant survives, and whether a test could observe it at all."""
+
+    key: str
+    observable: bool
+    reason: str
+
+
+def read_reasons(mutants: Sequence[Mutant]) -> dict[str, Reason]:
+    """The explained mutants by key; raises where one of them is not generated any more."""
+    keys, found = {mutant.key for mutant in mutants}, {}
+    for entry in json.loads(EXPLAINED.read_text()):
+        key = f"{entry['file']} | {entry['function']} | {entry['change']}"
+        if any(mutant.file == entry["file"] for mutant in mutants) and key not in keys:
+            raise SystemExit(f"{EXPLAINED.name}: no mutant is {key!r}")
+        found[key] = Reason(key, entry["observable"], entry["reason"])
+    return found
+
+
+def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """The last outcome of each mutant that was run, by key."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {outcome["mutant"]: outcome for outcome in map(json.loads, lines)}
+
+
+def kind_of(killer: str) -> str:
+    """Who killed a mutant, in a few words."""
+    if killer.startswith(OF_FUZZER):
+        return "a program of the fuzzer"
+    if "test_schedule.py" in killer:
+        return "the exploration of the schedule"
+    return killer if killer in (IMPORT, LIMIT, CRASH) else "a test"
+
+
+@dataclass
+class Report:
+    """Counts what came of the mutants that were run."""
+
+    mutants: Sequence[Mutant]
+    outcomes: dict[str, dict[str, Any]]
+    reasons: dict[str, Reason]
+
+    def ran(self) -> list[Mutant]:
+        return [mutant for mutant in self.mutants if mutant.key in self.outcomes]
+
+    def survivors(self) -> list[Mutant]:
+        return [mutant for mutant in self.ran() if not self.outcomes[mutant.key]["killer"]]
+
+    def score(self, mutants: Sequence[Mutant]) -> tuple[int, int, int]:
+        """How many ran, were killed, and survive because nothing can observe them."""
+        ran = [m for m in mutants if m.key in self.outcomes]
+        killed = sum(bool(self.outcomes[m.key]["killer"]) for m in ran)
+        hidden = [m for m in ran if m.key in self.reasons and not self.reasons[m.key].observable]
+        return len(ran), killed, sum(not self.outcomes[m.key]["killer"] for m in hidden)
+
+    def row(self, name: str, mutants: Sequence[Mutant]) -> list[str]:
+        ran, killed, hidden = self.score(mutants)
+        score = f"{100 * killed / (ran - hidden):.1f} %" if ran > hidden else ""
+        left = ran - killed - hidden
+        return [name, *map(str, (len(mutants), ran, killed, hidden, left)), score]
+
+    def counts(self, title: str, attribute: str) -> str:
+        groups: dict[str, list[Mutant]] = defaultdict(list)
+        for mutant in self.mutants:
+            groups[getattr(mutant, attribute)].append(mutant)
+        rows = [self.row(name, members) for name, members in sorted(groups.items())]
+        headers = [title, "mutants", "run", "killed", "equivalent", "survive", "score"]
+        return table(headers, [*rows, self.row("all", self.mutants)])
+
+    def killers(self) -> str:
+        found = Counter(kind_of(self.outcomes[m.key]["killer"]) for m in self.ran()
+                        if self.outcomes[m.key]["killer"])  # fmt: skip
+        return table(["killed by", "mutants"], [[k, str(n)] for k, n in found.most_common()])
+
+    def explained(self, observable: bool) -> str:
+        lines = []
+        for mutant in self.survivors():
+            reason = self.reasons.get(mutant.key, Reason(mutant.key, True, "not explained yet"))
+            if reason.observable == observable:
+                change = mutant.change.replace("|", "\\|")
+                where = f"{mutant.file}, {mutant.function or 'module'}"
+                lines.append(f"- {where}: `{change}`. {reason.reason}")
+        return "\n".join(lines) or "None."
+
+    def stale(self) -> list[str]:
+        """Explained mutants that a test kills."""
+        return [
+            m.key for m in self.ran() if m.key in self.reasons and self.outcomes[m.key]["killer"]
+        ]
+
+
+def report_text(report: Report) -> list[str]:
+    ran, killed, hidden = report.score(report.mutants)
+    return [
+        f"{killed} of {ran} mutants were killed: {100 * killed / max(1, ran):.1f} %. "
+        f"{hidden} of those that survive are equivalent: nothing can observe the change. "
+        f"Without them the score is {100 * killed / max(1, ran - hidden):.1f} %.",
+        report.counts("file", "file"),
+        report.counts("change", "kind"),
+        report.killers(),
+        "## Survivors that a test could notice\n\n" + report.explained(observable=True),
+        "## Equivalent\n\n" + report.explained(observable=False),
+        machine(),
+    ]
+
+
+def choose(mutants: list[Mutant], options: argparse.Namespace, done: Any) -> list[Mutant]:
+    """The mutants that the options ask for."""
+    chosen = [m for m in mutants if not options.file or m.file in options.file]
+    if options.sample is not None and options.sample < len(chosen):
+        drawn = set(random.Random(options.seed).sample(range(len(chosen)), options.sample))
+        chosen = [mutant for i, mutant in enumerate(chosen) if i in drawn]
+    if options.only_survivors:
+        chosen = [m for m in chosen if m.key in done and not done[m.key]["killer"]]
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", type=int, help="this many, drawn from all; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--file", action="append", help="a file of the folder; default: all")
+    parser.add_argument("--guards", action="store_true", help="the files of guards/ too")
+    parser.add_argument("--only-survivors", action="store_true", help="run these again")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant")
+    parser.add_argument("--minutes", type=float, help="end after so long; a further run goes on")
+    parser.add_argument("--map", nargs="*", metavar="FOLDER", help="measure tests; then end")
+    add_output_options(parser)
+    options = parser.parse_args(arguments)
+    # What every fork needs: torch, and what it imports on first use.
+
+    import harness  # noqa: F401
+
+    HOME.mkdir(parents=True, exist_ok=True)
+    reach = Reach(HOME / "reach.json", sources(options.guards))
+    if options.map is not None or not reach.costs:
+        reach.measure(options.map or FILES)
+    if options.map is not None:
+        return 0
+    trees = {name_in(path): parse(path) for path in sources(options.guards)}
+    mutants = [mutant for name, tree in trees.items() for mutant in mutants_of(name, tree)]
+    reasons, path = read_reasons(mutants), HOME / "outcomes.jsonl"
+    done = read_outcomes(path)
+    chosen = choose(mutants, options, done)
+    check_unchanged(trees["schedule.py"], reach)
+    waiting = [m for m in chosen if options.only_survivors or m.key not in done]
+    random.Random(0).shuffle(waiting)  # an interrupted run is a sample of all files
+    started = time.monotonic()
+    for i, mutant in enumerate(waiting):
+        if options.minutes and time.monotonic() - started > 60 * options.minutes:
+            break
+        outcome = run_mutant(mutant, trees[mutant.file], reach, options.budget)
+        with path.open("a") as file:
+            file.write(json.dumps(outcome) + "\n")
+        if not outcome["killer"]:
+            print(f"{i + 1}/{len(waiting)} survives {outcome['tests']} tests: "
+                  f"{mutant.key} (line {mutant.line})", flush=True)  # fmt: skip
+    report = Report(chosen, read_outcomes(path), reasons)
+    publish(
+        "mutants",
+        options,
+        report_text(report),
+        {m.key: report.outcomes[m.key] for m in report.ran()},
+    )
+    for key in report.stale():
+        print(f"{EXPLAINED.name}: {key!r} is killed by {report.outcomes[key]['killer']}")
+    return bool(report.stale())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

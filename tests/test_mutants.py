@@ -1,0 +1,96 @@
+"""The tool that counts which mutants of the engine its tests kill."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import mutants as tool
+from mutant_tests import LIMIT, judge, name_in, parse, sources
+from mutations import mutants_of
+
+SMALL = '''
+def largest(numbers, least=0):
+    """The largest number, and at least ``least``."""
+    found, waiting = least, list(numbers)
+    while waiting:
+        number = waiting.pop()
+        if number > found:
+            found = number
+        del number
+    assert found is not None
+    return found
+'''
+OUTCOMES = {
+    "0 -> 1": "of none",
+    "while waiting: -> break at its end": "of three",
+    "while waiting: -> not run": "of three",
+    "waiting -> not waiting": "pop from empty list",
+    "number > found -> number >= found": "",  # an equal number is the same number
+    "number > found -> not number > found": "of three",
+    "remove: del number": "",
+    "return found -> return None": "of none",
+}
+
+
+def check() -> str:
+    """Which try of the small function goes wrong."""
+    from small import largest
+
+    try:
+        if largest([]) != 0:
+            return "of none"
+    except IndexError as error:
+        return str(error)
+    return "" if largest([2, 3, 1]) == 3 else "of three"
+
+
+def wait() -> None:
+    while True:
+        pass
+
+
+def test_known_mutants_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process of its own, so that the next one starts from the file as it is."""
+    monkeypatch.setattr("mutant_tests.HOME", tmp_path)
+    tree, path = ast.parse(SMALL), tmp_path / "small.py"
+    mutants = mutants_of("small.py", tree)
+    found = {m.change: judge(m, tree, "small", path, check, 20.0) for m in mutants}
+    assert found == OUTCOMES
+    assert judge(mutants[0], tree, "small", path, wait, 0.2) == LIMIT
+    assert (
+        "small" not in sys.modules
+        and ast.unparse(tree).split() == ast.unparse(ast.parse(SMALL)).split()
+    )
+
+
+def test_explained_mutants_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What explains a mutant that is not generated any more is refused."""
+    mutants = [m for path in sources() for m in mutants_of(name_in(path), parse(path))]
+    assert len({m.key for m in mutants}) == len(mutants) > 1000
+    assert all(reason.reason for reason in tool.read_reasons(mutants).values())
+    stale = [
+        {"file": "schedule.py", "function": "", "change": "", "observable": True, "reason": ""}
+    ]
+    monkeypatch.setattr(tool, "EXPLAINED", tmp_path / "explained.json")
+    tool.EXPLAINED.write_text(json.dumps(stale))
+    with pytest.raises(SystemExit, match="no mutant is"):
+        tool.read_reasons(mutants)
+
+
+def test_equivalent_mutants_do_not_count() -> None:
+    """Neither for the score nor against it, unless a test kills one: then its reason is wrong."""
+    mutants = mutants_of("small.py", ast.parse(SMALL))
+    outcomes = {m.key: {"killer": OUTCOMES[m.change]} for m in mutants}
+    (hidden,) = (m.key for m in mutants if ">=" in m.change)
+    reasons = {hidden: tool.Reason(hidden, False, "An equal number is the same number.")}
+    report = tool.Report(mutants, outcomes, reasons)
+    assert report.score(mutants) == (8, 6, 1) and not report.stale()
+    outcomes[hidden]["killer"] = "of three"
+    assert report.stale() == [hidden]
