@@ -72,6 +72,7 @@ def fully_shard(
     methods: Sequence[str] = ("forward",),
     layout: PlanLayout = plan_layout,
     transport: Transport | None = None,
+    deterministic: int | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -120,6 +121,12 @@ def fully_shard(
             parameter of a bucket lies; see ``fsdp_compose.layout.shards.Layout``.
         transport: how tensors travel between ranks; see ``fsdp_compose.base.group.Transport``.
             None: between pairs of ranks on gloo, by the group's own collectives elsewhere.
+        deterministic: how many microbatches a step has on all ranks together, ``M``. Training then
+            has the same bits on 1, 2, 4, ... ranks, as many as divide ``M``, and with every
+            strategy: gradients of microbatches are added up in one order. Rank ``r`` of ``W`` runs
+            one backward for each of ``microbatches[r::W]``; ``.grad`` is the average over all
+            ``M``, set by the last one. A page of the documentation, "Promises", says what else is
+            to be the same, and what it costs.
 
     Returns:
         ``module``.
@@ -162,6 +169,7 @@ def fully_shard(
             methods=methods,
             layout=layout,
             transport=transport,
+            deterministic=deterministic,
         )
         if is_on_meta(modules):
             options = replace(options, device=compute_device(mesh, options.device))

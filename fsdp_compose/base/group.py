@@ -97,6 +97,8 @@ class Transport:
             when that is done.
         exchange: ``(outgoing, incoming, call)``: send ``outgoing[r]`` to every other rank ``r`` and
             fill ``incoming[r]`` with what it sends; uint8, and an empty piece does not travel.
+        keeps_parts: ``reduce_scatter`` returns what each rank adds, not their sum. Where a sum has
+            an order (``deterministic=``), the others' parts are fetched with ``exchange`` instead.
         copies_own: ``gather`` puts ``own`` into its part, so that ``own`` may lie elsewhere.
         may_wait: the functions may wait for other ranks. On gloo the ranks then compare what they
             do before each call; where this is False, they compare while the data travels.
@@ -112,6 +114,7 @@ class Transport:
     reduce_scatter: Callable[[torch.Tensor, Sequence[torch.Tensor], Call], Started]
     all_reduce: Callable[[torch.Tensor, Op, Call], None]
     exchange: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Call], Started]
+    keeps_parts: bool = False
     copies_own: bool = False
     may_wait: bool = True
     offer: Callable[[torch.Tensor, Group], Sequence[int]] | None = None

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose.base.group import SELF, Group, Transport
 from fsdp_compose.base.policy import Placement
+from fsdp_compose.base.slots import check_slots
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, ordered_group
 
 MeshLike: TypeAlias = (
@@ -27,16 +28,23 @@ class Mesh:
 
     Where they are cut over both axes of what the user passed, ``shard`` is all of its ranks and
     ``axes`` its (shard, replicate) axes: the ranks of one replicate axis follow each other in it.
+    ``slots`` are the microbatches of a step whose gradients are added up in one tree, see slots.py.
     """
 
     shard: Group
     replicate: Group
     device: torch.device
     axes: tuple[Group, Group] | None = None
+    slots: int | None = None
 
     @property
     def size(self) -> int:
         return self.shard.size * self.replicate.size
+
+    @property
+    def divisor(self) -> int:
+        """What a sum of gradients is divided by."""
+        return self.slots or self.size
 
     @property
     def gather_axis(self) -> Group:
@@ -59,6 +67,7 @@ def resolve_mesh(
     device: torch.device,
     placement: Placement,
     transport: Transport | None = None,
+    slots: int | None = None,
 ) -> Mesh:
     """Turn what the user passed as ``mesh`` into groups.
 
@@ -69,10 +78,11 @@ def resolve_mesh(
         device: where the parameters live.
         placement: what the strategy asks of the mesh.
         transport: how tensors travel in the groups; None: as their backends do it best.
+        slots: microbatches of a step that are added up in one tree; None: there is no tree.
 
     Raises:
-        ValueError: the mesh has more than two dimensions, does not fit the strategy, or does not
-            contain this rank.
+        ValueError: the mesh has more than two dimensions, does not fit the strategy or ``slots``,
+            or does not contain this rank.
         TypeError: ``mesh`` is none of the above.
     """
     if not isinstance(mesh, DeviceMesh) and is_outside(mesh):
@@ -108,7 +118,9 @@ def resolve_mesh(
         shard, replicate = SELF, shard
     if transport is not None:
         shard, replicate = (with_transport(group, transport) for group in (shard, replicate))
-    return Mesh(shard, replicate, device)
+    if slots is not None:
+        check_slots(slots, shard.size * replicate.size)
+    return Mesh(shard, replicate, device, slots=slots)
 
 
 def with_transport(group: Group, transport: Transport | None) -> Group:
@@ -221,7 +233,7 @@ def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
     if replicate.size == 1:
         return mesh
     if shard.size == 1:
-        return Mesh(replicate, SELF, mesh.device, (shard, replicate))
+        return replace(mesh, shard=replicate, replicate=SELF, axes=(shard, replicate))
     assert isinstance(given, DeviceMesh) and shard.pg is not None
     ranks = tuple(given.mesh.T.flatten().tolist())
     known = _subgroups.setdefault(shard.pg, {})
@@ -229,7 +241,7 @@ def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
         pg = ordered_group(ranks)
         known[ranks] = group_of(pg, mesh.device)
     both = with_transport(known[ranks], shard.transport)
-    return Mesh(both, SELF, mesh.device, (shard, replicate))
+    return replace(mesh, shard=both, replicate=SELF, axes=(shard, replicate))
 
 
 QUEUES = ("nccl",)

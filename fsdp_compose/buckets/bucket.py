@@ -25,6 +25,7 @@ from torch import nn
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
+from fsdp_compose.base.slots import SlotSums
 from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
 from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange
 from fsdp_compose.layout.shards import Layout
@@ -191,6 +192,7 @@ class Arriving:
         trained: bits, by entry: it could have had a gradient when these arrived.
         partial: summed over ``shard`` ranks, not yet over ``replicate``.
         waiting: of microbatches, on their way to host memory.
+        sums: of microbatches, where ``deterministic=`` adds them up in one tree.
     """
 
     packed: bool = False
@@ -198,6 +200,7 @@ class Arriving:
     trained: int = 0
     partial: torch.Tensor | None = None
     waiting: torch.Tensor | None = None
+    sums: SlotSums = field(default_factory=SlotSums)
 
 
 @dataclass(eq=False, repr=False)

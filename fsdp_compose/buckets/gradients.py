@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.loops import has_none
+from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import close_grad_buffer, open_grad_buffer
 from fsdp_compose.sharded import tag_all
@@ -36,6 +37,30 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
         torch._foreach_copy_(views, given)
     if zeros:
         torch._foreach_zero_(zeros)
+
+
+def sum_slots(bucket: Bucket, grad: torch.Tensor, scale: float) -> torch.Tensor | None:
+    """``grad``; where ``deterministic=`` adds microbatches up, their sum times ``scale``.
+
+    None before the last microbatch of a step.
+    """
+    mesh, sums = bucket.mesh, bucket.arriving.sums
+    if mesh.slots is None:
+        return grad
+    total = sums.add(grad, mesh.slots // mesh.size)
+    if total is None:
+        return None
+    with raw():
+        if all(param.grad is None for param in bucket.views.params):
+            sums.steps = 1
+    return total.mul_(scale)
+
+
+def forget_slots(bucket: Bucket) -> None:
+    """Drop the microbatches of a step that is not complete."""
+    if bucket.arriving.sums.arrived:
+        bucket.arriving.sums.clear()
+        bucket.arriving.used = bucket.arriving.trained = 0
 
 
 def discard_packed(bucket: Bucket) -> None:

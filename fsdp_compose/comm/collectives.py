@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_compose.base.codec import GatherCodec, encode_shard
-from fsdp_compose.base.group import Call, Group, Op
+from fsdp_compose.base.group import Call, Group, Op, Started
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
+from fsdp_compose.base.slots import add_in_tree
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.flags import Flags as Flags
 from fsdp_compose.comm.heads import Caller as Caller
@@ -71,6 +72,7 @@ class ReduceScatter:
     contributions: Sequence[torch.Tensor]
     own: int = 0  # which contribution is this rank's, in the buffer that was packed
     release: Callable[[], None] | None = None  # the others' are theirs, until this is called
+    in_tree: bool = False  # neighbours are added first, not all in rank order
 
     def result(self, dtype: torch.dtype, scale: float) -> torch.Tensor:
         """This rank's part of the sum, times ``scale``, in ``dtype``; a tensor of its own."""
@@ -82,7 +84,7 @@ class ReduceScatter:
         is_spare = self.release is None and parts[0].dtype == dtype
         received = parts[1 if self.own == 0 else 0]
         total = received if is_spare else torch.empty_like(received, dtype=dtype)
-        _add_up(parts, total, scale)
+        _add_up(parts, total, scale, self.in_tree)
         if self.release is not None:
             self.release()
         return total
@@ -91,19 +93,19 @@ class ReduceScatter:
 _IN_CACHE = 1 << 17  # elements
 
 
-def _add_up(parts: Sequence[torch.Tensor], total: torch.Tensor, scale: float) -> None:
-    """Set ``total`` to the sum of ``parts``, in their order, times ``scale``.
+def _add_up(
+    parts: Sequence[torch.Tensor], total: torch.Tensor, scale: float, in_tree: bool
+) -> None:
+    """Set ``total`` to the sum of ``parts``, in their order or as a tree, times ``scale``.
 
     On a CPU piece by piece, so that what is added to has not left the cache.
     """
     size = _IN_CACHE if total.device.type == "cpu" else total.numel()
     for rows in zip(total.split(size), *(part.split(size) for part in parts), strict=True):
-        piece, first, second, *others = rows
-        if first.dtype == piece.dtype:
-            torch.add(first, second, out=piece)
-        else:
-            piece.copy_(first).add_(second)
-        for other in others:
+        piece, *terms = rows
+        first = len(terms) if in_tree else 2
+        add_in_tree(terms[:first], piece)
+        for other in terms[first:]:
             piece += other
         if scale != 1.0:
             piece.mul_(scale)
@@ -206,6 +208,7 @@ def reduce_scatter_parts(
     caller: Caller | None = None,
     flags: Flags | None = None,
     factor: float = 1.0,
+    in_tree: bool = False,
 ) -> ReduceScatter:
     """Start summing every rank's ``whole``; this rank receives part ``group.rank`` of the sum.
 
@@ -215,8 +218,9 @@ def reduce_scatter_parts(
         flags: united over the group with it, on gloo.
         factor: what each rank's ``whole`` is multiplied by first, in place where the backend does
             not do it on the way.
+        in_tree: add up neighbouring ranks first, then their sums, which every transport can do.
     """
-    if factor != 1.0 and not premultiplies(group):
+    if factor != 1.0 and (in_tree or not premultiplies(group)):
         whole.mul_(factor)
         factor = 1.0
     if group.pg is None or whole.numel() == 0:
@@ -225,9 +229,24 @@ def reduce_scatter_parts(
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
     call, heads = _open(group, purpose, own.nbytes, caller, whole, flags)
-    started = transport_of(group).reduce_scatter(whole, parts, call._replace(factor=factor))
+    transport = transport_of(group)
+    if in_tree and not transport.keeps_parts:
+        started = _exchange_parts(parts, call)
+    else:
+        started = transport.reduce_scatter(whole, parts, call._replace(factor=factor))
     exchange = Exchange(started.works, purpose, started.peers, heads)
-    return ReduceScatter(exchange, started.parts, group.rank, started.release)
+    return ReduceScatter(exchange, started.parts, group.rank, started.release, in_tree)
+
+
+def _exchange_parts(parts: Sequence[torch.Tensor], call: Call) -> Started:
+    """Start fetching what each rank adds to this rank's part, from a transport that would sum."""
+    group = call.group
+    own = parts[group.rank]
+    received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+    if group.reductions is not None:
+        call = call._replace(group=replace(group, pg=group.reductions))
+    outgoing, incoming = ([t.view(torch.uint8) for t in side] for side in (parts, received))
+    return transport_of(group).exchange(outgoing, incoming, call)._replace(parts=received)
 
 
 def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -284,6 +303,32 @@ def all_reduce(
         with _blocking(purpose, group, tensor):
             transport_of(group).all_reduce(tensor, op, Call(group, 0, purpose))
     return tensor
+
+
+def sum_replicas(
+    tensor: torch.Tensor,
+    group: Group,
+    purpose: str,
+    caller: Caller | None,
+    flags: Flags | None,
+    in_tree: bool,
+) -> torch.Tensor:
+    """The sum of gradients over the group, on every rank, in place where it is in no tree.
+
+    A tree takes a reduce-scatter and a gather, of the same bytes, in place of an all-reduce.
+    """
+    if not in_tree or group.pg is None:
+        return all_reduce(tensor, group, caller=caller, flags=flags)
+    width = -(-tensor.numel() // group.size)
+    whole = tensor.new_zeros(width * group.size)
+    whole[: tensor.numel()] = tensor
+    parts = cut_by_rank(whole, group.size)
+    scatter = reduce_scatter_parts(whole, parts, group, purpose, caller, flags, in_tree=in_tree)
+    parts[group.rank].copy_(scatter.result(tensor.dtype, 1.0))
+    whole_bytes = whole.view(torch.uint8)
+    part_bytes = cut_by_rank(whole_bytes, group.size)
+    gather_parts(whole_bytes, part_bytes, part_bytes[group.rank], group, purpose, caller).wait()
+    return whole[: tensor.numel()]
 
 
 @contextlib.contextmanager

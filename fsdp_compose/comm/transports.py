@@ -216,6 +216,7 @@ PAIRS = Transport(
     reduce_scatter=_reduce_pairs,
     all_reduce=_all_reduce_at_once,
     exchange=_exchange_pairs,
+    keeps_parts=True,
     may_wait=False,
 )
 """Tensors go between pairs of ranks; the default on gloo."""

@@ -23,6 +23,7 @@ from fsdp_compose.base.policy import (
 )
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Slot
+from fsdp_compose.construct.check_slots import check_alike, check_number
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
@@ -80,6 +81,7 @@ def plan_shards(
         plan_buckets(plan, promised, work, beside)
         planned.append(plan)
     _check_patterns(planned)
+    check_alike(modules, planned)
     return planned
 
 
@@ -126,6 +128,7 @@ def _check_options(options: Options, where: str) -> None:
     check_function(where, "layout", options.layout, "(extents, itemsize, world_size)")
     if callable(options.granularity):
         check_function(where, "granularity", options.granularity, "(fqn, parameter)")
+    check_number(options.deterministic, where)
     if options.init not in INITS:
         raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")
     if options.param_init_fn is not None:

@@ -251,6 +251,7 @@ _COMPARED = {
     "init": "init",
     "methods": "methods",
     "transport": "transport",
+    "deterministic": "deterministic",
 }
 """Options that are the same on every rank as they are written, and the arguments they came as."""
 

@@ -44,6 +44,7 @@ class Options:
     methods: Sequence[str] = ("forward",)  # that gather; of a unit, without "forward"
     layout: PlanLayout = plan_layout
     transport: Transport | None = None
+    deterministic: int | None = None  # microbatches of a step, added up in one tree
 
     def __post_init__(self) -> None:
         for name, option in (("mp", "mp_policy"), ("granularity", "granularity")):

@@ -55,6 +55,7 @@ from fsdp_compose.core.gathering import (
     wait_gathered,
 )
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
+from fsdp_compose.core.guards.slots import refuse_slots
 from fsdp_compose.core.guards.used_parameters import unite
 from fsdp_compose.core.guards.weight_versions import check_gathered, check_unwritten, read_versions
 from fsdp_compose.core.passes import (
@@ -169,7 +170,7 @@ class EngineWork:
 def _is_awaited(bucket: Bucket, node: Any) -> bool:
     """Whether this backward brings more gradients of the bucket, to be reduced with these."""
     unit = unit_of(bucket)
-    is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks)
+    is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks or bucket.mesh.slots)
     if node is not None and not node.ends_pass:
         is_seen = True  # only some gradients, and those of a forward may follow
     if not (is_seen or bucket.users.is_lent):
@@ -197,6 +198,7 @@ def _reduce_now(
     Those of the entries that any rank used, reduced by themselves.
     """
     drain(unit.engine)
+    refuse_slots(unit)
     for route in routes_of(unit, trained):
         mirror = route.bucket.history.mirror
         if mirror is not None:

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_compose.base.order import Order
 from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
-from fsdp_compose.buckets.gradients import discard_packed
+from fsdp_compose.buckets.gradients import discard_packed, forget_slots
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
@@ -237,3 +237,4 @@ def recover(engine: Engine) -> None:
         for bucket in unit.buckets:
             if bucket.arriving.packed and unit.switches.sync:
                 discard_packed(bucket)
+            forget_slots(bucket)

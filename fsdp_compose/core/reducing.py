@@ -21,7 +21,7 @@ from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import close_grad_buffer
-from fsdp_compose.buckets.gradients import cut, pack
+from fsdp_compose.buckets.gradients import cut, pack, sum_slots
 from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
@@ -74,7 +74,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
     bucket.arriving.packed, bucket.arriving.trained = False, 0
     mesh, streams = bucket.mesh, unit.engine.streams
     factor = unit.switches.divide_factor
-    scale = 1.0 / (mesh.size if factor is None else factor)
+    scale = 1.0 / (mesh.divisor if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, _take_used(bucket))
     if unites:
         unite_early(bucket, reduction.used)
@@ -104,6 +104,7 @@ def _begin(reduction: Reduction) -> None:
             bucket.users.caller,
             reduction.used,
             before,
+            bucket.mesh.slots is not None,
         )
     if unit.switches.comm_hook is not None or streams.reduce is not None:
         reduction.result = _combine(reduction)
@@ -167,7 +168,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
     if switches.comm_hook is not None:
         return _typed(bucket, _run_comm_hook(reduction).to(real))
     assert reduction.scatter is not None
-    grad = reduction.scatter.result(real, reduction.scale)
+    grad = reduction.scatter.result(real, 1.0 if bucket.mesh.slots else reduction.scale)
     if bucket.arriving.partial is not None:
         grad += bucket.arriving.partial
         bucket.arriving.partial = None
@@ -181,13 +182,13 @@ def _combine(reduction: Reduction) -> torch.Tensor:
 
 def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
     """This rank's part of the sum over the replicas, each of which summed over its own ranks."""
-    mesh = bucket.mesh
-    if mesh.axes is None:
-        return comm.all_reduce(grad, mesh.replicate, caller=bucket.users.caller, flags=used)
-    parts = cut_by_rank(grad, mesh.replicate_axis.size)
-    purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
+    mesh, caller, in_tree = bucket.mesh, bucket.users.caller, bucket.mesh.slots is not None
     axis = mesh.replicate_axis
-    scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, bucket.users.caller, used)
+    purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
+    if mesh.axes is None:
+        return comm.sum_replicas(grad, axis, purpose, caller, used, in_tree)
+    parts = cut_by_rank(grad, axis.size)
+    scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, caller, used, 1.0, in_tree)
     return scatter.result(grad.dtype, 1.0)
 
 
@@ -241,11 +242,13 @@ def drain(engine: Engine) -> None:
     """Finish every reduction under way, and set or add to ``.grad`` of its parameters."""
     while engine.reductions:
         reduction = engine.reductions.pop(0)
-        grad = finish_reduce(reduction)
-        if reduction.bucket.arriving.partial is None:
-            _deliver(engine, reduction, grad)
+        grad, bucket = finish_reduce(reduction), reduction.bucket
+        waits = bucket.arriving.partial is not None
+        total = None if waits else sum_slots(bucket, grad, reduction.scale)
+        if total is None:
+            bucket.arriving.used |= reduction.used.bits
         else:
-            reduction.bucket.arriving.used |= reduction.used.bits
+            _deliver(engine, reduction, total)
 
 
 def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ Files, each importing only from those above it:
     matrices               whole matrices at the ranks that own them, collected and returned
     step_guard             a step that would train nothing, or on wrong values, raises (D12)
     gradients              gradients, those of a bucket as one tensor where they are one buffer
+    fixed_sum              sums that have the same bits however numbers are cut over ranks
     clip                   norms and clipping
     owner_step             one rank has each matrix and computes its update once
     scaler                 loss scaling whose ranks agree on overflow

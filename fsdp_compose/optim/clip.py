@@ -8,7 +8,7 @@ waits for a device, unless it is asked to raise for what is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.core.guards.divisors import held_by_fewer
+from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of
+from fsdp_compose.optim.fixed_sum import add_powers, exponent_of, root_of
 from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, join_buckets
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.sharded import ON_SLICES, ShardedParameter
@@ -182,6 +184,9 @@ def _compute_norm(grads: list[Gradient], order: float, experts: _Experts | None)
     wide = torch.float64 if device.type != "mps" else torch.float32
     result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
     with torch.no_grad():
+        held = (grad.param for grad in grads if grad.param is not None)
+        if 0 < order < math.inf and _adds_in_tree(held):
+            return _compute_fixed_norm(grads, order, device).to(result)
         if experts is None:
             total = _reduce_norms(grads, order, wide, device)
         else:
@@ -196,6 +201,29 @@ def _compute_norm(grads: list[Gradient], order: float, experts: _Experts | None)
             return (total != 0).sum().to(result)
         total = _combine(total, order)
         return (total if math.isinf(order) else total.pow(1.0 / order)).to(result)
+
+
+def _adds_in_tree(params: Iterable[nn.Parameter]) -> bool:
+    """Whether gradients are to have the same bits at every number of ranks (``deterministic=``)."""
+    return any(owner_of(find_entry(param)).mesh.slots is not None for param in params)
+
+
+def _compute_fixed_norm(grads: list[Gradient], order: float, device: torch.device) -> torch.Tensor:
+    """The norm by sums of integers, which have no order; see fixed_sum.py."""
+    largest = _compute_norm(grads, math.inf, None).to(device)
+    exponent = exponent_of(largest)
+    members: dict[tuple[Group, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad.copies > 1:
+            raise ValueError(
+                f"clip_grad_norm_, grad_norm: {grad.names[0]} is split by tensor parallelism, "
+                "beside parameters that were sharded with deterministic=; take its norm apart."
+            )
+        members.setdefault(grad.groups, []).append(grad.local.to(device))
+    pending = {groups: add_powers(found, order, exponent) for groups, found in members.items()}
+    limbs = torch.stack(_combine_over_groups(pending, order, grads)).sum(0)
+    norm = root_of(limbs, order, exponent)
+    return torch.where(largest.isfinite(), norm, largest.double())
 
 
 def _reduce_norms(
@@ -353,6 +381,8 @@ def scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _find_clipped(grads: Any) -> list[Gradient] | None:
     """The gradients that ``torch.nn.utils`` clips, if ``grads`` are those of whole buckets.
 
+    Any others too where norms are to be the same at every number of ranks (``deterministic=``).
+
     Raises:
         RuntimeError: it clips them together with gradients that nothing averages.
     """
@@ -366,4 +396,9 @@ def _find_clipped(grads: Any) -> list[Gradient] | None:
         return None
     found, left = join_buckets(params)
     is_all = not left and sum(len(gradient.names) for gradient in found) == len(grads)
-    return found if is_all and len({gradient.groups for gradient in found}) == 1 else None
+    if is_all and len({gradient.groups for gradient in found}) == 1:
+        return found
+    with raw():
+        own = set(map(id, grads))
+        clipped = [param for param in params if id(get_grad(param)) in own]
+    return collect_gradients(clipped, "clip_grad_norm_") if _adds_in_tree(clipped) else None

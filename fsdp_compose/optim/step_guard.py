@@ -71,6 +71,10 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     unhook_slice_step(optimizer)
+    for engine in here.engines.values():
+        for unit in engine.units:
+            for bucket in unit.buckets:
+                bucket.arriving.sums.steps = 0
     end_rests(_shown_entries())
 
 
@@ -99,6 +103,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if type(optimizer).__module__.startswith("torchao."):
         _refuse_torchao(optimizer)
     caller = f"{type(optimizer).__name__}.step()"
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _refuse_fused(optimizer, caller)
     for engine in here.engines.values():
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:
@@ -114,6 +120,26 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     check_unaveraged(optimizer)
     if len(args) < 2 and kwargs.get("closure") is None:
         _check_any_gradient(optimizer)
+
+
+def _refuse_fused(optimizer: torch.optim.Optimizer, caller: str) -> None:
+    """Raise where slices of other lengths would be stepped with other bits (``deterministic=``).
+
+    On a CPU torch's fused kernels round the last elements of a tensor otherwise than the rest.
+
+    Raises:
+        RuntimeError: naming a parameter.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in filter(is_sharded_parameter, params):
+        bucket, spec = owner_of(find_entry(param)), spec_of(param)
+        if bucket.mesh.slots is not None and bucket.stored.device.type == "cpu":
+            raise RuntimeError(
+                f"{caller}: it has fused=True and was given {spec.fqn!r} (unit {spec.unit!r}), "
+                f"which was sharded with deterministic={bucket.mesh.slots}; fused steps on a CPU "
+                "round by the length of a slice, and so by the number of ranks. Pass foreach=True "
+                "in place of fused=True."
+            )
 
 
 def _refuse_torchao(optimizer: torch.optim.Optimizer) -> None:

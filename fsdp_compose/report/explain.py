@@ -157,7 +157,7 @@ def _state_of(unit: Unit) -> UnitState:
         gradients=held_gradients(unit),
         packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
         partial=sum(_nbytes(b.arriving.partial) for b in unit.buckets),
-        waiting=sum(_nbytes(b.arriving.waiting) for b in unit.buckets),
+        waiting=sum(_nbytes(t) for b in unit.buckets for t in _waiting(b)),
         spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner and b.spread),
         weight_copies=sum(
             _nbytes(b.inner.store if b.inner and not b.spread else _device_copy(b))
@@ -165,6 +165,23 @@ def _state_of(unit: Unit) -> UnitState:
         ),
         is_stale=any(_is_stale(unit, b) for b in unit.gathered),
     )
+
+
+def _count_slots(units: Sequence[Unit]) -> Iterator[str]:
+    """How far the step is whose microbatches are added up in one tree."""
+    for unit in units:
+        for bucket in unit.buckets:
+            if bucket.arriving.sums.arrived and bucket.mesh.slots is not None:
+                wanted = bucket.mesh.slots // bucket.mesh.size
+                yield (
+                    f"{bucket.arriving.sums.arrived} of {wanted} backwards of a step are summed "
+                    f"(unit {unit.name!r} and others); the last one sets .grad, see deterministic="
+                )
+                return
+
+
+def _waiting(bucket: Bucket) -> list[torch.Tensor | None]:
+    return [bucket.arriving.waiting, *bucket.arriving.sums.nodes]
 
 
 def _reason(unit: Unit, why: Hold) -> str:
@@ -272,6 +289,7 @@ def _next(units: Sequence[Unit]) -> Iterator[str]:
             f"gradients wait for the all-reduce over replicas: {named(partial)}; the next backward "
             "with set_requires_all_reduce(module, True) completes them"
         )
+    yield from _count_slots(units)
     waiting = [u for u in units if any(b.arriving.waiting is not None for b in u.buckets)]
     if waiting:
         yield (

@@ -19,6 +19,7 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
 from fsdp_compose.comm.grad_bucket import GradBucket
+from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import Unit, iter_units
 
@@ -36,7 +37,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
             device, and may overwrite ``grads.flat``.
 
     Raises:
-        ValueError: nothing in ``module`` is sharded.
+        ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``.
         TypeError: ``hook`` cannot be called.
 
     Example:
@@ -50,7 +51,10 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"register_comm_hook: hook is {hook!r}; wanted a function (state, grads).")
-    for unit in require_units(module, "register_comm_hook"):
+    units = require_units(module, "register_comm_hook")
+    if hook is not None:
+        refuse_postponing(units, "register_comm_hook")
+    for unit in units:
         unit.switches.comm_hook, unit.switches.comm_state = hook, state
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import iter_units
@@ -74,6 +75,7 @@ def pipeline_stage(stage: StageT) -> StageT:
         [True, True]
     """
     require_units(stage.submod, "pipeline_stage", advice="Shard the stage's module first.")
+    refuse_postponing(iter_units(stage.submod), "pipeline_stage")
     run, finish = stage.backward_maybe_with_nosync, stage.perform_reduce_grad
     held: list[str] = []  # what had a gradient before the step that runs
     is_first = True  # of the step's backwards

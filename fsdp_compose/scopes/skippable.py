@@ -298,7 +298,9 @@ def _copy(arriving: Arriving) -> Arriving:
     partial, waiting = (
         None if t is None else t.clone() for t in (arriving.partial, arriving.waiting)
     )
-    return dataclasses.replace(arriving, partial=partial, waiting=waiting)
+    return dataclasses.replace(
+        arriving, partial=partial, waiting=waiting, sums=arriving.sums.copy()
+    )
 
 
 def _packed(bucket: Bucket) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from fsdp_compose.buckets.gradients import discard_packed
+from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import Unit
@@ -42,7 +43,10 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
         >>> model.bias.grad.full_tensor()
         tensor([2., 2.])
     """
-    for unit in require_units(module, "set_requires_gradient_sync", recurse):
+    units = require_units(module, "set_requires_gradient_sync", recurse)
+    if not value:
+        refuse_postponing(units, "set_requires_gradient_sync(False)")
+    for unit in units:
         unit.switches.sync = bool(value)
 
 
@@ -56,7 +60,10 @@ def set_requires_all_reduce(module: nn.Module, value: bool, recurse: bool = True
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_requires_all_reduce(model, False)  # before all microbatches but the last
     """
-    for unit in require_units(module, "set_requires_all_reduce", recurse):
+    units = require_units(module, "set_requires_all_reduce", recurse)
+    if not value:
+        refuse_postponing(units, "set_requires_all_reduce(False)")
+    for unit in units:
         unit.switches.all_reduce = bool(value)
 
 
@@ -69,7 +76,10 @@ def set_is_last_backward(module: nn.Module, value: bool, recurse: bool = True) -
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_is_last_backward(model, False)  # before all microbatches but the last
     """
-    for unit in require_units(module, "set_is_last_backward", recurse):
+    units = require_units(module, "set_is_last_backward", recurse)
+    if not value:
+        refuse_postponing(units, "set_is_last_backward(False)")
+    for unit in units:
         unit.switches.last_backward = bool(value)
 
 
@@ -175,6 +185,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         tensor([2., 2.])
     """
     units = require_units(module, "no_sync")
+    refuse_postponing(units, "no_sync")
     found = [unit.switches.sync for unit in units]
     for unit in units:
         unit.switches.sync = False
@@ -221,6 +232,8 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     if keep not in KEEPS:
         raise ValueError(f"accumulate: keep is {keep!r}; wanted one of {KEEPS}.")
     units = require_units(module, "accumulate")
+    if keep != "sharded":
+        refuse_postponing(units, f"accumulate(keep={keep!r})")
     found = [_read_flags(unit.switches) for unit in units]
     for unit in units:
         unit.switches.sync = keep != "unsharded"
@@ -248,3 +261,4 @@ def _discard_gradients(unit: Unit) -> None:
             discard_packed(bucket)
         bucket.arriving.partial = bucket.arriving.waiting = None
         bucket.arriving.used = bucket.arriving.trained = 0
+        bucket.arriving.sums.clear()

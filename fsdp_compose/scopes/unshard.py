@@ -21,6 +21,7 @@ from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, start_all_reduce, start_reduce
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, as_read, find_state, owner_of, units_with
+from fsdp_compose.sharded import ShardSpec
 
 
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
@@ -244,6 +245,7 @@ def reduce_grads(module: nn.Module) -> None:
 
     Raises:
         ValueError: ``module`` contains no unit.
+        RuntimeError: microbatches of a step with ``deterministic=`` are missing.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -274,6 +276,7 @@ def reduce_grads(module: nn.Module) -> None:
             switches.all_reduce, switches.last_backward = found
     for engine in engines.values():
         land(engine)
+    check_reduced((b for u in units for b in u.buckets if b.mesh.slots is not None), "reduce_grads")
 
 
 def check_reduced(
@@ -283,6 +286,8 @@ def check_reduced(
     for bucket in buckets:
         if is_open(bucket):
             spec = bucket.entries[0].spec if param is None else find_entry(param).spec
+            if bucket.mesh.slots is not None:
+                raise RuntimeError(_explain_slots(bucket, caller, spec))
             raise RuntimeError(
                 f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated "
                 "without synchronisation and is not in .grad yet; run the last backward outside "
@@ -290,9 +295,26 @@ def check_reduced(
             )
 
 
+def _explain_slots(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
+    mesh, sums = bucket.mesh, bucket.arriving.sums
+    assert mesh.slots is not None
+    wanted = mesh.slots // mesh.size
+    return (
+        f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) is of "
+        f"{sums.steps * wanted + sums.arrived} backwards on this rank; wanted {wanted}, since "
+        f"deterministic={mesh.slots} microbatches a step on {mesh.size} ranks are {wanted} for "
+        "each. Run one backward for each of them, through every unit (participate(unit) where a "
+        "microbatch skips one), then step() and zero_grad(). After a backward that failed, run the "
+        "whole step again."
+    )
+
+
 def is_open(bucket: Bucket) -> bool:
-    """Whether the bucket holds gradients that are not in ``.grad``."""
-    return is_pending(bucket) or bucket.arriving.waiting is not None
+    """Whether the bucket holds gradients that are not in ``.grad``, or ``.grad`` several steps'."""
+    arriving = bucket.arriving
+    if bucket.mesh.slots is not None and (arriving.sums.arrived or arriving.sums.steps > 1):
+        return True
+    return is_pending(bucket) or arriving.waiting is not None
 
 
 def is_pending(bucket: Bucket) -> bool:

@@ -100,6 +100,7 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
             _regroup(mesh.replicate, device),
             device,
             mesh.axes and (_regroup(mesh.axes[0], device), _regroup(mesh.axes[1], device)),
+            mesh.slots,
         )
         spread = None if spread is None else _regroup(spread, device)
         for entry in bucket.entries:
@@ -133,6 +134,8 @@ def _convert_gradients(bucket: Bucket) -> None:
         bucket.arriving.partial = bucket.arriving.partial.to(device=bucket.mesh.device, dtype=real)
     if bucket.arriving.waiting is not None:
         bucket.arriving.waiting = bucket.arriving.waiting.to(kind)
+    nodes = bucket.arriving.sums.nodes
+    nodes[:] = [node.to(device=bucket.mesh.device, dtype=kind) for node in nodes]
     for entry in bucket.entries:
         grad = entry.param.grad
         if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):

@@ -1,0 +1,91 @@
+"""What a model must be for the same bits at any number of ranks (``deterministic=``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compose.base.policy import MixedPrecision
+from fsdp_compose.construct.plans import Found, UnitPlan
+from fsdp_compose.core.state import iter_units
+
+
+def check_number(found: Any, where: str) -> None:
+    """Raise unless ``found`` is what ``deterministic=`` takes.
+
+    Raises:
+        TypeError: it is no int, or None.
+        ValueError: it is less than 1.
+    """
+    if found is None:
+        return
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise TypeError(
+            f"{where}: deterministic is {found!r}; wanted how many microbatches a step has on all "
+            "ranks together, an int, or None."
+        )
+    if found < 1:
+        raise ValueError(
+            f"{where}: deterministic={found}; wanted how many microbatches a step has on all "
+            "ranks together, 1 or more."
+        )
+
+
+def check_codec(plan: UnitPlan, groups: Iterable[tuple[torch.dtype, bool, MixedPrecision]]) -> None:
+    """Raise where weights travel in a form that depends on how they are cut.
+
+    Raises:
+        ValueError: naming the unit.
+    """
+    if any(chosen.gather_codec is not None for _, _, chosen in groups):
+        raise ValueError(
+            f"fully_shard: unit {plan.name!r} has a gather_codec, which encodes what each rank "
+            f"holds, so that weights would depend on the number of ranks; deterministic="
+            f"{plan.options.deterministic} wants the same at every number. Leave "
+            "MixedPrecision(gather_codec=) out, or deterministic=."
+        )
+
+
+def refuse_tensor_parallel(plan: UnitPlan, item: Found) -> None:
+    """Raise where another split of a parameter decides how its gradient is added up.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    if plan.options.deterministic is not None:
+        raise ValueError(
+            f"fully_shard: parameter {plan.full_name(item.names[0])!r} of unit {plan.name!r} is "
+            "split by tensor parallelism, whose sums over ranks have an order of their own; "
+            f"deterministic={plan.options.deterministic} adds up over data-parallel ranks alone. "
+            "Leave tensor parallelism out, or deterministic=."
+        )
+
+
+def check_alike(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> None:
+    """Raise unless all units, those sharded before too, add up the same microbatches.
+
+    Raises:
+        ValueError: naming two units that differ.
+    """
+    found = {
+        (plan.options.deterministic, bucket.mesh.size): plan.name
+        for plan in plans
+        for bucket in plan.buckets
+    }
+    for module in modules:
+        for unit in iter_units(module):
+            for bucket in unit.buckets:
+                found.setdefault((unit.options.deterministic, bucket.mesh.size), unit.name)
+    if len(found) < 2 or all(slots is None for slots, _ in found):
+        return
+    (slots, ranks), (other, fewer) = list(found)[:2]
+    first, second = list(found.values())[:2]
+    raise ValueError(
+        f"fully_shard: unit {first!r} has deterministic={slots} on {ranks} ranks, and unit "
+        f"{second!r} deterministic={other} on {fewer}; wanted the same of both, so that each "
+        "microbatch has one place in a step. Pass the same deterministic= and a mesh of the same "
+        "ranks to every call of fully_shard."
+    )
