@@ -400,5 +400,5 @@ def _find_clipped(grads: Any) -> list[Gradient] | None:
         return found
     with raw():
         own = set(map(id, grads))
-        clipped = [param for param in params if id(get_grad(param)) in own]
+        clipped: list[Any] = [param for param in params if id(get_grad(param)) in own]
     return collect_gradients(clipped, "clip_grad_norm_") if _adds_in_tree(clipped) else None
