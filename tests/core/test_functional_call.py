@@ -187,10 +187,10 @@ def test_functional_call_refuses_foreign_slices() -> None:
     def ranks(rank: int) -> None:
         twin, other = Twin(rank, 2, two_blocks), Twin(rank, 2, two_blocks, one_unit)
         wrong = {"head.weight": other.model.get_parameter("head.weight")}
-        with pytest.raises(RuntimeError, match=r"'head.weight' .* is sharded otherwise than it"):
+        with pytest.raises(RuntimeError, match=r"'head.weight' .* sharded in another way"):
             functional_call(twin.model, wrong, (data(0, rank),))
         named = dict(twin.model.named_parameters())
-        with pytest.raises(RuntimeError, match=r"is its shard, wrapped by a transform"):
+        with pytest.raises(RuntimeError, match=r"given its shard, wrapped by a transform"):
             grad(lambda p: functional_call(twin.model, p, (data(0, rank),)).sum())(named)
         twin.train()
 

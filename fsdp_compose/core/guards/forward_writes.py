@@ -169,7 +169,7 @@ def _home(entry: Entry) -> int:
 def _keep_assigned(
     unit: Unit, shown: Sequence[torch.Tensor], pointers: Sequence[int]
 ) -> list[Entry]:
-    """``weight.data = x`` in a forward whose buffer is the shard: the values of x are kept."""
+    """After ``weight.data = x`` in a forward whose buffer is the shard, copy x into the shard."""
     kept: list[Entry] = []
     for index, (tensor, pointer) in enumerate(zip(shown, pointers, strict=True)):
         if tensor.data_ptr() == pointer:
@@ -179,9 +179,10 @@ def _keep_assigned(
         home = alias(bucket.full, entry.spec.offset, entry.spec)
         if tensor.shape != home.shape or tensor.dtype != home.dtype:
             raise RuntimeError(
-                f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was assigned, through .data "
-                f"in a forward, a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; wanted "
-                f"{home.dtype} and {tuple(home.shape)}."
+                f"parameter {entry.spec.fqn!r} of unit {unit.name!r}: a forward assigned to its "
+                f".data a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; wanted a "
+                f"{home.dtype} tensor of shape {tuple(home.shape)}. Convert or cut the tensor "
+                "before it is assigned."
             )
         with torch.no_grad():
             home.copy_(tensor.detach())
@@ -192,7 +193,7 @@ def _keep_assigned(
 
 
 def _compare_replicas(unit: Unit, written: list[Entry]) -> None:
-    """Ranks that hold the same parameter must have written the same (D16)."""
+    """Raise where ranks that hold the same parameter wrote other values into it (D16)."""
     for entry in written:
         bucket = owner_of(entry)
         log = log_of(unit.engine, bucket.mesh)
@@ -205,7 +206,7 @@ def _compare_replicas(unit: Unit, written: list[Entry]) -> None:
 
 
 def _tell_ranks(unit: Unit, lost: Entry) -> None:
-    """While ranks compare what they do step by step, one that will raise says so to the others."""
+    """Where ranks compare each event, tell the others that this rank is going to raise."""
     for bucket in unit.gathered[:1]:
         log = log_of(unit.engine, bucket.mesh)
         if log is None or not log.is_stepwise:
@@ -214,4 +215,4 @@ def _tell_ranks(unit: Unit, lost: Entry) -> None:
         try:
             log.note((code_of(WRITE, unit.number), WRITE, unit.name, purpose))
         except RuntimeError:
-            return  # the others wrote nothing, and now know who did
+            return  # the others wrote nothing, and now know which rank did

@@ -1,13 +1,13 @@
 """Forwards that compute on other tensors than the unit's gathered parameters, for one call.
 
-``torch.func.functional_call`` puts tensors of the caller's in the place of parameters: those are
-what forward reads, and where they stand for all parameters of a unit, nothing is gathered. Sharded
-ones (updated leaves, as in MAML) are gathered by a differentiable function of their own.
+``torch.func.functional_call`` puts the caller's tensors in the place of parameters, and forward
+reads those. Where they replace all parameters of a unit, nothing is gathered. Sharded tensors among
+them (updated leaves, as in MAML) are gathered by a differentiable function of their own.
 
 Under a transform of ``torch.func`` a unit is gathered into a buffer of the call's own, which lives
 as long as the graphs that read it: the transform differentiates after forward has returned, at a
-level of its own, and perhaps never again. The leaves are below every transform, and so is the node
-that connects what was gathered to them.
+level of its own, and perhaps never. The leaves lie below every transform, and so does the node that
+connects the gathered tensors to them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ GivenTensors = dict[int, torch.Tensor]
 
 
 def find_given_tensors(unit: Unit) -> GivenTensors:
-    """What stands in the place of the unit's parameters for the call that begins.
+    """Find the tensors that replace the unit's parameters for the call that begins.
 
     Raises:
-        RuntimeError: a parameter was replaced for good (D5), or by what cannot stand for it.
+        RuntimeError: a parameter was replaced for good (D5), or by something that cannot be read
+            in its place.
     """
     found: GivenTensors = {}
     places = replaced(unit)
@@ -60,40 +61,42 @@ def find_given_tensors(unit: Unit) -> GivenTensors:
             entry = unit.entries[index]
             raise RuntimeError(
                 f"parameter {entry.spec.fqn!r} of unit {unit.name!r} is tied, and was replaced "
-                "under some of its names only; pass the same tensor for each of them, as "
+                "under some of its names only. Pass the same tensor for each of them, as "
                 "functional_call does with tie_weights=True."
             )
     return found
 
 
 def _check(unit: Unit, index: int, value: torch.Tensor) -> None:
+    """Raise when ``value`` cannot be read in the place of the entry's parameter."""
     spec = unit.entries[index].spec
-    what = f"what was passed to functional_call for parameter {spec.fqn!r} of unit {unit.name!r}"
+    what = f"parameter {spec.fqn!r} of unit {unit.name!r}: functional_call was given"
     if is_sharded(value):
         other = spec_of(value)
         mine = spec.shape, spec.offset, spec.shard_numel, spec.group
         if (other.shape, other.offset, other.shard_numel, other.group) != mine:
             raise RuntimeError(
-                f"{what} is sharded otherwise than it: found {tuple(other.shape)} from "
-                f"{other.fqn!r} of unit {other.unit!r}, wanted a slice of {tuple(spec.shape)} at "
-                "the same place of the same ranks; pass a full tensor, value.full_tensor()."
+                f"{what} a tensor that is sharded in another way: a slice of shape "
+                f"{tuple(other.shape)} from {other.fqn!r} of unit {other.unit!r}; wanted a slice "
+                f"of {tuple(spec.shape)} at the same place of the same ranks, or a full tensor. "
+                "Pass value.full_tensor()."
             )
     elif is_sharded(beneath_transforms(value)):
         raise RuntimeError(
-            f"{what} is its shard, wrapped by a transform of torch.func, which cannot know that it "
-            "is a part; pass full tensors to the transform, {name: p.full_tensor() for name, p in "
-            "model.named_parameters()}, or differentiate with torch.autograd.grad, which takes "
-            "sharded parameters."
+            f"{what} its shard, wrapped by a transform of torch.func. The transform does not know "
+            "that the shard is only a part. Pass it full tensors, {name: p.full_tensor() for name, "
+            "p in model.named_parameters()}, or differentiate with torch.autograd.grad, which "
+            "takes sharded parameters."
         )
 
 
 def open_functional_call(
     unit: Unit, found: GivenTensors, stored: bool = False
 ) -> list[torch.Tensor] | None:
-    """Let the unit's modules hold what was given, until ``close_functional_call``.
+    """Let the unit's modules hold the tensors in ``found`` until ``close_functional_call``.
 
-    Returns what the forward that begins reads, by entry, in the dtype it computes in; None where
-    the unit is to be gathered as always, for what was not replaced.
+    Returns the tensors that the forward reads, by entry, in the dtype it computes in. Returns None
+    where the unit is gathered in the normal way, for the parameters that were not replaced.
     """
     held = resting(unit)
     scoped = unit.opened is not None and unit.opened.in_forward
@@ -134,7 +137,7 @@ def open_functional_call(
 
 
 def close_functional_call(unit: Unit) -> None:
-    """End the call; the unit's modules hold what was given until the caller takes it back."""
+    """End the call; ``functional_call`` itself takes its tensors out of the modules again."""
     assert unit.opened is not None
     unit.opened = unit.opened.outer
 

@@ -2,10 +2,10 @@
 
 A backward may start in the middle of a unit, at a tensor that a forward hook on one of its
 submodules kept (feature extraction, attribution of single neurons), or that its forward left in an
-attribute or a list. The outputs of the unit are then not reached. So what hooked submodules take
-and give is watched as the unit's outputs are, and what is found in attributes. For whatever else a
-forward may keep, every node of its graph is watched, until a backward came by the outputs; what is
-kept and is not on the way to them is looked for in kept_views.py.
+attribute or a list. It then never reaches the unit's outputs. So three kinds of tensors get the
+hook that the outputs have: the inputs and outputs of submodules that have hooks, what is found in
+attributes, and, until a backward has come through the outputs, every node of the forward's graph.
+kept_views.py looks for tensors that were kept and do not lead to the outputs.
 """
 
 from __future__ import annotations
@@ -83,15 +83,18 @@ def unwatch(module: nn.Module) -> None:
 
 @untraced
 def watch_taken(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: watch the inputs of a submodule that has hooks."""
     _watch(args)
 
 
 @untraced
 def watch_given(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: watch the outputs of a submodule that has hooks."""
     _watch(output)
 
 
 def _watch(values: Any) -> None:
+    """Watch the tensors in ``values`` for all units whose forwards are under way."""
     if not torch.is_grad_enabled():
         return
     for engine in here.engines.values():
@@ -104,13 +107,13 @@ def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
         start = opened_at(unit)
         for tensor in tensors:
             node = tensor.grad_fn
-            # What the unit was given is reached after its backward, when it is released again.
+            # An input's gradient is complete after the unit's backward, when it is released again.
             if tensor.requires_grad and node is not None and made_at(node) >= start:
                 tensor.register_hook(trigger_of(unit))
 
 
 def watch_outputs(unit: Unit, output: Any) -> Backward:
-    """Hook the outputs; ``"hidden"`` when the unit is needed in a way that cannot be seen."""
+    """Hook the outputs; ``"hidden"`` where no hook can tell when the unit's backward begins."""
     tensors, opaque = find_tensors(output)
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
@@ -119,7 +122,7 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             if start >= 0 and made_at(node) < start:
-                continue  # passed through; its gradient is complete long after the unit's backward
+                continue  # an input passed through: its gradient comes after the unit's backward
             tensor.register_hook(trigger_of(unit))
             watched, closed = True, max(closed, made_at(node))
     if watched and unit.run.live is not None:
@@ -135,8 +138,9 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
         unit.checks.warned.add("hidden")
         warnings.warn(
             f"unit {unit.name!r} returned a {type(output).__name__} in which no differentiable "
-            "tensor was found, so its backward cannot be seen coming: it stays gathered until "
-            "backward ends. Return tensors in tuples, dicts, dataclasses or plain objects.",
+            "tensor was found, so nothing tells when its backward begins, and the unit stays "
+            "gathered until backward ends. Return tensors in tuples, dicts, dataclasses or plain "
+            "objects.",
             stacklevel=2,
         )
     return "hidden"
@@ -152,7 +156,7 @@ def _read_weights(unit: Unit, outputs: list[torch.Tensor]) -> bool:
 
 
 def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
-    """Watch what the forward that is ending left in its modules and, at first, its whole graph."""
+    """Watch tensors that the ending forward left in its modules and, at first, its whole graph."""
     if unit.checks.entrance == "outputs":
         if unit.checks.keepers:
             found = find_tensors([values.get(name) for values, name in unit.checks.keepers])[0]
@@ -179,6 +183,7 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 def _is_made_since(start: int, tensor: torch.Tensor) -> bool:
+    """Whether the tensor's autograd node is not older than ``start``."""
     return tensor.grad_fn is not None and made_at(tensor.grad_fn) >= start
 
 

@@ -1,12 +1,12 @@
 """A view of a gathered weight that was kept from a forward raises when it is read after release.
 
-``self.cached = self.weight.t()`` in a forward keeps a view of memory that is freed behind it, and
-reading that would end the process. Such views are looked for when a forward of a kind is over for
-the first time, and in debug mode after each: among the attributes of the unit's modules at once,
-and among all tensors of the process at the end of the step. There they are looked for too where the
-released memory has more users than before. A unit whose modules keep one is looked at after every
-forward. What is found becomes a ``KeptView``: the tensor as before while the unit is
-gathered, and an error that names the unit otherwise.
+``self.cached = self.weight.t()`` in a forward keeps a view of memory that the release frees, and
+reading it would crash the process. The first forward of each kind, and in debug mode every forward,
+looks for such views: at once among the attributes of the unit's modules, and at the end of the step
+among all tensors of the process. The end of a step looks again where the released memory has more
+users than before. A unit whose modules keep a view is looked at after every forward. A view that is
+found becomes a ``KeptView``: while the unit is gathered it reads as before, and otherwise it raises
+an error that names the unit.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def guard_attributes(unit: Unit) -> None:
 
 
 def note_users(units: Iterable[Unit]) -> None:
-    """After a step of ``units``: note those whose memory has users that were not seen before.
+    """After a step of ``units``: note those whose memory has a number of users not seen before.
 
-    Released memory is known by its views, which live on: the library's own, and for as long as a
-    graph is kept those in the graph. Any other was kept by somebody from the forward.
+    Views keep released memory in use: the library's own views always, and those of a graph as long
+    as the graph is kept. Somebody kept any other from the forward.
     """
     for unit in units:
         users = tuple(
@@ -106,10 +106,10 @@ def note_users(units: Iterable[Unit]) -> None:
 
 
 def guard_everywhere(engine: Engine) -> None:
-    """Guard what anything in the process keeps of the gathered weights of units just looked at.
+    """Guard views of the gathered weights of the noted units, whatever in the process keeps them.
 
-    Where a graph that reads them lives on, and a tensor that was made inside the unit's forward, a
-    backward may begin at that.
+    Where a graph that reads the weights lives on, a backward may begin at a tensor that was made
+    inside the unit's forward, so those tensors are watched.
     """
     units = list(engine.inspected)
     engine.inspected.clear()
@@ -130,9 +130,9 @@ def guard_everywhere(engine: Engine) -> None:
 
 
 def watch_forwards(units: Iterable[Unit]) -> None:
-    """After a forward of ``units``: watch what it left, where nothing is known of it yet.
+    """After a forward of ``units``: watch the tensors that were made inside it.
 
-    That is after the first forward, in debug mode, and once a backward began at such a tensor.
+    This is done after the first forward, in debug mode, and once a backward began at such a tensor.
     """
     debugging = is_debugging()
     watched = [
@@ -171,6 +171,7 @@ def watch_inside(units: Iterable[Unit]) -> None:
 
 
 def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
+    """Make the tensor hook that gathers the unit where a backward begins at the tensor."""
     ref = weakref.ref(unit)
 
     @untraced
@@ -209,9 +210,9 @@ def _is_foreign(engine: Engine) -> bool:
 
 _logger = logging.getLogger("fsdp_compose")
 _SLOW = (
-    "a backward began at a tensor that a forward of unit %r kept outside attributes of its "
-    "modules. All tensors of the process are looked through after each of its forwards from now "
-    "on, which takes time: keep it in an attribute (self.kept = tensor), or return it."
+    "a backward began at a tensor that a forward of unit %r kept outside the attributes of its "
+    "modules. From now on all tensors of the process are looked through after each forward of the "
+    "unit, which takes time. Keep the tensor in an attribute (self.kept = tensor), or return it."
 )
 
 
@@ -230,18 +231,19 @@ def storage_users(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
+    """The identity of a tensor's storage."""
     with raw():
         return tensor.untyped_storage()._cdata
 
 
 def _storages(units: Iterable[Unit]) -> dict[int, Bucket]:
-    """Find the buckets whose gathered weights are freed, by their memory."""
+    """The buckets of ``units`` whose gathered weights a release frees, by their storage."""
     buckets = [b for unit in units for b in unit.gathered if not b.in_place and b.full.numel()]
     return {_storage(bucket.full): bucket for bucket in buckets}
 
 
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
-    """List what the library itself holds over that memory."""
+    """List the library's own tensors over the memory of the unit's gathered weights."""
     yield from unit.run.live.tensors if unit.run.live is not None else ()
     yield from unit.run.showing or ()
     for bucket in unit.gathered:
@@ -253,6 +255,7 @@ def _own_tensors(unit: Unit) -> Iterable[Tensor]:
 
 
 def _bucket_of(value: object, found: dict[int, Bucket]) -> Bucket | None:
+    """The bucket whose gathered weights ``value`` is a view of, if any."""
     if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
         return None
     try:
@@ -262,6 +265,7 @@ def _bucket_of(value: object, found: dict[int, Bucket]) -> Bucket | None:
 
 
 def _guard(value: Any, bucket: Bucket) -> Tensor:
+    """Make a kept view raise while its unit is released."""
     entry = _entry_at(bucket, value.storage_offset())
     if any(value is alias for alias in bucket.aliases):
         value = value.detach()  # the library goes on using that object
@@ -269,7 +273,7 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
     value._kept_from = (
         f"a tensor of shape {tuple(value.shape)} that was kept from a forward is a view of "
         f"parameter {entry.spec.fqn!r} of unit {entry.spec.unit!r}, whose gathered weights were "
-        "released since; keep a copy of it (.clone()), read the parameter again inside forward, or "
+        "released since. Keep a copy of it (.clone()), read the parameter again inside forward, or "
         "read both inside `with fsdp_compose.gathered(module):`."
     )
     guarded: Tensor = value
@@ -277,6 +281,7 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
 
 
 def _entry_at(bucket: Bucket, offset: int) -> Entry:
+    """The entry that has the element at ``offset`` of the bucket."""
     for entry in bucket.entries:
         if entry.spec.offset <= offset < entry.spec.offset + entry.spec.numel:
             return entry
@@ -284,6 +289,7 @@ def _entry_at(bucket: Bucket, offset: int) -> Entry:
 
 
 def _views(values: Iterable[Any]) -> Iterable[KeptView]:
+    """List the kept views among arguments, at any depth."""
     for value in values:
         if type(value) is KeptView:
             yield value

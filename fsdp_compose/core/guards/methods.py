@@ -89,11 +89,12 @@ class Method:
 
     @untraced
     def _owner(self) -> nn.Module:
+        """The module that the method was taken from."""
         module = self._module()
         if module is None:
             raise ReferenceError(
-                f"{self.__name__!r} was taken from a sharded module that is gone; keep the module "
-                "and call the method on it."
+                f"method {self.__name__!r} was taken from a sharded module that is gone. Keep the "
+                "module, and call the method on it."
             )
         return module
 
@@ -153,6 +154,7 @@ def _find(module: nn.Module, name: str) -> Callable[..., Any] | None:
 
 
 def _candidates(modules: Sequence[nn.Module]) -> str:
+    """Say which methods of the modules' classes could gather."""
     texts = []
     for kind in dict.fromkeys(type(module) for module in modules):
         names = [
@@ -167,7 +169,7 @@ def _candidates(modules: Sequence[nn.Module]) -> str:
 
 
 def attach_methods(module: nn.Module, methods: Iterable[str]) -> None:
-    """Let those of ``methods`` that ``module`` has gather its unit."""
+    """Have each of ``methods`` that ``module`` has gather the module's unit."""
     for name in methods:
         if _find(module, name) is not None:
             vars(module)[name] = Method(module, name)
@@ -176,8 +178,8 @@ def attach_methods(module: nn.Module, methods: Iterable[str]) -> None:
 def register_forward_method(module: nn.Module, *names: str) -> None:
     """Let methods of a module that is sharded already gather it, as ``methods=`` would have.
 
-    ``torch.distributed.fsdp.register_fsdp_forward_method`` here. A method that gathers already
-    stays as it is; ``undo`` takes them all back.
+    FSDP2 calls this ``register_fsdp_forward_method``. A method that gathers already stays as it
+    is; ``undo`` removes them all.
 
     Args:
         module: a unit: ``fully_shard`` was called on it, or its policy chose it.

@@ -1,9 +1,9 @@
-"""Copies parameters that were given other memory back into their bucket, or refuses by name.
+"""Copies parameters that were given other memory back into their bucket, or raises.
 
 ``module.to(dtype)``, ``p.data = x`` and the like give a parameter other storage than its slice of
-the bucket's shard. ``copy_moved_parameters`` copies that into the bucket: the objects and the
-layout stay, the buffers are new. It never writes into memory that parameters had before: whoever
-swaps weights for a while (``kept = p.data; p.data = average; ...; p.data = kept``) holds that
+the bucket's shard. ``copy_moved_parameters`` copies the values into a new shard of the bucket; the
+parameter objects and the layout stay. It never writes into memory that parameters had before: code
+that swaps weights for a while (``kept = p.data; p.data = average; ...; p.data = kept``) holds that
 memory to put it back.
 """
 
@@ -36,7 +36,7 @@ def shard_of(bucket: Bucket) -> torch.Tensor:
 
 
 def copy_moved_parameters(bucket: Bucket) -> None:
-    """Make the storage that the bucket's parameters have now the bucket's own.
+    """Copy the values that the bucket's parameters have now into a new shard of the bucket.
 
     Raises:
         RuntimeError: only some of its parameters have another dtype or device, or they have left
@@ -62,17 +62,18 @@ def copy_moved_parameters(bucket: Bucket) -> None:
         bucket.history.earlier = earlier
     bucket.fill.is_superseded = bucket.phase is not Phase.SHARDED
     bucket.residence.moved = False
-    if bucket.residence.emptied:  # on every rank, so all of them look whether it was written since
+    if bucket.residence.emptied:  # on every rank, and ``require_written`` needs them all
         bucket.residence.emptied = False
         bucket.history.unready = list(bucket.entries)
     if bucket.history.mirror is not None:
-        # An optimizer over it may step before the next backward.
+        # An optimizer over those tensors may step before the next backward.
         bucket.history.mirror.join_gradients(None)
 
 
 def _make_shard(
     bucket: Bucket, locals_: list[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """A new shard with the values of ``locals_``."""
     pinned = bucket.offload.shards and bucket.stored.is_pinned()
     shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
     pieces = shard.split(bucket.views.splits)
@@ -82,17 +83,18 @@ def _make_shard(
 
 
 def _require_host(bucket: Bucket, device: torch.device) -> None:
+    """Raise where parameters left the host memory that their offload policy keeps them in."""
     first = bucket.entries[0].spec
     if device != bucket.stored.device and bucket.offload.shards:
         raise RuntimeError(
             f"parameter {first.fqn!r} of unit {first.unit!r} was moved to {device}, but its "
-            "offload_policy keeps parameters in host memory; call fsdp_compose.undo(module), then "
+            "offload_policy keeps parameters in host memory. Call fsdp_compose.undo(module), then "
             "fully_shard without Offload(params=True) or Offload(optimizer=True)."
         )
 
 
 def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
-    """Build all buffers again around ``shard``, whose dtype, device or compute dtype is another."""
+    """Build all buffers again around ``shard``, whose dtype or device is not the former one's."""
     mesh, spread, device = bucket.mesh, bucket.spread, shard.device
     if device != bucket.stored.device:
         mesh = Mesh(
@@ -122,7 +124,7 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
 
 
 def _convert_gradients(bucket: Bucket) -> None:
-    """Bring gradients that wait for more to the bucket's new dtypes and device."""
+    """Convert gradients that are still being accumulated to the bucket's new dtypes and device."""
     old, bucket.grads = bucket.grads, None
     if bucket.arriving.packed:
         assert old is not None
@@ -146,23 +148,25 @@ def _convert_gradients(bucket: Bucket) -> None:
 
 
 def moved_before_backward(bucket: Bucket) -> str:
-    """Say that what backward needs to gather is not what forward used."""
+    """The error for parameters that were given other memory between forward and backward."""
     names = [entry.spec.fqn for entry in bucket.entries]
     others = f" or others of its {len(names)}" if len(names) > 1 else ""
     return (
         f"parameters of unit {bucket.entries[0].spec.unit!r} ({names[0]!r}{others}) were given "
-        "other storage (module.to(...), p.data = ...) between forward and backward, which needs "
-        "the values that forward used; run backward first."
+        "other storage (module.to(...), p.data = ...) between forward and backward. Backward needs "
+        "the values that forward used: run it before the change."
     )
 
 
 def _regroup(group: Group, device: torch.device) -> Group:
+    """The same ranks, for a bucket on another device."""
     if group.pg is None:
         return group
     return with_transport(group_of(group.pg, device), group.transport)
 
 
 def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
+    """The error for a bucket whose parameters have several dtypes or devices."""
     kept = (bucket.stored.dtype, bucket.stored.device)
     named = [(entry, (t.dtype, t.device)) for entry, t in zip(bucket.entries, locals_, strict=True)]
     moved = [(entry, kind) for entry, kind in named if kind != kept]
@@ -170,19 +174,15 @@ def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
     names = ", ".join(f"{e.spec.fqn!r} is {kind[0]} on {kind[1]}" for e, kind in moved[:4])
     others = f"{same[0]!r} and {len(same) - 1} more are" if len(same) > 1 else f"{same} is"
     return (
-        f"parameters of unit {bucket.entries[0].spec.unit!r} that share a buffer were converted "
-        f"in part since they were sharded: {names}{', ...' if len(moved) > 4 else ''}, "
-        f"{others if same else 'none is'} {kept[0]} on {kept[1]}. Convert the whole unit, "
-        "module.to(dtype or device), or call fsdp_compose.undo(module) first, convert, and shard "
-        "again."
+        f"parameters of unit {bucket.entries[0].spec.unit!r} share a buffer, and only some were "
+        f"converted since they were sharded: {names}{', ...' if len(moved) > 4 else ''}, "
+        f"{others if same else 'none is'} {kept[0]} on {kept[1]}. Convert the whole unit with "
+        "module.to(dtype or device), or call fsdp_compose.undo(module), convert, and shard again."
     )
 
 
-# What was left for loading
-
-
 def require_written(unit: Unit) -> None:
-    """Raise on every rank when a value that was left for loading was not loaded on some.
+    """Raise on every rank when some rank has not loaded a value that was left for loading.
 
     Raises:
         RuntimeError: naming what is missing.
@@ -207,9 +207,9 @@ def require_written(unit: Unit) -> None:
         raise RuntimeError(
             f"unit {unit.name!r}: {', '.join(missing[:5])}{more} came from the meta device, or was "
             "emptied by to_empty(), and nothing has written it since. Load the model first "
-            "(model.load_state_dict(...), fsdp_compose.load_checkpoint), initialise it "
-            "(fsdp_compose.apply(model, fn)), or pass fully_shard(param_init_fn=...), or give the "
-            "module that owns it a reset_parameters()."
+            "(model.load_state_dict(...), fsdp_compose.load_checkpoint) or initialise it "
+            "(fsdp_compose.apply(model, fn)). When sharding, you can pass "
+            "fully_shard(param_init_fn=...) or give the module that owns it a reset_parameters()."
         )
     for bucket in unit.gathered:
         bucket.history.unready = []

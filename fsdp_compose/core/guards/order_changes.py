@@ -1,4 +1,4 @@
-"""The order of units changed, or their gradients were averaged over different ranks: say so."""
+"""Warns when the order of units changed, so that weights were gathered ahead in vain."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def warn_of_change(engine: Engine, change: Change | None, outermost: Unit | None
     expected, found = change.expected.name, change.found and change.found.name
     warnings.warn(
         f"the forward of unit {outermost.name!r} {'ended' if found is None else 'ran unit'} "
-        f"{'' if found is None else repr(found) + ' '}where unit {expected!r} was expected from "
-        "the one before. Results are not affected, and the new order is what is expected next; "
-        "but what was gathered ahead for the old one was in vain. If the order never repeats, pass "
-        "prefetch=Prefetch(forward=0). If ranks should differ here, see what each runs with "
-        "fsdp_compose.set_debug(True).",
+        f"{'' if found is None else repr(found) + ' '}where the forward before ran unit "
+        f"{expected!r}. Results are not affected, and the new order is expected from now on, but "
+        "weights were gathered ahead in vain. If the order never repeats, pass "
+        "prefetch=Prefetch(forward=0). If the order may differ between ranks, "
+        "fsdp_compose.set_debug(True) has them compare it.",
         stacklevel=2,
     )

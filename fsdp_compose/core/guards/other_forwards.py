@@ -1,4 +1,4 @@
-"""Forwards that gather in another way than the normal one: in a scope, functional, transformed."""
+"""The other modes of a forward: in a scope, functional, transformed, in stored precision."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
+    """Leave a forward that computed on the tensors of a scope or of a functional call."""
     opened = unit.opened
     assert opened is not None
     opened.calls -= 1
@@ -96,12 +97,13 @@ def _enter_functional(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> 
 
 
 def _leave_functional(unit: Unit, module: nn.Module, output: Any) -> Any:
+    """Leave as the forward was entered: on the caller's tensors alone, or gathered."""
     is_complete = unit.opened is not None and unit.opened.calls > 0
     return (_leave_opened if is_complete else leave_forward)(unit, module, output)
 
 
 def _enter_apart(unit: Unit, given: GivenTensors, stored: bool, args: Any, kwargs: Any) -> Any:
-    """Compute on the caller's tensors or the call's own, which no pass of the unit is for."""
+    """Compute on the caller's tensors or on a buffer of the call's own, outside of any pass."""
     if graph_task_id() == -1:
         with outside_transforms():
             take_over_changes(unit)
@@ -111,6 +113,7 @@ def _enter_apart(unit: Unit, given: GivenTensors, stored: bool, args: Any, kwarg
 
 
 def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """Let the unit's modules read ``shown``, and cast the inputs."""
     opened = unit.opened
     assert opened is not None
     note_copies(opened, shown)
@@ -124,6 +127,7 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) 
 
 
 def _leave_apart(unit: Unit) -> None:
+    """Put back what the modules held, and end the call where it is the outermost."""
     schedule = unit.engine.schedule
     install_leaves(unit)
     close_functional_call(unit)
@@ -143,6 +147,7 @@ def _enter_again(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _leave_again(unit: Unit, module: nn.Module, output: Any) -> Any:
+    """Leave a further forward of a unit under a transform."""
     unit.run.calls -= 1
     unit.engine.schedule.active.pop()
     return cast_output(unit, output)

@@ -1,4 +1,4 @@
-"""Recurrent modules read a second list of parameters, which is to hold what they compute with."""
+"""Keeps the second list of parameters that recurrent modules read equal to their first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show_recurrent(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]]:
-    """(module, [(position, entry)]) of recurrent modules, which read a second list."""
+    """List each recurrent module of the unit with (position in its second list, entry) pairs."""
     if unit.links.recurrent is not None:
         return unit.links.recurrent
     found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}

@@ -14,7 +14,7 @@ from fsdp_compose.sharded import ShardSpec
 
 
 def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
-    """Whether another unit, whose pass is under way, put there what ``values[name]`` is."""
+    """Whether another unit, whose pass is under way, put its tensor at ``values[name]``."""
     others = (ref() for ref in unit.links.sharers)
     return any(
         place[0] is values and place[1] == name
@@ -25,7 +25,7 @@ def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
 
 
 def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
-    """List the places of the unit that hold something else than they should between passes."""
+    """List the places of the unit that do not hold what they hold between passes."""
     held, links = resting(unit), unit.links
     found = map(dict.get, links.tables, links.names)
     if are_same(found, map(held.__getitem__, links.indices)):
@@ -54,10 +54,11 @@ def return_leaves(unit: Unit) -> None:
 
 
 def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
+    """The error for tensor parallelism that was applied to a sharded module."""
     return (
         f"parameter {spec.fqn!r} of unit {unit.name!r} was replaced by a DTensor after "
         "fully_shard, as parallelize_module and distribute_module do; wanted the parameter that "
-        "was sharded. Tensor parallelism comes first: build the model again, "
+        "was sharded. Apply tensor parallelism first: build the model again, call "
         "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
     )
 
@@ -69,13 +70,14 @@ def check_slots(unit: Unit) -> None:
 
 
 def replaced_message(unit: Unit, index: int, found: object) -> str:
+    """The error for a parameter of which ``found`` has taken the place."""
     if isinstance(found, DTensor):
         return _parallelized_late(unit.entries[index].spec, unit)
     return (
         f"parameter {unit.entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
         f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
-        "wanted the parameter that was sharded. Write into it instead (p.copy_(value), or "
-        "with fsdp_compose.gathered(module, writeback=True)), or call "
-        "fsdp_compose.refresh(model) on every rank to shard what is there now; for one call, "
-        "torch.func.functional_call(module, {name: tensor}, args) takes other tensors."
+        "wanted the parameter that was sharded. Write into that parameter instead (p.copy_(value), "
+        "or with fsdp_compose.gathered(module, writeback=True)), or call "
+        "fsdp_compose.refresh(model) on every rank to shard what is there now. To compute once "
+        "with other tensors, use torch.func.functional_call(module, {name: tensor}, args)."
     )

@@ -1,8 +1,8 @@
-"""Compares the copies of a parameter on several ranks, so that an edit of one is found.
+"""Compares the copies of a parameter on several ranks, so that a write into only one is found.
 
-Under NO_SHARD every rank holds all parameters, under a hybrid strategy each replica all slices.
-Their gradients are the same, so copies stay equal until somebody writes one of them: an edit that
-depends on the rank, a load on one rank, an optimizer whose settings differ.
+Under NO_SHARD every rank holds all parameters, under a hybrid strategy each replica holds all
+slices. Copies get the same gradients, so they stay equal until something writes only one of them:
+an edit that depends on the rank, a load on one rank, an optimizer with other settings.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import part_of, to_local
 
 Copies = dict[tuple[str, str, int, int], int]
-"""By (unit, name of the parameter, its elements here): a checksum of what this rank holds.
+"""By (unit, name of the parameter, first and last element here): a checksum of this rank's slice.
 
-Shard groups whose other parts are of unequal sizes may cut a parameter that tensor parallelism left
-whole in other places; only equal slices are compared."""
+Tensor parallelism may leave a parameter whole while it splits others of the bucket unevenly. The
+ranks then cut that parameter at different places, and only equal slices are compared."""
 
 
 def verify_replicas(module: nn.Module) -> None:
-    """Raise unless ranks that hold copies of the same elements hold the same numbers.
+    """Raise unless all copies of the same elements hold the same numbers.
 
     Every rank must call it, between steps. It reads every copied parameter once and sends 8 bytes
     for each; where nothing is copied (FULL_SHARD over all ranks) it does nothing. In debug mode
@@ -62,7 +62,7 @@ def verify_units(units: Iterable[Unit], caller: str) -> None:
     for group, copies in by_group.items():
         problem = problem or _difference(copies, comm.gather_objects(copies, group), group)
         others.update(dict.fromkeys((*meshes[group], group)))
-    for group in others:  # also tell ranks whose own copies are alike
+    for group in others:  # so that ranks whose own copies agree raise too
         problem = next((p for p in comm.gather_objects(problem, group) if p is not None), None)
     if problem is not None:
         raise RuntimeError(f"{caller}: {problem}")
@@ -95,6 +95,7 @@ def groups_of_copies(bucket: Bucket, entry: Entry) -> Sequence[Group]:
 
 
 def _difference(mine: Copies, found: list[Copies], group: Group) -> str | None:
+    """The error for the first parameter whose copies differ; None where all are equal."""
     for key in mine:
         ranks: dict[int, list[int]] = {}
         for rank, copies in zip(group.ranks, found, strict=True):
@@ -104,10 +105,11 @@ def _difference(mine: Copies, found: list[Copies], group: Group) -> str | None:
             unit, name, _, _ = key
             parts = " and other numbers on ".join(f"ranks {held}" for held in ranks.values())
             return (
-                f"parameter {name!r} of unit {unit!r} is copied on ranks {list(group.ranks)}, and "
-                f"the copies differ: one set of numbers on {parts}. Something wrote it on some of "
-                "the ranks only; make the same edit on every rank, or take the numbers of rank 0: "
-                "load_state_dict(model, state_dict) with rank 0's state dict on every rank."
+                f"parameter {name!r} of unit {unit!r} has copies on ranks {list(group.ranks)}, and "
+                f"the copies differ: one set of numbers on {parts}. Something wrote the parameter "
+                "on some ranks only. Make the same edit on every rank; to take the numbers of rank "
+                "0, call load_state_dict(model, state_dict) on every rank with rank 0's state "
+                "dict."
             )
     return None
 
@@ -117,7 +119,7 @@ def checksum(tensor: torch.Tensor) -> int:
     return int(sum_bytes(tensor).item()) % (1 << 64)
 
 
-_CHUNK = 1 << 20  # words; what a checksum allocates does not grow with the parameter
+_CHUNK = 1 << 20  # words at a time, so that memory does not grow with the parameter
 
 
 @torch.no_grad()

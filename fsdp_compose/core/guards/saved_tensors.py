@@ -1,10 +1,11 @@
-"""Saved-tensor hooks around a unit are given its activations, not the gathered weights beside them.
+"""A caller's saved-tensor hooks get a unit's activations, but not its gathered weights.
 
-Autograd calls the innermost hooks alone. Hooks that move what is saved to host memory would copy
-every gathered weight there, on every rank; the weights are gathered again in backward anyway. So
-where a caller's hooks are in force, a unit's forward runs under hooks that keep its weights by
-reference and hand everything else on. Those of activation checkpointing are left as they are: they
-keep nothing. Hooks entered inside a unit's forward see its weights, as in a plain module.
+Hooks that move saved tensors to host memory would copy every gathered weight there, on every rank,
+although backward gathers the weights again. So where a caller's hooks are in force, a unit's
+forward runs under hooks that keep its weights by reference and pass everything else to the
+caller's: autograd calls the innermost hooks only. The hooks of activation checkpointing keep
+nothing and are left as they are. Hooks entered inside a unit's forward see its weights, as in a
+plain module.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def shield_weights(unit: Unit) -> None:
 
 
 def unshield(unit: Unit) -> None:
-    """End what keeps the weights from the caller's hooks, as the unit's forward is over."""
+    """Remove the hooks of ``shield_weights``, as the unit's forward is over."""
     unit.run.shield = None
     pop_saved_tensor_hooks()
 
@@ -60,7 +61,8 @@ def unshield(unit: Unit) -> None:
 def recover_shields(engine: Engine) -> None:
     """Remove the hooks of forwards that an interrupt ended without running their last hooks.
 
-    A caller's scope that was left meanwhile removed the innermost hooks, ours in place of its own.
+    A caller's scope that was left meanwhile removed our hooks, which were innermost, and not its
+    own; these are then removed here.
     """
     for unit in reversed(engine.schedule.active):
         if unit.run.shield is not None:

@@ -1,7 +1,7 @@
-"""Inside a scope a parameter is the same object and holds the whole; its gradient stays its own.
+"""Inside a scope a parameter is the same object and holds the full tensor; its gradient stays.
 
-The object that the user has (``entry.held``) takes the full tensor, and an object of ours takes the
-shard, which goes on being the leaf that autograd reaches (``entry.param``):
+The user's object (``entry.held``) takes the full tensor. Another object (``entry.param``) takes the
+shard and stays the leaf that autograd reaches:
 
     at rest     held is param: shard
     one scope   held: full tensor of the scope      param: shard
@@ -67,7 +67,7 @@ class _Whole(_Base):
 
     @property
     def __torch_function__(self) -> Any:
-        """Torch's own, but where the gradient is asked for by name: that is the parameter's."""
+        """Torch's own, except that ``autograd.grad`` and ``backward`` are answered by the shard."""
         if is_asked_for_gradient():
             return partial(_ask, find_entry(self).spec.answers)
         return super().__torch_function__
@@ -188,9 +188,9 @@ def _refuse_node(shown: Any) -> NoReturn:
     """
     spec = find_entry(shown).spec
     raise ShardedWeightError(
-        f"{spec.fqn!r} (unit {spec.unit!r}) is shown in full by gathered() or unshard(), where its "
+        f"{spec.fqn!r} (unit {spec.unit!r}) is shown in full by gathered() or unshard(). There its "
         "node in the graph (get_gradient_edge(p), register_multi_grad_hook, p.view_as(p).grad_fn) "
-        f"sees this rank's own gradient alone. {EDGE}"
+        f"gets only this rank's own gradient. {EDGE}"
     )
 
 
@@ -282,11 +282,12 @@ def as_parameter(full: torch.Tensor) -> nn.Parameter:
 def new_layer(
     scope: object, rebuild: Callable[[Entry, bool], torch.Tensor], own_grad: bool = False
 ) -> Layer:
+    """A layer for ``show``, whose tensor is not known yet."""
     return Layer(scope, None, torch.Tensor, own_grad, rebuild)
 
 
 def hide(entry: Entry, scope: object) -> torch.Tensor | None:
-    """End what ``scope`` shows of the entry; return the full tensor, now the caller's."""
+    """End what ``scope`` shows of the entry; return its full tensor, which the caller may free."""
     _end_rest(entry)
     place = next((i for i, layer in enumerate(entry.layers) if layer.scope is scope), None)
     if place is None:
@@ -319,7 +320,7 @@ def hide_all(entry: Entry) -> None:
 
 
 def set_trained(entry: Entry, value: bool) -> None:
-    """Set the flag on the shard, and let what the scope shows follow it from now on."""
+    """Set ``requires_grad`` of the shard and of the full tensor that the scope shows."""
     if entry.param.requires_grad == value:
         return
     entry.param.requires_grad = value
@@ -352,16 +353,19 @@ def rest(entry: Entry) -> bool:
 
 
 def end_rests(entries: Iterable[Entry]) -> None:
+    """Let the parameters show their full tensors again."""
     for entry in entries:
         _end_rest(entry)
 
 
 def _end_rest(entry: Entry) -> None:
+    """Show the full tensor again, if ``rest`` hid it."""
     if entry.layers and entry.param is entry.held:
         _turn(entry)
 
 
 def _turn(entry: Entry) -> None:
+    """Exchange what the user's object and the innermost layer hold."""
     held, first = entry.held, entry.layers[0].beneath
     give_slice(entry, first if entry.param is held else held)
     kinds = type(held), type(first)

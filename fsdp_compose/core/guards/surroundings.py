@@ -1,8 +1,8 @@
-"""Raises for trainable parameters in no unit beside sharded ones: ranks would differ (D18).
+"""Raises where a model has trainable parameters in no unit beside sharded ones (D18).
 
-Nothing reduces their gradients, so every rank would train them on its own data. A unit has no link
-to the model around it: the first forward finds that on the stack, as the outermost module whose
-call is under way, and the first backward looks through it, once for each such module.
+Nothing reduces their gradients, so every rank would train them on its own data. A unit does not
+know the model around it. Its first forward finds that model on the stack, as the outermost module
+whose call is under way, and its first backward looks through it, once for each such module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_compose.sharded import is_sharded
 
 
 def find_surroundings(unit: Unit) -> None:
-    """Note the outermost module whose forward is running, for the unit's first backward."""
+    """Record the outermost module whose forward is running, for the unit's first backward."""
     unit.checks.looked_around = True
     if all(bucket.mesh.size == 1 for bucket in unit.gathered):
         return
@@ -33,7 +33,7 @@ def find_surroundings(unit: Unit) -> None:
 
 
 def check_noted(unit: Unit) -> None:
-    """At the unit's first backward, look through what its forward was called in.
+    """At the unit's first backward, look through the module that its forward ran in.
 
     Raises:
         RuntimeError: naming trainable parameters that are in no unit.
@@ -70,8 +70,8 @@ def check_surroundings(module: nn.Module, caller: str) -> None:
             f"{caller}: trainable parameters of the {type(module).__name__} around unit "
             f"{units[0].name!r} are in no unit: {listed(names)}. Nothing averages their gradients, "
             "so every rank would train them on its own data. Shard the model around its units too, "
-            "fully_shard(model), or freeze them; if their gradients are averaged by other means, "
-            "say so when sharding: fully_shard(..., ignored=[parameter, ...])."
+            "with fully_shard(model), or freeze these parameters. If something else averages their "
+            "gradients, say so when sharding: fully_shard(..., ignored=[parameter, ...])."
         )
 
 

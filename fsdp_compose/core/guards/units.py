@@ -13,7 +13,7 @@ def require_units(
     """Find the units of ``module`` and its submodules; without ``recurse`` only its own.
 
     Raises:
-        ValueError: there is none; it ends with ``advice``.
+        ValueError: there is none. The text ends with ``advice``.
     """
     state = find_state(module)
     own = [] if state is None else [state.unit]

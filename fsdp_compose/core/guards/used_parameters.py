@@ -1,10 +1,10 @@
-"""Which parameters any rank used: the gradient of one that no rank used stays as it was, None.
+"""Finds which parameters any rank used: one that no rank used keeps ``grad is None``.
 
-A rank that did not use a parameter has to know whether another did. On gloo the ranks' answers
-travel ahead of the gradients they are about (``comm.Flags``). On an accelerator the host must not
-wait, so there a rank goes by what the ranks found together when they last compared it, in their
-first step: what holds as long as each rank uses what it used then. Where one does not, the ranks
-compare what each of them went by, at the end of the next step, and raise where that was wrong.
+A rank that did not use a parameter has to know whether another rank did. On gloo the ranks' answers
+travel ahead of the gradients (``comm.Flags``). On an accelerator the host must not wait, so there a
+rank assumes what the ranks found when they last compared it, in their first step. That is right as
+long as each rank uses what it used then. Where a rank uses something else, the ranks compare their
+assumptions at the end of the next step, and raise where one was wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp_compose.core.state import unit_of
 
 
 def unite_early(bucket: Bucket, used: Flags) -> None:
-    """Learn before a reduction which entries any rank used, where its data cannot carry that."""
+    """Find before a reduction which entries any rank used, where its messages do not carry that."""
     log, switches = bucket.users.caller, unit_of(bucket).switches
     if not isinstance(log, Log):
         return
@@ -31,7 +31,7 @@ def unite_early(bucket: Bucket, used: Flags) -> None:
 
 
 def unite(bucket: Bucket, used: Flags) -> None:
-    """Learn which entries any rank used, for gradients that are reduced on the spot."""
+    """Find which entries any rank used, for gradients that are reduced at once."""
     log, mesh = bucket.users.caller, bucket.mesh
     if isinstance(log, Log):
         axes = (mesh.gather_axis, mesh.replicate_axis)
@@ -39,6 +39,7 @@ def unite(bucket: Bucket, used: Flags) -> None:
 
 
 def _unite(log: Log, bucket: Bucket, used: Flags, groups: list[Group]) -> None:
+    """Ask the ranks of ``groups``, or assume what is known of them."""
     device, here = bucket.mesh.device, used.bits
     if is_known_at_once(bucket, groups):
         for group in groups:

@@ -1,4 +1,4 @@
-"""Whether weights were written since they were gathered, in ways that autograd sees or does not."""
+"""Finds weights that were written since they were gathered, also where autograd cannot see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_compose.core.state import Unit
 def check_lent(unit: Unit, bucket: Bucket) -> None:
     """Raise when a slice that was handed out was written in a way that autograd cannot see.
 
-    Reading it may wait for a device, which is asked in debug mode alone.
+    On an accelerator this waits for the device, so it is done only in debug mode.
     """
     if bucket.views.own.device.type != "cpu" and not is_debugging():
         return
@@ -23,8 +23,8 @@ def check_lent(unit: Unit, bucket: Bucket) -> None:
         raise RuntimeError(
             f"parameter {entry.spec.fqn!r} of unit {unit.name!r} was written while the unit was "
             "kept gathered, through memory that p.to_local(), local_parameters or flat_parameters "
-            "gave out, in a way that autograd does not count (.data, NumPy): what is gathered "
-            "has the old value. Write under torch.no_grad() without .data, or call "
+            "gave out, and in a way that autograd does not count (.data, NumPy). The gathered "
+            "parameter still has the old value. Write under torch.no_grad() without .data, or call "
             "fsdp_compose.reshard(module) after writing."
         )
 
@@ -32,12 +32,12 @@ def check_lent(unit: Unit, bucket: Bucket) -> None:
 def find_difference(bucket: Bucket) -> Entry | None:
     """Find an entry whose gathered values differ from this rank's shard."""
     if bucket.in_place or bucket.mp.gather_codec is not None:
-        return None  # the same memory; or not exactly what the shard holds
+        return None  # they share memory, or the codec changes values
     if bucket.phase is not Phase.GATHERED or bucket.residence.moved:
         return None
     now = versions_of(bucket), bucket.residence.written
     if now != (bucket.fill.versions, bucket.fill.handed_out):
-        return None  # the shard was written since
+        return None  # the shard was written since, as its version says
     wanted = bucket.stored.to(bucket.views.own.device, bucket.views.own.dtype)
     if not bucket.views.own.numel() or _are_same(bucket.views.own, wanted):
         return None
@@ -49,7 +49,7 @@ def find_difference(bucket: Bucket) -> Entry | None:
 
 
 def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, as NaN is not equal to itself."""
+    """Whether two tensors are equal bit for bit: NaN counts as equal to itself."""
     return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -59,7 +59,7 @@ def read_versions(unit: Unit) -> list[tuple[int, ...]]:
 
 
 def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
-    """Raise unless backward computed with what forward ``read`` (D8)."""
+    """Raise unless backward computed with the versions that forward ``read`` (D8)."""
     for bucket, before, now in zip(unit.gathered, read, read_versions(unit), strict=False):
         if before != now:
             changed = [
@@ -69,8 +69,8 @@ def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
             raise RuntimeError(
                 f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
                 "forward and this backward, which gathered it anew: the gradients would mix old "
-                "and new weights. Call optimizer.step(), and whatever else writes weights, after "
-                "the backwards of all losses that were computed with them."
+                "and new weights. Call optimizer.step(), and anything else that writes weights, "
+                "after the backwards of all losses that were computed with them."
             )
 
 
@@ -82,9 +82,9 @@ def check_gathered(unit: Unit) -> None:
 
 
 _UNSEEN = (
-    "backward computed with weights of unit {name!r} that were released: it reached a tensor that "
-    "the unit's forward handed on without returning it, such as a key-value cache it was given, "
-    "and nothing of what that forward returned is part of the loss. Run forward inside "
+    "backward computed with weights of unit {name!r} that were released. It reached a tensor that "
+    "the unit's forward passed on without returning it, such as a key-value cache that it was "
+    "given, and nothing that the forward returned is part of the loss. Run forward inside "
     "`with fsdp_compose.gathered(model):`, after which backward needs no gather, or let the loss "
     "depend on what forward returned (loss + 0 * output.sum()), or return the tensor."
 )
