@@ -8,10 +8,10 @@ Where the caller asks for the gradients of parameters (``autograd.grad``, ``back
 scopes/chosen_gradients.py asks autograd for anchors instead.
 
 An ordinary backward hands the gradients to the engine, which reduces them while backward goes on.
-When the caller asked for the gradients or for a graph over them (``create_graph``), they are
-reduced on the spot by
-``Reduce``, which is differentiable: its backward is ``Spread``, a gather, whose backward is again
-``Reduce``. With the loss averaged over ranks, ``Reduce`` averages and ``Spread`` does not scale.
+When the caller asked for the gradients or for a graph over them (``create_graph``), ``Reduce``
+reduces them at once. It is differentiable: its backward is ``Spread``, a gather, whose backward is
+``Reduce`` again. With the loss averaged over ranks, ``Reduce`` averages and ``Spread`` does not
+scale.
 
 A parameter's gradient may arrive in parts: from units that share it, or from several forwards.
 Where a hook looks at the gradient, or units share the bucket, the parts of one backward are added
@@ -83,7 +83,7 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
     """Receive gradients of the unit's entries ``trained`` from autograd.
 
     Args:
-        node: where they arrived; None: in a compiled graph.
+        node: the autograd node at which they arrived; None in a compiled graph.
     """
     task, chosen = running_task(unit), unit.run.chosen
     if node is not None:
@@ -105,8 +105,8 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
     routes = routes_of(unit, trained)
     parts = [Arrival(r.bucket, r.pick(grads), r.trained, node) for r in routes]
     if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
-        # A checkpointed part of the unit runs its own backward inside the unit's: what it sends
-        # is added up, and reduced once with the rest.
+        # A checkpointed part of the unit runs a backward of its own inside the unit's. Its
+        # gradients are added up here, and reduced once with the rest.
         schedule.work.finish_reductions()
         for part in parts:
             schedule.work.pack(part)
@@ -176,12 +176,13 @@ def _is_awaited(bucket: Bucket, node: Any) -> bool:
     if not (is_seen or bucket.users.is_lent):
         return False
     if node is None or len(unit.engine.tasks) > 1:
-        return True  # in a compiled graph, or in a backward inside another, more may follow
+        return True  # more may follow in a compiled graph, or in a backward inside another
     users = unit, *bucket.users.borrowers
     return any(_is_expected(node) for user in users for node in tuple(user.graphs.nodes))
 
 
 def _is_expected(node: Any) -> bool:
+    """Whether this backward will still run ``node``."""
     return node.received_in != graph_task_id() and node_will_run(node)
 
 
@@ -195,7 +196,7 @@ def _reduce_now(
 ) -> None:
     """Reduce now, and add the sharded gradients, with a graph over them if wanted, to ``results``.
 
-    Those of the entries that any rank used, reduced by themselves.
+    Only entries that some rank used are reduced. Gradients that wait for more are left alone.
     """
     drain(unit.engine)
     refuse_slots(unit)
@@ -270,7 +271,7 @@ class Spread(torch.autograd.Function):
 
 
 DELETED = (
-    "backward reached a sharded module that was deleted after its forward; keep a reference to the "
+    "backward reached a sharded module that was deleted after its forward. Keep a reference to the "
     "model until backward has run."
 )
 

@@ -114,6 +114,7 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
 
 
 def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
+    """Gather the unit, and let its modules read the gathered parameters."""
     recomputing = graph_task_id() != -1
     is_functional = unit.opened is not None and unit.opened.for_call
     if unit.run.task is None and not is_functional:
@@ -139,6 +140,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
 
 
 def _close_forward(unit: Unit, backward: Backward) -> None:
+    """Let the unit's modules hold their shards, and release the unit."""
     recomputing = graph_task_id() != -1
     if recomputing:  # in a backward that needs it, and releases it when its gradients arrive
         note_opened(unit, running_task(unit))

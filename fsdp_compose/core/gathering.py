@@ -80,6 +80,7 @@ def release(unit: Unit) -> None:
 
 
 def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> None:
+    """Have ranks compare a gather that is about to start."""
     if bucket.inner is not None and is_outdated(bucket):
         events.note((code ^ 1, "gather", unit, f"{purpose}, over the replicas too"))
     else:
@@ -131,7 +132,7 @@ def wait_gathered(unit: Unit) -> None:
 
 
 def note_kept(unit: Unit) -> None:
-    """Note the shards' versions: a later pass must not read weights from before a write."""
+    """Record the shards' versions: a later pass must not read weights from before a write."""
     for bucket in unit.gathered:
         bucket.fill.stamp = stamp_of(bucket)
 
@@ -168,10 +169,12 @@ def refresh_handed_out(unit: Unit) -> None:
 
 
 def _is_stale(bucket: Bucket) -> bool:
+    """Whether the shard changed since the bucket was gathered and kept."""
     return bucket.phase is not Phase.SHARDED and bucket.fill.stamp != stamp_of(bucket)
 
 
 def _start_gather(engine: Engine, bucket: Bucket) -> None:
+    """Start gathering a bucket on the gather stream."""
     bucket.move_to(Phase.GATHERING)
     if bucket.in_place:
         bucket.fill = Fill()
@@ -186,6 +189,7 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
 
 
 def _fill(engine: Engine, bucket: Bucket) -> None:
+    """Issue the collective, on the current stream."""
     bucket.fill.exchange = start_fill(bucket)
     bucket.fill.mark = engine.streams.record(engine.streams.gather)
 
@@ -205,6 +209,7 @@ def forget_inner(unit: Unit) -> None:
 
 
 def _finish_gather(engine: Engine, bucket: Bucket) -> None:
+    """Wait for the collective; behind it the compute stream may read."""
     fill = bucket.fill
     fill.exchange.wait()
     bucket.move_to(Phase.GATHERED)
@@ -214,6 +219,7 @@ def _finish_gather(engine: Engine, bucket: Bucket) -> None:
 
 
 def _release(engine: Engine, bucket: Bucket) -> None:
+    """Free a bucket's gathered parameters on the gather stream."""
     if bucket.phase is Phase.SHARDED:
         return
     is_unread = bucket.phase is Phase.GATHERING
@@ -225,8 +231,9 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         return
     bucket.log("release", bucket.full_nbytes)
     streams = engine.streams
-    # Freed on the stream it was allocated on, behind the compute that read it, if any did: the
-    # allocator then gives the memory only to later gathers, and nothing is kept alive for compute.
+    # Freed on the stream that allocated it, behind the compute that read it. Freed on another
+    # stream, the allocator could reuse the memory while compute still reads it, or would have to be
+    # told by record_stream, which keeps memory for an unknown time.
     with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
         bucket.full.untyped_storage().resize_(0)
 

@@ -48,7 +48,7 @@ def _start_over_if_ranks_differed(engine: Engine) -> None:
 
 
 def running_task(unit: Unit) -> Task:
-    """The autograd run that has reached ``unit``; the engine knows it from its first unit on."""
+    """The autograd run that has reached ``unit``; a new task if it is the run's first unit."""
     engine, task_id = unit.engine, graph_task_id()
     engine.reached.update(unit.links.logs)
     task = engine.tasks.get(task_id)
@@ -126,7 +126,7 @@ def end_task(engine: Engine, task_id: int) -> None:
 def end_step(engine: Engine, trained: bool) -> None:
     """After a backward, or a forward without one: the ranks compare what they ran (D2).
 
-    They compare over the groups of the units that ran. Ranks that share a group of another model
+    They compare over the groups of the units that ran: ranks that share a group of another model
     may be in different stages of a pipeline now, and would wait for each other for ever.
     """
     if engine.inspected:
@@ -142,7 +142,7 @@ def end_step(engine: Engine, trained: bool) -> None:
 
 
 def _reach_frozen(engine: Engine) -> None:
-    """Count units that ran forward only, which no backward reaches, among what the step ran."""
+    """Count units that only ran forward, which no backward reaches, among those the step ran."""
     for unit in engine.schedule.forward_order.visited():
         live = unit.run.live
         if live is None or not live.pass_id or not live.trained:
@@ -176,7 +176,7 @@ def retain(unit: Unit, *readers: Any) -> None:
     """Keep the unit gathered: a graph over its backward is being made, which reads its weights.
 
     Args:
-        readers: each lives at least as long as the graph; see ``consume`` for when it is done.
+        readers: objects that live at least as long as the graph; ``consume`` removes them.
     """
     unit.engine.schedule.keep(unit, Hold.RETAINED)
     unit.graphs.readers.update(readers)
@@ -184,7 +184,7 @@ def retain(unit: Unit, *readers: Any) -> None:
 
 
 def consume(unit: Unit, reader: Any) -> None:
-    """Note that a backward has read the unit for a graph that ``retain`` was called for."""
+    """Remember that a backward has read the weights for a graph that ``retain`` was called for."""
     if reader in unit.graphs.readers and not graph_is_kept():
         running_task(unit).consumed.append((unit, reader))
 
@@ -198,13 +198,13 @@ def drop_unread(engine: Engine) -> None:
 
 
 def close_backward(unit: Unit, ended: bool = False) -> None:
-    """After the unit's backward: puts the sharded parameters back and releases the unit."""
+    """After the unit's backward: put the sharded parameters back and release the unit."""
     show_leaves_after_backward(unit)
     unit.engine.schedule.leave_backward(unit, ended)
 
 
 def show_leaves_after_backward(unit: Unit) -> None:
-    """After the unit's backward: puts the sharded parameters back into its modules."""
+    """After the unit's backward: put the sharded parameters back into its modules."""
     if unit.run.live is not None:
         unit.run.live.pass_id = 0
         if not unit.run.calls:

@@ -22,6 +22,7 @@ class Route:
     trained: int  # bits of the entries that have a source
 
     def pick(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the bucket's entries, in order."""
         return list(map((*grads, None).__getitem__, self.sources))
 
 
@@ -63,12 +64,13 @@ class Opened:
 
     tensors: list[torch.Tensor]  # by entry
     in_forward: bool  # forward reads these too, and nothing is gathered for it
-    calls: int = 0  # such forwards that are running
-    outer: Opened | None = None  # what was open before
+    calls: int = 0  # forwards on these tensors that are running
+    outer: Opened | None = None  # the scope around this one
     for_call: bool = False  # ends with the forward it was made for; see functional_calls.py
-    stored: bool = False  # that forward computes in the shards' own dtype
-    given: dict[int, torch.Tensor] = field(default_factory=dict)  # read in place of the gathered
-    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)  # of forwards
+    stored: bool = False  # forward computes in the shards' own dtype
+    given: dict[int, torch.Tensor] = field(default_factory=dict)  # read instead of gathered ones
+    copies: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
+    """(entry, tensor, its version) of copies that were made for a forward alone."""
     leaf_versions: list[int] = field(default_factory=list)  # when ``tensors`` were gathered
 
 
@@ -76,11 +78,11 @@ class Opened:
 class Watch:
     """What a unit's modules held when they were last looked through; see added_parameters.py."""
 
-    tables: list[dict[str, Any]]  # their dictionaries of parameters and of children ...
-    lengths: list[int]
-    parents: list[dict[str, Any]]  # ... of which these hold children ...
-    children: list[nn.Module | None]  # ... namely these
-    strays: list[tuple[dict[str, Any], str]]  # where something is, or nothing, that is not trained
+    tables: list[dict[str, Any]]  # their dictionaries of parameters and of children
+    lengths: list[int]  # of ``tables``
+    parents: list[dict[str, Any]]  # those of ``tables`` that hold children
+    children: list[nn.Module | None]  # the values of ``parents``
+    strays: list[tuple[dict[str, Any], str]]  # (values, name) of what no bucket has
     hooks: list[dict[int, Any]]  # forward hooks of the modules inside the unit's own
 
 
@@ -93,5 +95,5 @@ class Traced:
     trained: tuple[bool, ...]  # by entry
     sizes: tuple[tuple[int, ...], ...]  # cuts each gathered bucket into entries and gaps
     views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
-    """By entry: its bucket, its piece there, the piece's shape and how to permute that."""
+    """By entry: its bucket, its piece of that, the piece's shape, and how to permute it."""
     epoch: int

@@ -44,7 +44,7 @@ class Arrival:
     """Gradients of a bucket's entries that arrived together.
 
     Attributes:
-        bucket: whose flat buffer they belong in.
+        bucket: the one whose flat buffer they belong in.
         grads: by entry, in full; None where there is none.
         trained: bits of the entries that could have one.
         node: the autograd node they arrived at; None: in a compiled graph, or packed before.
@@ -68,7 +68,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
         events, code, kept = unit.links.reduce_events[bucket]
         number = code if unit.switches.all_reduce else kept
         if bucket.arriving.trained != bucket.every:
-            # Ranks that freeze other parameters differ.
+            # Ranks that froze different parameters then send different numbers, which raises.
             number = code_of(number, bucket.arriving.trained)
         events.note((number, "reduce", unit.name, "backward"))
     bucket.arriving.packed, bucket.arriving.trained = False, 0
@@ -136,12 +136,13 @@ def reduce_apart(
 
 
 def _take_used(bucket: Bucket) -> comm.Flags:
+    """Which entries were used since the last reduction, which is then forgotten."""
     flags, bucket.arriving.used = comm.Flags(bucket.arriving.used, len(bucket.entries)), 0
     return flags
 
 
 def start_all_reduce(bucket: Bucket) -> Reduction:
-    """Start adding up over the replicas what was reduced over the shard group alone."""
+    """Start summing over the replicas the gradients that only the shard group has reduced yet."""
     assert bucket.arriving.partial is not None
     unit = unit_of(bucket)
     reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
@@ -154,6 +155,7 @@ def start_all_reduce(bucket: Bucket) -> Reduction:
 
 
 def _all_reduce(reduction: Reduction) -> None:
+    """Sum over the replicas; where there are streams, on the current one."""
     bucket, streams = reduction.bucket, reduction.unit.engine.streams
     assert bucket.arriving.partial is not None
     grad = _over_replicas(bucket, bucket.arriving.partial, reduction.used)
@@ -198,6 +200,7 @@ def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
+    """This rank's part of the gradients, as the user's hook reduced them."""
     unit, bucket, hook = reduction.unit, reduction.bucket, reduction.unit.switches.comm_hook
     assert hook is not None and bucket.grads is not None
     given = GradBucket(
@@ -232,7 +235,7 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
 
 
 def discard_reduction(reduction: Reduction) -> None:
-    """End a reduction of a backward that failed; what waits from backwards before it stays."""
+    """End a reduction of a backward that failed; gradients of earlier backwards still wait."""
     arriving, partial = reduction.bucket.arriving, reduction.bucket.arriving.partial
     finish_reduce(reduction)
     arriving.partial = partial
@@ -252,9 +255,9 @@ def drain(engine: Engine) -> None:
 
 
 def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
-    """Set a reduced gradient, or start its way to the shards and to what waits on the host.
+    """Set a reduced gradient, or start copying it to the host.
 
-    What goes to the host is copied on the reduce stream: compute goes on, and so does the host.
+    The copy runs on the reduce stream, so neither compute nor the host waits for it.
     """
     last, streams = reduction.unit.switches.last_backward, engine.streams
     offload, arriving = reduction.bucket.offload, reduction.bucket.arriving
@@ -276,7 +279,7 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
 
 
 def land(engine: Engine) -> None:
-    """Set the gradients that were copied to the host, which waits for them here."""
+    """Have the host wait for the gradients that were copied to it, and set them."""
     while engine.landing:
         landing = engine.landing.pop(0)
         grad, arriving = landing.grad, landing.reduction.bucket.arriving

@@ -76,9 +76,9 @@ class Links:
     with_attributes: list[int]  # entries whose parameters have a class or attributes of their own
     dtensors: list[tuple[int, Parallel]]  # entries that tensor parallelism split
     places: list[tuple[dict[str, Any], str, int]]  # (values, name, entry) of every slot
-    tables: tuple[dict[str, Any], ...]  # the values of ``places``, ...
-    names: tuple[str, ...]  # ... the names ...
-    indices: tuple[int, ...]  # ... and the entries
+    tables: tuple[dict[str, Any], ...]  # first items of ``places``
+    names: tuple[str, ...]  # second items of ``places``
+    indices: tuple[int, ...]  # third items of ``places``
     leaves: list[nn.Parameter]  # by entry: what its modules hold between passes
     heads: frozenset[int]  # ids of its modules
     recurrent: list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] | None = None
@@ -90,13 +90,13 @@ class Links:
     gather_events: list[tuple[Bucket, Log, int]] = field(default_factory=list)
     reduce_events: dict[Bucket, tuple[Log, int, int]] = field(default_factory=dict)
     logs: tuple[Log, ...] = ()  # of its groups
-    flags: list[bool] | None = None  # by entry: whether it needed a gradient when last asked ...
-    trained: tuple[int, ...] = ()  # ... and the entries that did
+    flags: list[bool] | None = None  # by entry: whether it needed a gradient when last asked
+    trained: tuple[int, ...] = ()  # the entries whose flag is set
 
 
 @dataclass(eq=False, repr=False)
 class Checks:
-    """What the guards noted about a unit."""
+    """What the guards remember about a unit."""
 
     warned: set[str] = field(default_factory=set)
     unready_buffers: list[tuple[str, Slot]] = field(default_factory=list)  # left for loading
@@ -107,14 +107,15 @@ class Checks:
     trigger: Callable[[torch.Tensor], None] | None = None  # the tensor hook on its outputs
     watch: Watch | None = None  # None: look through the modules at the next forward
     is_forked: bool = False  # this process is a child of the one that sharded it
-    looked_around: bool = False  # for the module that its forward was called in
+    looked_around: bool = False  # the module around it was looked for
     surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
-    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # of backwards
+    entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # where its backwards begin
     keepers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """Attributes of its modules in which a forward left tensors of its graph."""
-    bound_at: int = -1  # when the last node before a unit that trains nothing was made
+    bound_at: int = -1  # when ``Boundary`` was made, for a unit that trains nothing
     keeps_views: bool = False  # its modules hold views of gathered weights
-    inspected: set[tuple[int, ...]] = field(default_factory=set)  # forwards, and users of memory
+    inspected: set[tuple[int, ...]] = field(default_factory=set)
+    """Kinds of forwards, and counts of the users of its memory, that were looked into."""
 
 
 @dataclass(eq=False, repr=False)
@@ -140,7 +141,7 @@ class Unit:
     prefetch: Prefetch
     switches: Switches
     slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
-    options: Any = None  # it was sharded with these, plans.Options
+    options: Any = None  # plans.Options that it was sharded with
     number: tuple[Any, ...] = ()  # the same on every rank; () where there is nothing to compare
     holds: set[Hold] = field(default_factory=set)
     run: Run = field(default_factory=Run)
@@ -195,7 +196,7 @@ class Unit:
         self.engine.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
     def _make_anchor(self) -> torch.Tensor:
-        """On the unit's device, with whose streams autograd synchronizes at its end."""
+        """An empty leaf on the unit's device, whose streams autograd waits for when it ends."""
         device = self.gathered[0].mesh.device if self.gathered else self.engine.streams.device
         with torch.inference_mode(False):
             return torch.empty(0, device=device, requires_grad=True)
@@ -288,7 +289,7 @@ class Reduction:
     scatter: ReduceScatter | None
     scale: float
     used: Flags  # by entry: whose ``.grad`` to set
-    done: Any = None  # mark behind it, of the stream it runs on
+    done: Any = None  # the mark of its stream behind it
     result: torch.Tensor | None = None
     reads_buffer: bool = True  # the bucket's packed gradients, which are freed behind it
 
@@ -313,12 +314,12 @@ class Task:
 
     id: int
     callback: weakref.ref[Any] | None = None
-    units: list[Unit] = field(default_factory=list)  # opened by it, ...
-    open: dict[Unit, None] = field(default_factory=dict)  # ... and those whose backward goes on
+    units: list[Unit] = field(default_factory=list)  # that it opened
+    open: dict[Unit, None] = field(default_factory=dict)  # units whose backward is running
     reached: set[Unit] = field(default_factory=set)
-    packed: list[Bucket] = field(default_factory=list)  # to reduce at its end, unless before
+    packed: list[Bucket] = field(default_factory=list)  # to reduce when it ends, or before
     consumed: list[tuple[Unit, Any]] = field(default_factory=list)
-    """Units whose weights it read last for a graph over an earlier backward."""
+    """Units whose weights it was the last to read for a graph over an earlier backward."""
     mirrors: list[Mirror] = field(default_factory=list)  # of gradients that are not slices
     results: dict[Entry, torch.Tensor] = field(default_factory=dict)
     """Gradients with a graph over them, for ``.grad`` at its end (create_graph)."""
@@ -337,9 +338,9 @@ class Engine:
     schedule: Schedule[Unit, Any] = field(init=False)
     units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
     borrowers: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # of tied parameters
-    thread: int = 0  # that runs them
+    thread: int = 0  # whose forward runs
     pass_id: int = 0  # counts outermost forwards
-    disagreements: int = 0  # of ranks, that were told so far
+    disagreements: int = 0  # between ranks, when orders were last cleared for one
     tasks: dict[int, Task] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
     landing: list[Landing] = field(default_factory=list)
@@ -355,7 +356,7 @@ class Engine:
         self.schedule = Schedule(make_work(self))
 
     def wait_for_host_reads(self) -> None:
-        """Let the host wait until no copy reads its shards any more: its caller may write them."""
+        """Have the host wait until no copy reads its shards, which the caller may then write."""
         mark, self.host_reads = self.host_reads, None
         if mark is not None:
             mark.synchronize()
@@ -372,7 +373,7 @@ class _FSDPState:
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
             f"unit {self.unit.name!r}: a sharded module cannot be pickled, since each rank holds a "
-            "part of it; save fsdp_compose.state_dict(module, kind='full') instead, or call "
+            "part of it. Save fsdp_compose.state_dict(module, kind='full') instead, or call "
             "fsdp_compose.undo(module) first."
         )
 
@@ -391,7 +392,8 @@ def engine_of(device: torch.device, make_work: Callable[[Engine], Work[Unit, Any
 
 def log_of(engine: Engine, mesh: Mesh) -> Log | None:
     """Where collectives over ``mesh`` are noted; None where there are no other ranks."""
-    # It lives as long as its groups: ranks may free a model at different times, yet number alike.
+    # A log lives as long as its groups, not as its units: ranks may free a model at different
+    # times, and must still give new units the same numbers.
     key = log_key(mesh)
     log = engine.logs.get(key) if key else None
     if log is None and key:
@@ -438,7 +440,7 @@ def get_state(module: nn.Module) -> _FSDPState:
     if state is None:
         raise ValueError(
             f"{type(module).__name__} is not a unit; pass a module that fully_shard was called on, "
-            "or that its units= policy chose."
+            "or one that its units= policy chose."
         )
     return state
 

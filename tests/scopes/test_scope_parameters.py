@@ -309,7 +309,7 @@ def test_closures_in_a_scope_see_whole_parameters() -> None:
             reference.step()
             with gathered(model):
                 optimizer.step(**arguments) if arguments else optimizer.step(closure)
-                with pytest.raises(RuntimeError, match=r"'Tower'.*gathered.*'first.weight'.*leave"):
+                with pytest.raises(RuntimeError, match=r"'Tower'.*gathered.*'first.weight'.*Leave"):
                     model(data(0, rank))
                 with gathered(model), pytest.raises(RuntimeError, match="Leave the scope before"):
                     model(data(0, rank))

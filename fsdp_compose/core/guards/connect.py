@@ -16,7 +16,7 @@ import torch
 
 from fsdp_compose.base.torch_private import raw, untraced
 from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.core.autograd import receive
+from fsdp_compose.core.autograd import DELETED, receive
 from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.sharded import part_of
@@ -58,10 +58,7 @@ class Connect(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         unit = ctx.reach.unit()
         if unit is None:
-            raise RuntimeError(
-                "backward reached a sharded module that was deleted after its parameters were "
-                "used; keep a reference to the model until backward has run."
-            )
+            raise RuntimeError(DELETED)
         receive(unit, ctx.reach.trained, grads, ctx)
         return None, None, None
 

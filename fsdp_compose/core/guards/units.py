@@ -21,7 +21,7 @@ def require_units(
     if units:
         return units
     found = f"{type(module).__name__} is not a unit{' and contains none' if recurse else ''}"
-    wanted = "one that contains such modules" if recurse else "that its units= policy chose"
+    wanted = "one that contains such modules" if recurse else "one that its units= policy chose"
     raise ValueError(
         f"{caller}: {found}; pass a module that fully_shard was called on, or {wanted}. "
         f"{advice}".strip()

@@ -81,7 +81,7 @@ def test_workers_of_a_data_loader_are_refused() -> None:
         model = by_block(seeded(Tower))
         for use in USES:
             loader = DataLoader(Samples(model, use), num_workers=1, multiprocessing_context="fork")
-            with pytest.raises(RuntimeError, match=r"process that was forked off.*plain copy"):
+            with pytest.raises(RuntimeError, match=r"process that was forked off.*plain model"):
                 list(loader)
         loader = DataLoader(Samples(model, len), num_workers=1, multiprocessing_context="spawn")
         with (
