@@ -19,7 +19,7 @@ Files, each importing only from those above it:
     calls       __torch_function__, by those tables
 """
 
-from fsdp_compose.sharded.advice import EDGE, PRIVACY, QUANTIZING, STATE_KEY
+from fsdp_compose.sharded.advice import EDGE, PRIVACY, QUANTIZING, STATE_KEY, TENSOR_PARALLEL_FIRST
 from fsdp_compose.sharded.calls import ON_SLICES
 from fsdp_compose.sharded.convert import (
     as_own_file,
@@ -63,6 +63,7 @@ __all__ = [
     "PRIVACY",
     "QUANTIZING",
     "STATE_KEY",
+    "TENSOR_PARALLEL_FIRST",
     "Axis",
     "Handler",
     "Hooks",

@@ -1,7 +1,7 @@
-"""What to call instead of a function that is refused on a slice, judged by who called it.
+"""Says what to call instead of a function that is refused on a slice, depending on its caller.
 
-The callers' frames are read, which takes time only where an error is raised anyway. The innermost
-frame that says something decides.
+This reads the callers' frames, which takes time only where an error is raised anyway. The innermost
+frame that a table or a rule knows decides.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "RAW",
     "SAVING",
     "STATE_KEY",
+    "TENSOR_PARALLEL_FIRST",
     "WHOLE_COPY",
     "advise",
     "is_called_by",
@@ -49,20 +50,21 @@ SAVING = (
     "takes; state_dict(module, kind='local') is for one file per rank."
 )
 RAW = (
-    f"{SAVING} The memory of the slice itself is `p.to_local()`, or all of it "
-    "local_parameters(model); `p.full_tensor()` is a detached copy of the whole (every rank calls "
-    "it). Tied parameters are one object: compare id(p), not addresses."
+    f"{SAVING} `p.to_local()` gives the memory of the slice itself, local_parameters(model) that "
+    "of all slices; `p.full_tensor()` is a detached copy of the whole (every rank calls it). Tied "
+    "parameters are one object: compare id(p), not addresses."
 )
 WHOLE_COPY = (
-    "An EMA or another copy of the model that was made before fully_shard is whole: make it after, "
-    "with copy.deepcopy(model) or AveragedModel(model), and it is sharded alike. State that an "
-    "optimizer made before is whole too: carry it over with optim_state_dict and "
-    f"load_optim_state_dict. {_COPIES}"
+    "An EMA or another copy of the model that was made before fully_shard has whole parameters: "
+    "make it after fully_shard, with copy.deepcopy(model) or AveragedModel(model), and it is "
+    "sharded in the same way. State that an optimizer made before fully_shard is whole too: "
+    f"convert it with optim_state_dict and load_optim_state_dict. {_COPIES}"
 )
 INIT = (
-    "An initialiser sees the whole in `with fsdp_compose.gathered(module, writeback=True):`, which "
-    "every rank enters with the same seed (or rank0_only=True); or initialise before fully_shard, "
-    "or pass fully_shard param_init_fn=. "
+    "An initialiser gets whole parameters in `with fsdp_compose.gathered(module, "
+    "writeback=True):`, which every rank enters with the same seed (or rank0_only=True). Or "
+    "initialise before "
+    "fully_shard, or pass fully_shard param_init_fn=. "
     f"{_COPIES}"
 )
 HOOK = (
@@ -91,10 +93,14 @@ STAGE = (
     "A schedule that splits backward needs to know that the stage is sharded: "
     "`fsdp_compose.pipeline_stage(stage)` before the schedule is built."
 )
+TENSOR_PARALLEL_FIRST = (
+    "Tensor parallelism comes first: build the model again, call parallelize_module(model, "
+    "mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
+)
 PRIVACY = (
     "opacus clips each sample's gradient before ranks combine them, and fsdp_compose reduces "
-    "gradients inside backward, so the two cannot train one model: wrap the plain model in opacus "
-    "(with its own DPDDP, or its FSDP2 support), or train without it."
+    "gradients inside backward, so the two cannot train one model. Wrap the plain model in opacus "
+    "(with its own DPDDP, or its FSDP2 support), or train without opacus."
 )
 FUSION = (
     "Layers are fused in a plain model: fsdp_compose.undo(model) first, or "
@@ -107,8 +113,8 @@ QUANTIZED = (
     "parameters in ignored=."
 )
 QUANTIZING = (
-    "torchao's optimizers compile their step and keep state in blocks of their own, which slices "
-    "that read as the whole cannot go through: give it fsdp_compose.local_parameters(model), plain "
+    "torchao's optimizers compile their step and keep their state in blocks, which fails on slices "
+    "that report the whole shape. Give the optimizer fsdp_compose.local_parameters(model): plain "
     "1-D slices, which it may update as they are."
 )
 EXPORT = (
@@ -118,12 +124,12 @@ EXPORT = (
 )
 GRAPH = (
     "This torch.fx.GraphModule was made from sharded modules, by symbolic_trace or as a copy of a "
-    "sharded GraphModule, and has none of the hooks that gather them: trace or copy the plain "
-    "model, then call fully_shard on the result."
+    "sharded GraphModule, and lacks the hooks that gather them. Trace or copy the plain model, "
+    "then call fully_shard on the result."
 )
 COPIED = (
-    "It was copied without its unit, by copy.deepcopy of a part of one, so nothing gathers it: "
-    "copy the whole unit, which is sharded alike then; or copy inside `with "
+    "It was copied without its unit, by copy.deepcopy of a part of the unit, so nothing gathers "
+    "it. Copy the whole unit, whose copy is sharded in the same way, or copy inside `with "
     "fsdp_compose.gathered(module):`, where copies of parts are plain. "
     f"{_COPIES}"
 )
@@ -132,19 +138,20 @@ _IS_VECTOR = re.compile(r"lbfgs", re.IGNORECASE)
 
 
 def _in_optimizer(name: str) -> str:
+    """What to call instead in an optimizer of that name."""
     if _IS_VECTOR.search(name):
         return (
-            f"{name} takes all parameters as one vector, so it cannot step a sharded model "
-            "(owner_step refuses it, and on local_parameters(model) each rank would search by "
-            "itself); call fsdp_compose.undo(model) on every rank, and step the plain model."
+            f"{name} takes all parameters as one vector, so it cannot step a sharded model: "
+            "owner_step refuses it, and on local_parameters(model) each rank would search by "
+            "itself. Call fsdp_compose.undo(model) on every rank, and step the plain model."
         )
     if _IS_SUM.search(name):
         return (
-            f"{name} sums over all parameters. Such sums are right on the sharded parameters "
-            "themselves, `module.parameters()`, if they are written for them: `(a * b).sum()` in "
-            "place of `torch.dot(a.flatten(), b.flatten())` is a sum over all ranks. "
+            f"{name} sums over all parameters, in a way that needs whole ones. Give it a model "
+            "that is not sharded, or write its sums for sharded parameters: `(a * b).sum()` is a "
+            "sum over all ranks, where `torch.dot(a.flatten(), b.flatten())` raises. "
             "fsdp_compose.owner_step refuses it, and on local_parameters(model) each rank would "
-            "have a sum of its own. As it is written, it needs a model that is not sharded."
+            "have a sum of its own."
         )
     make = f"lambda groups: {name}(groups, ...)"
     return (
@@ -152,23 +159,24 @@ def _in_optimizer(name: str) -> str:
         f"`fsdp_compose.owner_step(params, {make})`: one rank has each whole parameter, and a step "
         "sends this rank's part of parameters and gradients there and back (nothing with "
         "granularity='tensor'). fsdp_compose.local_parameters(model) costs nothing and gives "
-        "plain 1-D slices: right where each element is updated by itself, and wrong without an "
-        "error where an optimizer takes norms, means or sums of a parameter (LAMB, LARS, "
-        "Adafactor, Muon, Shampoo) or of all of them (Prodigy, D-Adaptation, which owner_step "
-        f"refuses too). {_COPIES}"
+        "plain 1-D slices. These are right where each element is updated by itself, and wrong "
+        "without an error where an optimizer takes norms, means or sums of a parameter (LAMB, "
+        "LARS, Adafactor, Muon, Shampoo) or of all parameters (Prodigy, D-Adaptation, which "
+        f"owner_step refuses too). {_COPIES}"
     )
 
 
 def _in_method(module: nn.Module, method: str, unit: str) -> str:
+    """What to call instead in a method of ``module`` that is not its forward."""
     kind = type(module).__name__
     given = f"methods=('forward', {method!r})"
     state = module.__dict__.get(STATE_KEY)
     if state is not None and state.unit.name == unit:
         text = f"{kind}.{method} gathers it if you name that method: fully_shard(module, {given}"
-        return f"{text}, ...); or, for a while, `with fsdp_compose.gathered(module):`. {_COPIES}"
+        return f"{text}, ...). Or gather it with `with fsdp_compose.gathered(module):`. {_COPIES}"
     return (
         f"{kind}.{method} gathers it if that {kind} is a unit of its own: fully_shard(part, "
-        f"{given}) before the module around it, or in units=; or, for a while, "
+        f"{given}) before the module around it, or in units=. Or gather it with "
         f"`with fsdp_compose.gathered(module):`. {_COPIES}"
     )
 
@@ -219,7 +227,7 @@ def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> 
         if isinstance(owner, GraphModule):
             return GRAPH
         if isinstance(owner, nn.Module):
-            in_forward = True  # which an optimizer's closure called
+            in_forward = True  # an optimizer's closure may have called it
         if is_copy:
             continue
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
@@ -244,6 +252,7 @@ def is_exporting() -> bool:
 
 
 def _callers() -> Iterator[FrameType]:
+    """The frames of the callers, innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -251,14 +260,17 @@ def _callers() -> Iterator[FrameType]:
 
 
 def _self_of(frame: FrameType) -> Any:
+    """The ``self`` of a method's frame; None for a function."""
     is_method = frame.f_code.co_varnames[:1] == ("self",)
     return frame.f_locals.get("self") if is_method else None
 
 
 def _has(module: nn.Module, spec: object) -> bool:
+    """Whether a parameter of ``module`` is the one of ``spec``."""
     return any(getattr(param, "_shard_spec", None) is spec for param in module.parameters())
 
 
 def _is_own_method(module: nn.Module, name: str) -> bool:
+    """Whether ``module``'s class has a method of that name that ``nn.Module`` lacks."""
     is_module = name == "forward" or name in dir(nn.Module)
     return not is_module and callable(getattr(type(module), name, None))

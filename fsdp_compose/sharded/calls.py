@@ -1,8 +1,8 @@
-"""What a torch function does to sharded tensors: on the slice, over the group, or refused.
+"""What a torch function does to sharded tensors: act on the slice, on the group, or raise.
 
-Elementwise functions act on the slice when every sharded operand is cut alike; a plain operand
-that broadcasts to the original shape is cut first. Reductions of everything are global. All else
-raises D1. The tables are in ops.py and reduce.py; this file writes ``HANDLERS``.
+Elementwise functions act on the slice when every sharded operand is cut in the same way; a plain
+operand that broadcasts to the original shape is cut first. Reductions of everything are global.
+Everything else raises D1. The tables are in ops.py and reduce.py; this file writes ``HANDLERS``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from fsdp_compose.sharded.tensor import (
 
 
 def _shared(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function whose answer is the same for slice and whole."""
     return call_raw(func, (), args, kwargs)
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an elementwise function on the slices."""
     spec, plain = None, False
     for value in (*args, *kwargs.values()):
         if is_sharded(value):
@@ -80,6 +82,7 @@ _PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
+    """A plain operand, cut as ``spec`` says."""
     if not isinstance(value, Tensor) or is_sharded(value):
         return value
     if value.requires_grad and torch.is_grad_enabled():
@@ -95,10 +98,12 @@ def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
 
 
 def _mismatch(other: ShardSpec) -> str:
+    """Say how another operand is cut."""
     return f"the other, {other.fqn!r}, is cut differently: {other.held}"
 
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert the slice; the result is sharded."""
     if args and not is_sharded(args[0]):
         return call_raw(func, (), args, kwargs)
     spec = args[0]._shard_spec
@@ -170,7 +175,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _count_write(tensors: list[Tensor]) -> None:
-    """Count what a fused kernel wrote, as torch does not: units kept gathered look at the count."""
+    """Count what a fused kernel wrote, which torch does not: kept units look at the count."""
     with raw():
         increment_version(tensors)
 
@@ -309,10 +314,10 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse the address, except to ``RNNBase.flatten_parameters``, which is given 0 for each.
+    """Refuse the address, except to ``RNNBase.flatten_parameters``, which gets 0 for each weight.
 
-    It leaves weights alone of which two share an address, so a sharded recurrent module can be
-    moved to CUDA.
+    That function leaves weights alone where two share an address, so a sharded recurrent module can
+    be moved to CUDA.
     """
     if is_called_by(nn.RNNBase.flatten_parameters):
         return 0
@@ -392,9 +397,9 @@ def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         spec = first_spec(args, kwargs)
         raise ShardedWeightError(
             f"torch.autograd.grad(is_grads_batched=True) of sharded {spec.fqn!r} (unit "
-            f"{spec.unit!r}): a batch of gradients cannot be reduced over the ranks as one; call "
-            "torch.autograd.grad once for each of grad_outputs, with retain_graph=True. Gradients "
-            "of inputs alone can be batched."
+            f"{spec.unit!r}): a batch of gradients cannot be reduced over the ranks as one. Call "
+            "torch.autograd.grad once for each of grad_outputs, with retain_graph=True. Only "
+            "gradients of inputs can be batched."
         )
     grads = call_raw(func, (), args, kwargs)
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
@@ -472,6 +477,7 @@ ON_SLICES: dict[Callable[..., Any], Handler] = {
 
 
 def _ask_unit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let the unit answer, or act on the slices."""
     answer = first_spec(args, kwargs).answers.get(func, ON_SLICES[func])
     return answer(func, args, kwargs)
 

@@ -1,8 +1,8 @@
-"""Where a rank's part lies in a larger tensor that tensor parallelism split; shards come later.
+"""Where a rank's part lies in a larger tensor that tensor parallelism split, before sharding.
 
-A parameter of a tensor-parallel layer is split, or repeated, over other ranks than those that the
-library shards it over. What one rank would hold without sharding is its *part*; the bucket shards
-parts. A DTensor reads as the whole tensor, a parameter that was split by hand reads as its part.
+Tensor parallelism splits a parameter, or repeats it, over other ranks than those that the library
+shards it over. What one rank would hold without sharding is its *part*, and buckets shard parts. A
+DTensor reads as the whole tensor; a parameter that was split by hand reads as its part.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class Parallel:
 
     @classmethod
     def from_plain(cls, plain: tuple[Any, ...]) -> Parallel:
+        """The place that ``to_plain`` described, with groups that cannot communicate."""
         shape, stride, axes, reads_whole = plain
         found = tuple(
             Axis(Group(None, rank, len(ranks), "none", tuple(ranks)), dim, tuple(sizes))
@@ -141,7 +142,7 @@ class Parallel:
 
 
 def chunk_sizes(numel: int, ranks: int) -> tuple[int, ...]:
-    """Sizes into which DTensor splits a dimension of ``numel``: equal but for the last ones."""
+    """The sizes into which DTensor splits a dimension of ``numel``: equal except the last ones."""
     chunk = -(-numel // ranks)
     return tuple(min(chunk, max(0, numel - rank * chunk)) for rank in range(ranks))
 
@@ -149,7 +150,7 @@ def chunk_sizes(numel: int, ranks: int) -> tuple[int, ...]:
 def split_axes(
     shape: Sequence[int], placed: Sequence[tuple[Group, int | None]]
 ) -> tuple[Axis, ...]:
-    """Axes of a DTensor, given for each mesh dimension its group and the dimension it splits."""
+    """The axes of a DTensor, from each mesh dimension's group and the dimension that it splits."""
     sizes = list(shape)
     axes: list[Axis] = []
     for group, dim in placed:
@@ -163,6 +164,7 @@ def split_axes(
 
 
 def _around(part: Tensor, spec: Any) -> Any:
+    """A DTensor like ``spec`` around this rank's part."""
     return DTensor.from_local(
         part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )

@@ -1,9 +1,9 @@
 """Reductions of everything in a tensor, from the slices that the ranks of a group hold.
 
-Each takes a plain local slice (possibly empty) and its spec, returns what torch returns for the
-whole, the same on every rank, and does one collective over one number per rank (``var`` two).
-Where autograd records, the gradient is averaged over the group, as data-parallel gradients are.
-A reduction along a dimension returns ``NotImplemented``.
+Each takes a plain local slice (possibly empty) and its spec, and returns what torch returns for the
+whole, the same on every rank. It does one collective over one number per rank (``var`` does two).
+Where autograd records, the gradient is averaged over the group, as data-parallel gradients are. A
+reduction along a dimension returns ``NotImplemented``.
 
 Half precision is accumulated in fp32 and rounded once, as torch does on one device.
 """
@@ -48,7 +48,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 def _across(partial: Tensor, op: str, spec: ShardSpec, what: str = "") -> Tensor:
-    """Combine one number (or one vector) per rank; ``what`` they are if not those of ``op``."""
+    """Combine one number (or vector) per rank; ``what`` names the numbers, by default ``op``."""
     purpose = f"take the {what or op} of {spec.fqn!r}"
     if spec.parallel is None:
         return _over(partial, op, spec.group, purpose)
@@ -58,6 +58,7 @@ def _across(partial: Tensor, op: str, spec: ShardSpec, what: str = "") -> Tensor
 
 
 def _over(partial: Tensor, op: str, group: Group, purpose: str) -> Tensor:
+    """Combine one number (or vector) per rank of one group."""
     if group.size == 1:
         return partial
     if op == "sum" and not _is_recorded(partial):
@@ -68,7 +69,7 @@ def _over(partial: Tensor, op: str, group: Group, purpose: str) -> Tensor:
     if op in ("max", "min") and compares(vector, group) and not _is_recorded(partial):
         return _extreme_over(vector, op, group, purpose).to(partial.dtype).reshape(shape)
     ranks = _GatherRanks.apply(vector, group, purpose)
-    # max and min gather, because a collective's own max may lose a NaN
+    # For max and min too, because a collective's own maximum may lose a NaN.
     combine: dict[str, Callable[..., Tensor]] = {
         "sum": torch.sum,
         "max": torch.amax,
@@ -79,6 +80,7 @@ def _over(partial: Tensor, op: str, group: Group, purpose: str) -> Tensor:
 
 
 def _is_recorded(tensor: Tensor) -> bool:
+    """Whether autograd records what is done with the tensor."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -97,10 +99,12 @@ def _extreme_over(vector: Tensor, op: str, group: Group, purpose: str) -> Tensor
 
 
 def _wide(local: Tensor) -> Tensor:
+    """``local`` in the dtype that it is accumulated in."""
     return local.float() if local.dtype in _HALF else local
 
 
 def _plain(dim: Any, keepdim: bool) -> bool:
+    """Whether a reduction is over all elements."""
     return (dim is None or dim == () or dim == []) and not keepdim
 
 
@@ -147,6 +151,8 @@ def _prod(local: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
+    """A largest or smallest element."""
+
     def extreme(local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False) -> Any:
         if not _plain(dim, keepdim):
             return NotImplemented
@@ -171,6 +177,8 @@ def _limit(local: Tensor, op: str) -> Tensor:
 
 
 def _every(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
+    """``all`` or ``any``, as a smallest or largest element."""
+
     def every(local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False) -> Any:
         if not _plain(dim, keepdim):
             return NotImplemented
@@ -217,6 +225,7 @@ def _std(local: Tensor, spec: ShardSpec, *args: Any, **kwargs: Any) -> Any:
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of absolute values."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
@@ -239,6 +248,7 @@ def _vector_norm(
 
 
 def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
+    """The norm of a slice; of an empty one, what changes no result."""
     if local.numel() == 0 and (order < 0 or order == math.inf):
         return _limit(
             local.abs().to(_real(dtype or local.dtype)), "max" if order > 0 else "min"
@@ -255,6 +265,7 @@ def _combine_norms(norms: Tensor, order: float, groups: tuple[Group, ...], what:
 
 
 def _norms_over(norms: Tensor, order: float, group: Group, what: str) -> Tensor:
+    """Combine norms over one group."""
     if order in (0.0, 1.0):
         return _over(norms, "sum", group, what)
     if abs(order) == math.inf:
@@ -299,7 +310,7 @@ def _linalg_norm(
 
 
 def name_of(tensor: Any, spec: ShardSpec) -> str:
-    """What ranks compare: the parameter, or that it is something of the same parameter's."""
+    """The name that ranks compare: the parameter's, marked for a gradient or state of it."""
     return spec.fqn if tensor._is_parameter else f"{spec.fqn} (gradient or state)"
 
 

@@ -24,7 +24,7 @@ from torch.overrides import resolve_name
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_stack import is_called_by_dtensor
-from fsdp_compose.sharded.advice import EXPORT, SAVING, advise, is_exporting
+from fsdp_compose.sharded.advice import EXPORT, SAVING, TENSOR_PARALLEL_FIRST, advise, is_exporting
 from fsdp_compose.sharded.parallel import Parallel
 
 __all__ = [
@@ -63,13 +63,14 @@ class SlicePickledError(ShardedWeightError, TypeError):
 
 @dataclass(slots=True)
 class Residence:
-    """Whether a bucket's parameters are still where the bucket put them; one per bucket.
+    """What happened to a bucket's parameters since the bucket placed them; one per bucket.
 
-    ``moved``: a parameter's storage was replaced (``p.data = x``, ``module.to(dtype)``).
-    ``emptied``: ``module.to_empty()`` replaced it, by memory that nobody has written.
-    ``is_shared``: plain tensors over a parameter's slice were handed out.
-    ``written``: counts the times ``p.data`` gave out an alias whose writes autograd does not see.
-    ``is_hooked``: a hook was registered on one of its parameters.
+    Attributes:
+        moved: a parameter's storage was replaced (``p.data = x``, ``module.to(dtype)``).
+        written: how often ``p.data`` gave out an alias, whose writes autograd does not see.
+        emptied: ``module.to_empty()`` replaced the storage by memory that nobody has written.
+        is_hooked: a hook was registered on a parameter.
+        is_shared: plain tensors over a parameter's slice were handed out.
     """
 
     moved: bool = False
@@ -85,8 +86,8 @@ class Hooks:
 
     gradient: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     accumulated: OrderedDict[int, Any] = field(default_factory=OrderedDict)
-    is_arriving: bool = False  # autograd itself accumulates a gradient: the slice was used
-    is_summed: bool = False  # ``autograd.grad`` runs them, on the sum of what it finds
+    is_arriving: bool = False  # autograd accumulates a gradient itself, as the slice was used
+    is_summed: bool = False  # ``autograd.grad`` runs them, on the sum of the gradients it finds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,18 +105,18 @@ class ShardSpec:
     hooks: Hooks = field(default_factory=Hooks)
     parallel: Parallel | None = None
     is_own_file: bool = False
-    """Whether it was asked for as this rank's own slice (``kind="local"``): pickle may store it."""
+    """Whether the user asked for this rank's own slice (``kind="local"``): pickle may store it."""
     is_copy: bool = False
     """Whether the tensor was copied without the bucket that would gather it."""
     answers: Mapping[Callable[..., Any], Handler] = field(default_factory=dict)
-    """Torch functions that the unit answers, since they concern whole buckets or the graph."""
+    """How the unit answers torch functions that concern whole buckets or the graph."""
     numel: int = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
     key: tuple[object, ...] = field(init=False)
     """Equal for two specs exactly when their slices hold the same elements on every rank."""
     seen: torch.Size = field(init=False)
-    """The shape it reads as: of a DTensor the whole shape, else ``shape``."""
+    """The shape that the parameter reports: of a DTensor the whole shape, else ``shape``."""
 
     def __post_init__(self) -> None:
         numel, rank = math.prod(self.shape), self.group.rank
@@ -139,21 +140,22 @@ class ShardSpec:
 
     @property
     def reads_whole(self) -> bool:
-        """Whether it reads as what all ranks hold together, not as this rank's part."""
+        """Whether it reports the shape of what all ranks hold together, not of this rank's part."""
         return self.is_dtensor or (self.parallel is not None and self.parallel.reads_whole)
 
     @property
     def seen_stride(self) -> tuple[int, ...]:
+        """The strides that go with ``seen``."""
         return self.parallel.stride if self.parallel and self.reads_whole else self.stride
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Over all ranks, however the parameter was split."""
+        """The shape over all ranks, however the parameter was split."""
         return self.shape if self.parallel is None else self.parallel.shape
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups whose ranks together hold what it reads as."""
+        """The groups whose ranks together hold a tensor of shape ``seen``."""
         return (self.group, *self._splits) if self.reads_whole else (self.group,)
 
     @property
@@ -163,6 +165,7 @@ class ShardSpec:
 
     @property
     def _splits(self) -> tuple[Group, ...]:
+        """The tensor-parallel groups that hold different elements."""
         return () if self.parallel is None else tuple(a.group for a in self.parallel.splits)
 
     @property
@@ -181,13 +184,14 @@ class ShardSpec:
         return f"{what} of the part of shape {tuple(self.shape)} at {at} of shape {whole}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
-        """A copied model's buckets are its own; as on plain parameters, hooks are not copied."""
+        """A spec for a copy's own bucket; hooks are not copied, as with plain parameters."""
         residence = copy.deepcopy(self.residence, memo)
         memo[id(self)] = twin = replace(self, residence=residence, hooks=Hooks(), is_copy=True)
         return twin
 
 
 def _cut(offset: int, numel: int, shard_numel: int, rank: int) -> tuple[int, int]:
+    """The first and last element of a parameter that ``rank`` holds."""
     start = min(max(rank * shard_numel - offset, 0), numel)
     return start, min(max((rank + 1) * shard_numel - offset, start), numel)
 
@@ -201,11 +205,10 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: st
     """
     if is_called_by_dtensor():
         raise ShardedWeightError(
-            f"parameter {spec.fqn!r} of unit {spec.unit!r} is sharded, rank {spec.group.rank} "
-            f"holds {spec.held}, and is to become a DTensor now (parallelize_module, "
-            "distribute_module, distribute_tensor); wanted one that is not sharded yet. Tensor "
-            "parallelism comes first: build the model again, parallelize_module(model, "
-            "mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
+            f"parameter {spec.fqn!r} of unit {spec.unit!r} is sharded (rank {spec.group.rank} "
+            f"holds {spec.held}) and is to become a DTensor now (parallelize_module, "
+            "distribute_module, distribute_tensor); wanted one that is not sharded yet. "
+            f"{TENSOR_PARALLEL_FIRST}"
         )
     name = (resolve_name(func) or getattr(func, "__name__", repr(func))).removesuffix(".__get__")
     raise ShardedWeightError(
@@ -237,6 +240,7 @@ def require_group(spec: ShardSpec, what: str) -> None:
     if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
         raise RuntimeError(
             f"{what} on {spec.fqn!r}: this is the slice of rank {spec.group.rank} of "
-            f"{spec.group.size} ({spec.held}), unpickled without the other ranks. Load it into a "
-            "model sharded the same way, or save with fsdp_compose.state_dict(kind='full')."
+            f"{spec.group.size} ({spec.held}), which was unpickled without the other ranks. Load "
+            "it into a model that is sharded in the same way, or save with "
+            "fsdp_compose.state_dict(module, kind='full')."
         )

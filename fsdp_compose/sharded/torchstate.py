@@ -1,9 +1,9 @@
-"""What torch's own getters, setters and optimizers ask of a sharded tensor to save and load it.
+"""How torch's own state-dict functions and optimizers save and load a sharded tensor.
 
-``torch.distributed.checkpoint.state_dict`` walks over state and gathers what is a DTensor, and
-``Optimizer.load_state_dict`` casts what it is given to the type of the parameter. Neither asks
-``__torch_function__``. So in that walk alone a sharded tensor says that it is a DTensor, and in
-that cast alone the parameter looks at the value.
+``torch.distributed.checkpoint.state_dict`` walks over state and gathers DTensors, and
+``Optimizer.load_state_dict`` casts its values to the type of the parameter. Neither asks
+``__torch_function__``. So a sharded tensor claims to be a DTensor during that walk, and a parameter
+checks the value during that cast.
 """
 
 from __future__ import annotations
@@ -85,10 +85,12 @@ class TorchState(_Base):
 
     @property
     def device_mesh(self) -> Any:
+        """What torch's walk reads as the mesh of a DTensor."""
         return _Device(self.device.type)
 
     @property
     def placements(self) -> tuple[Any, ...]:
+        """What torch's walk reads as the placements of a DTensor."""
         return ()
 
     def redistribute(self, device_mesh: Any = None, placements: Sequence[Any] = ()) -> Any:
@@ -110,17 +112,17 @@ def _agree_on_name(spec: ShardSpec, device: torch.device) -> None:
             if low != -high:
                 names = gather_objects(spec.fqn, group)
                 raise RuntimeError(
-                    f"get_state_dict(full_state_dict=True): the ranks gather {names} at one time, "
-                    "since their optimizers list the parameters in different orders; "
-                    "fsdp_compose.optim_state_dict(module, optimizer) matches them by name."
+                    f"get_state_dict(full_state_dict=True): the ranks gather {names} at the same "
+                    "time, since their optimizers list the parameters in different orders. Call "
+                    "fsdp_compose.optim_state_dict(module, optimizer), which matches them by name."
                 )
 
 
 def check_loaded(spec: ShardSpec, key: Any, value: Tensor) -> None:
-    """Raise unless ``value`` may be the state ``key`` of a sharded parameter as it is cut.
+    """Raise unless ``value``, the state ``key`` of a sharded parameter, is cut as the parameter is.
 
     Raises:
-        RuntimeError: it is of another layout, or whole.
+        RuntimeError: it is cut in another way, or is whole.
     """
     other = value.__dict__.get("_shard_spec")
     if isinstance(other, ShardSpec):
@@ -135,5 +137,5 @@ def check_loaded(spec: ShardSpec, key: Any, value: Tensor) -> None:
         f"optimizer.load_state_dict: state {key!r} of {spec.fqn!r} (unit {spec.unit!r}) is "
         f"{found}; rank {spec.group.rank} of {spec.group.size} holds {spec.held}, so step() would "
         "fail. The optimizer is unchanged. Call fsdp_compose.load_optim_state_dict(module, "
-        "optimizer, state_dict), which cuts state of any layout as the parameters are."
+        "optimizer, state_dict), which cuts state of any layout as the parameters are cut."
     )

@@ -200,7 +200,7 @@ def test_tensor_parallelism_comes_first() -> None:
         model.up.weight = nn.Parameter(weight)
         model(torch.ones(2, 4))
 
-    after = "build the model again, parallelize_module(model, mesh['tp'], plan), then fully_shard("
+    after = "build the model again, call parallelize_module(model, mesh['tp'], plan), then fully"
     for build, name in ((split, "'up.weight' of unit 'MLP'"), (repeat, "'0.weight' of unit 'Seq")):
         for error in _errors(4, build):
             assert f"ShardedWeightError: parameter {name}" in error, error

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.loops import are_same
 from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.state import Unit, resting
-from fsdp_compose.sharded import ShardSpec
+from fsdp_compose.sharded import TENSOR_PARALLEL_FIRST, ShardSpec
 
 
 def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
@@ -58,8 +58,7 @@ def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
     return (
         f"parameter {spec.fqn!r} of unit {unit.name!r} was replaced by a DTensor after "
         "fully_shard, as parallelize_module and distribute_module do; wanted the parameter that "
-        "was sharded. Apply tensor parallelism first: build the model again, call "
-        "parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])."
+        f"was sharded. {TENSOR_PARALLEL_FIRST}"
     )
 
 

@@ -110,7 +110,7 @@ def test_copies_of_parts_say_how_to_copy() -> None:
         for part in (model.head, model.blocks[0].up):
             twin = copy.deepcopy(part)
             with pytest.raises(
-                ShardedWeightError, match=r"copied without its unit.*copy the whole"
+                ShardedWeightError, match=r"copied without its unit.*Copy the whole"
             ):
                 twin(x)
             for use in (fully_shard, fc.state_dict, fc.clip_grad_norm_):
