@@ -303,6 +303,16 @@ def check_filled_elsewhere(package: Path) -> list[str]:
             and not (node.module or "").endswith("base.process")
             for alias in node.names
         }
+        for node in ast.walk(tree):  # other names for the same: for kind in (A, B), also = A
+            match node:
+                case (
+                    ast.For(target=ast.Name(id=name), iter=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.Name() as value)
+                    | ast.Assign(targets=[ast.Name(id=name)], value=ast.Name() as value)
+                ):
+                    found = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
+                    if any(isinstance(n, ast.Name) and n.id in names for n in found):
+                        names.add(name)
         for node in ast.walk(tree):
             written: list[ast.expr] = []
             match node:

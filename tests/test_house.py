@@ -208,6 +208,7 @@ def test_what_is_keyed_by_its_owner_may_stand(tmp_path: Path) -> None:
         "from ..comm import collectives as c\nc.tables['a'].update({})",
         "from ..comm.collectives import x\ndef f(key):\n    del x[key]",
         "from ..comm.collectives import A\nsetattr(A, 'f', 1)",
+        "from ..comm.collectives import A, B\nfor C in (A, B):\n    D: Any = C\n    D.f = 1",
         "from ..comm.collectives import x\nfor f in 1, 2:\n    x.setdefault(f, f)",
     ],
 )

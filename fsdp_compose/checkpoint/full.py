@@ -27,10 +27,11 @@ from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes, write
 from fsdp_compose.checkpoint.ranks import attend_call, check_names, claim_folder, meet_ranks
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages
-from fsdp_compose.checkpoint.values import Outline, gather_whole, storage_dims, whole_shape
+from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
+from fsdp_compose.sharded.chunks import storage_dims
 
 PathLike = str | os.PathLike[str]
 MAX_FILE_BYTES = 5 << 30

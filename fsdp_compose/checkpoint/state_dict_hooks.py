@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import remove_state_dict_hooks
 from fsdp_compose.base.torch_stack import strict_of_load
 from fsdp_compose.checkpoint import local
@@ -34,7 +35,7 @@ from fsdp_compose.checkpoint.model import (
 )
 from fsdp_compose.checkpoint.optimizer.watch import watch_steps
 from fsdp_compose.checkpoint.ranks import groups_of
-from fsdp_compose.checkpoint.values import install_protocol, is_ready, show_whole
+from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.units import require_units
@@ -248,9 +249,8 @@ def before_load(
 
 
 def attach_state_dict(module: nn.Module) -> None:
-    """Register both hooks on a unit's module, and teach torch's own functions about shards."""
-    install_protocol()
-    watch_steps()
+    """Register both hooks on a unit's module, and watch the optimizers that are stepped."""
+    once(watch_steps)
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
 

@@ -1,36 +1,20 @@
-"""Sharded values in state dicts: what torch.distributed.checkpoint asks of them, and their slices.
-
-A slice is a contiguous run of the flattened parameter, so it is a few rectangular boxes of the
-original shape (``layout.boxes``). Each box is a chunk of the checkpoint: saving needs no
-communication, and any other cut of the same shape reads the boxes that it overlaps.
-"""
+"""Sharded values in state dicts: what loading fits to the parameters, and their slices."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.messages import broadcast_object, raise_on_all
-from fsdp_compose.layout.boxes import Box, boxes
 from fsdp_compose.sharded import (
-    ShardedDTensor,
-    ShardedParameter,
-    ShardedTensor,
     ShardSpec,
     gather_part,
     is_sharded,
@@ -42,80 +26,6 @@ from fsdp_compose.sharded import (
 
 READY = "_fsdp_compose_ready"
 """Set on a sharded value that was fitted to the parameter it is about to be loaded into."""
-
-
-def storage_dims(spec: ShardSpec) -> list[int]:
-    """Dimensions from the slowest to the fastest in storage; ``[0, 1, ...]`` when contiguous."""
-    return sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
-
-
-def chunks_of(tensor: Any) -> list[tuple[Box, Tensor]]:
-    """List the boxes of the whole that a sharded tensor holds, each with a view of its data."""
-    spec: ShardSpec = tensor._shard_spec
-    first = (0,) * len(spec.shape) if spec.parallel is None else spec.parallel.offsets
-    dims, local = storage_dims(spec), to_local(tensor)
-    back = [dims.index(d) for d in range(len(dims))]
-    shape = [spec.shape[d] for d in dims]
-    found: list[tuple[Box, Tensor]] = []
-    position = 0
-    for box in boxes(shape, spec.start, spec.stop):
-        numel = 1
-        for size in box.sizes:
-            numel *= size
-        data = local[position : position + numel].view(box.sizes).permute(back)
-        position += numel
-        offsets = tuple(box.offsets[i] + first[at] for at, i in enumerate(back))
-        found.append((Box(offsets, tuple(box.sizes[i] for i in back)), data))
-    if spec.whole_shape.numel() == 0 and spec.group.rank == 0:
-        empty = Box((0,) * len(spec.shape), tuple(spec.shape))
-        found.append((empty, local.view(spec.shape)))
-    return found
-
-
-def _create_write_items(self: Any, fqn: str, object: Any) -> list[WriteItem]:
-    local, spec = to_local(self), spec_of(self)
-    if spec.parallel is not None and not spec.parallel.is_first:
-        return []  # other ranks hold, and write, the same; their boxes may be cut elsewhere
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, torch.Size(box.offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=_chunk(box),
-                properties=TensorProperties.create_from_tensor(local),
-                size=spec.whole_shape,
-            ),
-        )
-        for box, _ in chunks_of(self)
-    ]
-
-
-def _create_chunk_list(self: Any) -> list[ChunkStorageMetadata]:
-    return [_chunk(box) for box, _ in chunks_of(self)]
-
-
-def _get_tensor_shard(self: Any, index: MetadataIndex) -> Tensor:
-    wanted = None if index.offset is None else tuple(index.offset)
-    for box, data in chunks_of(self):
-        if box.offsets == wanted:
-            return data
-    raise ValueError(
-        f"{index.fqn!r}: no box at {wanted}; this rank holds {self._shard_spec.held} of it"
-    )
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-@cache
-def install_protocol() -> None:
-    """Teach sharded tensors the protocol by which torch.distributed.checkpoint knows DTensor."""
-    for cls in (ShardedTensor, ShardedParameter, ShardedDTensor):
-        kind: Any = cls
-        kind.__create_write_items__ = _create_write_items
-        kind.__create_chunk_list__ = _create_chunk_list
-        kind.__get_tensor_shard__ = _get_tensor_shard
 
 
 def needs_gather(value: Any, spec: ShardSpec | None) -> bool:

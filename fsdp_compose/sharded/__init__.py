@@ -11,6 +11,7 @@ Files, each importing only from those above it:
     advice      what an error says to call instead, by who called
     parallel    where a rank's part of a tensor lies that tensor parallelism split
     spec        where a slice lies in its parameter and its bucket
+    chunks      a slice as chunks of a distributed checkpoint
     reduce      reductions over the ranks of a group
     leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
     torchstate  what torch's functions over state dicts ask of a slice
@@ -53,9 +54,8 @@ from fsdp_compose.sharded.tensor import (
     set_local,
     spec_of,
     tag,
-    to_local,
 )
-from fsdp_compose.sharded.torchstate import checked_state
+from fsdp_compose.sharded.torchstate import checked_state, to_local
 
 __all__ = [
     "EDGE",

@@ -34,8 +34,8 @@ from fsdp_compose.sharded.tensor import (
     sharded_hook,
     spec_of,
     tag,
-    to_local,
 )
+from fsdp_compose.sharded.torchstate import to_local
 
 _PLAIN: dict[type, type] = {
     ShardedTensor: Tensor,

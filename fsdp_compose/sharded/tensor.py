@@ -41,7 +41,7 @@ from fsdp_compose.sharded.spec import (
     refuse_pickle,
     require_group,
 )
-from fsdp_compose.sharded.torchstate import TorchState
+from fsdp_compose.sharded.torchstate import TorchState, to_local
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 """By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
@@ -358,11 +358,6 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
     else:
         tensor.__class__ = ShardedDTensor if isinstance(tensor, DTensor) else ShardedParameter
     return tensor
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
-    return call_raw(Tensor.detach, (), (tensor,))
 
 
 def set_local(tensor: Any, local: Tensor) -> None:

@@ -17,15 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_compose.base.torch_private import set_class
+from fsdp_compose.base.torch_private import call_raw, set_class
 from fsdp_compose.base.torch_stack import (
     is_asked_by_state_walk,
     is_called_by_state_walk,
     value_under_load,
 )
 from fsdp_compose.comm.collectives import all_reduce, gather_objects
+from fsdp_compose.sharded.chunks import find_chunk, list_chunks, list_write_items
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 
 _Base: Any = object
@@ -60,6 +63,11 @@ class _Whole:
         return self.full
 
 
+def to_local(tensor: Any) -> Tensor:
+    """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
+    return call_raw(Tensor.detach, (), (tensor,))
+
+
 class TorchState(_Base):
     """Mixin of the sharded tensors."""
 
@@ -74,6 +82,18 @@ class TorchState(_Base):
     @__class__.setter
     def __class__(self, kind: type) -> None:
         set_class(self, kind)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """What torch.distributed.checkpoint asks of a DTensor when it saves."""
+        return list_write_items(fqn, self._shard_spec, to_local(self))
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What torch.distributed.checkpoint asks of a DTensor when it loads."""
+        return list_chunks(self._shard_spec, to_local(self))
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """What torch.distributed.checkpoint writes to a file, or reads from one."""
+        return find_chunk(self._shard_spec, to_local(self), index)
 
     def is_floating_point(self) -> bool:
         """As on Tensor; if ``Optimizer.load_state_dict`` asks, refuse state that does not fit."""

@@ -23,10 +23,10 @@ from fsdp_compose.checkpoint import (
     save_full,
     state_dict,
 )
-from fsdp_compose.checkpoint.values import chunks_of
 from fsdp_compose.layout.planner import plan_layout
 from fsdp_compose.layout.shards import Extent
-from fsdp_compose.sharded import Residence, ShardSpec, tag
+from fsdp_compose.sharded import Residence, ShardSpec
+from fsdp_compose.sharded.chunks import cut_chunks
 
 from harness import run_ranks
 from saved import equal
@@ -159,7 +159,7 @@ def test_boxes_of_all_ranks_are_the_tensor(shape: Any, order: Any, world: int, b
         )
         first = rank * layout.shard_numel
         mine = flat[max(before, first) : min(before + numel, first + layout.shard_numel)]
-        for box, data in chunks_of(tag(mine.clone() if mine.numel() else flat[:0].clone(), spec)):
+        for box, data in cut_chunks(spec, mine.clone() if mine.numel() else flat[:0].clone()):
             place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes))
             assert torch.equal(data, whole[place])
             seen[place] += 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -82,7 +81,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     if state_api_under_way() is None:
         return None
     state = {
-        number: _cut_whole(param, optimizer.state.get(param, {}), state_dict["state"][number])
+        number: _cut_whole(optimizer.state.get(param, {}), state_dict["state"][number])
         for param, number in _pair_numbers(optimizer, state_dict)
         if number in state_dict["state"]
     }
@@ -96,7 +95,7 @@ def _pair_numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterat
         yield from zip(mine["params"], theirs["params"], strict=False)
 
 
-def _cut_whole(param: Any, before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _cut_whole(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """State of one parameter with the slices of what is whole, where the optimizer has slices."""
     found = dict(given)
     for key, value in given.items():
@@ -130,7 +129,6 @@ def _check_raw(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> 
                     )
 
 
-@cache
 def watch_steps() -> None:
-    """See every optimizer of the process in its first step."""
+    """Have torch call ``_before_step`` in every step of every optimizer of the process."""
     register_optimizer_step_pre_hook(_before_step)

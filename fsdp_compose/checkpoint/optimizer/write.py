@@ -99,7 +99,7 @@ def load_optim_state_dict(
     if any(part.owner is not None for part in parts_of(targets).values()):
         given["state"] = add_state_of_others(module, given["state"], parts_of(targets))
     with SharedErrors(*groups) as shared:
-        shared.facts = _check_fit(module, targets, given)
+        shared.facts = _check_fit(targets, given)
     write_optim(targets, given)
 
 
@@ -125,7 +125,7 @@ def parts_of(targets: Targets) -> dict[str, Part]:
 def check_saved(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
     """Check state, and give it by canonical names; tensors may be on the meta device."""
     given = _name_parameters(module, targets, state_dict)
-    _check_fit(module, targets, given)
+    _check_fit(targets, given)
     return given
 
 
@@ -190,11 +190,7 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _check_fit(
-    module: nn.Module,
-    targets: Targets,
-    given: Mapping[str, Any],
-) -> str:
+def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
     """Raise RuntimeError for what does not fit; return what all ranks must have alike."""
     problems: list[str] = []
     gathers = 0
