@@ -7,6 +7,6 @@ Files, each importing only from those above it:
     build      a bucket's buffers, with every view of them that a step needs
     issue      does work on its buffers on a stream, named in the log and in a profile
     gather     fills the gathered buffer from the shards, and tells when these were written
-    gradients  packs gradients into the flat buffer, and cuts the reduced one
+    gradients  the flat buffer that gradients are packed into; cuts the reduced one
     copies     independent buckets around the copies of a model's parameters
 """

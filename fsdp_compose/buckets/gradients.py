@@ -3,16 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from fsdp_compose.base.loops import has_none
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.build import close_grad_buffer, open_grad_buffer
+from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer, alias
+from fsdp_compose.comm.collectives import lend_memory
 from fsdp_compose.sharded import tag_all
+
+
+def open_grad_buffer(bucket: Bucket) -> GradBuffer:
+    """Where the bucket's gradients are packed; where other ranks read it, if they can."""
+    buffer = bucket.grads
+    if buffer is not None and bucket.arriving.packed:
+        return buffer
+    lent = _lend_grad_buffer(bucket) if bucket.mesh.device.type == "cpu" else None
+    if lent is not None:
+        buffer = lent
+    elif buffer is None or buffer.lease is not None:
+        buffer = make_grad_buffer(bucket)
+    else:
+        buffer.flat.untyped_storage().resize_(buffer.nbytes)
+    bucket.grads = buffer
+    return buffer
+
+
+def _lend_grad_buffer(bucket: Bucket) -> GradBuffer | None:
+    """A buffer in memory that the transport lends, whose views are made once for each place."""
+    dtype = bucket.dtypes.reduce
+    numel = bucket.layout.numel * (2 if bucket.stored.is_complex() else 1)
+    lease = lend_memory(numel * dtype.itemsize, bucket.mesh.gather_axis)
+    if lease is None:
+        return None
+    made = lease.kept.get(bucket)
+    if made is None or made.flat.dtype != dtype:
+        with torch.inference_mode(False):
+            made = make_grad_buffer(bucket, lease.memory.view(dtype))
+        lease.kept[bucket] = made
+    return replace(made, lease=lease)
+
+
+def close_grad_buffer(bucket: Bucket) -> None:
+    """Free the memory of the bucket's packed gradients, once nothing here reads it."""
+    assert bucket.grads is not None
+    if bucket.grads.lease is not None:
+        bucket.grads = None
+    else:
+        bucket.grads.flat.untyped_storage().resize_(0)
+
+
+def make_grad_buffer(bucket: Bucket, flat: torch.Tensor | None = None) -> GradBuffer:
+    """A flat gradient buffer with its views; its storage is allocated, or that of ``flat``."""
+    layout, dtype = bucket.layout, bucket.dtypes.reduce
+    per_element = 2 if bucket.stored.is_complex() else 1
+    with torch.inference_mode(False):
+        if flat is None:
+            flat = torch.empty(layout.numel * per_element, dtype=dtype, device=bucket.mesh.device)
+        typed = torch.view_as_complex(flat.view(-1, 2)) if per_element == 2 else flat
+        spans = [
+            (e.spec.offset, e.spec.offset + e.spec.numel) for e in bucket.entries if e.spec.numel
+        ]
+        starts = [start for start, _ in sorted(spans)] + [layout.numel]
+        ends = [0] + [stop for _, stop in sorted(spans)]
+        return GradBuffer(
+            flat=flat,
+            nbytes=flat.numel() * flat.element_size(),
+            parts=cut_by_rank(flat, bucket.mesh.gather_axis.size) if flat.numel() else [],
+            views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
+            gaps=[
+                flat[stop * per_element : start * per_element]
+                for stop, start in zip(ends, starts, strict=True)
+                if start > stop
+            ],
+        )
 
 
 def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:

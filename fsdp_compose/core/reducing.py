@@ -20,8 +20,7 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.build import close_grad_buffer
-from fsdp_compose.buckets.gradients import cut, pack, sum_slots
+from fsdp_compose.buckets.gradients import close_grad_buffer, cut, pack, sum_slots
 from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting

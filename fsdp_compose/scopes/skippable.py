@@ -22,8 +22,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
-from fsdp_compose.buckets.build import make_grad_buffer
-from fsdp_compose.buckets.gradients import discard_packed
+from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
 from fsdp_compose.core.guards.units import require_units

@@ -148,8 +148,9 @@ def _in_optimizer(name: str) -> str:
     if _IS_SUM.search(name):
         return (
             f"{name} sums over all parameters, in a way that needs whole ones. Give it a model "
-            "that is not sharded, or write its sums for sharded parameters: `(a * b).sum()` is a "
-            "sum over all ranks, where `torch.dot(a.flatten(), b.flatten())` raises. "
+            "that is not sharded, or write its sums for the sharded `module.parameters()`: "
+            "`(a * b).sum()` is a sum over all ranks, where `torch.dot(a.flatten(), b.flatten())` "
+            "raises. "
             "fsdp_compose.owner_step refuses it, and on local_parameters(model) each rank would "
             "have a sum of its own."
         )

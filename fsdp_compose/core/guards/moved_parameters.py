@@ -19,7 +19,8 @@ from fsdp_compose.base.mesh import Mesh, group_of, with_transport
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.unwritten import is_unwritten
 from fsdp_compose.buckets.bucket import Bucket, Phase
-from fsdp_compose.buckets.build import make_bucket, make_grad_buffer, place_parameters
+from fsdp_compose.buckets.build import make_bucket, place_parameters
+from fsdp_compose.buckets.gradients import make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.state import Unit, engine_of, units_with
 from fsdp_compose.sharded import tag, to_local

@@ -105,7 +105,7 @@ def _difference(mine: Copies, found: list[Copies], group: Group) -> str | None:
             unit, name, _, _ = key
             parts = " and other numbers on ".join(f"ranks {held}" for held in ranks.values())
             return (
-                f"parameter {name!r} of unit {unit!r} has copies on ranks {list(group.ranks)}, and "
+                f"parameter {name!r} of unit {unit!r} is copied on ranks {list(group.ranks)}, and "
                 f"the copies differ: one set of numbers on {parts}. Something wrote the parameter "
                 "on some ranks only. Make the same edit on every rank; to take the numbers of rank "
                 "0, call load_state_dict(model, state_dict) on every rank with rank 0's state "
