@@ -40,15 +40,15 @@ class Phase(Enum):
 
     __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
 
-    SHARDED = auto()  # nowhere: full's storage holds 0 bytes
+    SHARDED = auto()  # there are none: the storage of ``full`` holds 0 bytes
     GATHERING = auto()  # being filled
     GATHERED = auto()  # readable on the compute stream
 
 
 _LEGAL = {
     Phase.SHARDED: (Phase.GATHERING,),
-    Phase.GATHERING: (Phase.GATHERED, Phase.SHARDED),  # sharded: gathered ahead, and not read
-    Phase.GATHERED: (Phase.SHARDED, Phase.GATHERING),  # again: the shard changed while it was kept
+    Phase.GATHERING: (Phase.GATHERED, Phase.SHARDED),  # SHARDED: it was gathered ahead in vain
+    Phase.GATHERED: (Phase.SHARDED, Phase.GATHERING),  # GATHERING: the shard was written meanwhile
 }
 
 
@@ -62,6 +62,7 @@ class Slot:
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Slot:
+        """The place of the parameter ``name`` in ``module``."""
         return cls(weakref.ref(module), name, parameter_slots(module))
 
 
@@ -105,16 +106,22 @@ class GradBuffer:
 class Inner:
     """How a bucket is gathered from fewer ranks than it is sharded over, each of which holds more.
 
-    ``store`` is this rank's part, in the compute dtype: kept from forward to backward, or, where
-    there is a ``source``, for good, and filled from its ranks' shards when these have changed.
+    Attributes:
+        group: the ranks to gather from.
+        parts: ``full`` as uint8, by rank of ``group``.
+        own: this rank's part of ``full``.
+        source: the ranks whose shards make up this rank's part, where it is kept for good; None
+            where it is kept only from forward to backward.
+        store: this rank's part, in the compute dtype, while it is kept.
+        stamp: of the shard when ``store`` was filled.
     """
 
     group: Group
-    parts: Sequence[torch.Tensor]  # ``full`` as uint8, by rank of ``group``
-    own: torch.Tensor  # this rank's part of ``full``
+    parts: Sequence[torch.Tensor]
+    own: torch.Tensor
     source: Group | None = None
     store: torch.Tensor | None = None
-    stamp: object = None  # of the shard when it was stored
+    stamp: object = None
 
 
 class Mirror(Protocol):
@@ -124,7 +131,7 @@ class Mirror(Protocol):
         """Clear what was cleared on either side since the last backward."""
 
     def join_gradients(self, flat: torch.Tensor | None) -> None:
-        """Take over gradients that were set, as slices of ``flat`` or, if None, one by one."""
+        """Show gradients that were set, as slices of ``flat`` or, if that is None, one by one."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +154,8 @@ class Views:
         whole_bytes: ``full`` as uint8.
         part_bytes: ``full`` as uint8, by rank.
         shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.
-        splits: cuts a sharded gradient into slices and gaps ...
-        pieces: ... of which this one is the entry's slice.
+        splits: sizes that cut a sharded gradient into slices and gaps.
+        pieces: by entry, which of these is its slice.
     """
 
     params: list[nn.Parameter]
@@ -166,12 +173,12 @@ class Fill:
     """What a bucket's ``full`` was gathered from; a new one for each gather.
 
     Attributes:
-        versions: of the shard and its parameters, then.
-        handed_out: ``residence.written`` then.
+        versions: of the shard and its parameters, when it began.
+        handed_out: ``residence.written`` when it began.
         exchange: the collective, until it was waited for.
-        mark: of the stream behind it.
+        mark: of the stream, behind the collective.
         stamp: of the shard, where a pass left ``full`` for a later one.
-        is_superseded: parameters were given other memory since.
+        is_superseded: whether parameters were given other memory since.
     """
 
     versions: tuple[int, ...] = ()
@@ -186,12 +193,12 @@ class Fill:
 class Arriving:
     """Gradients of a bucket that are not yet in ``.grad``.
 
-    Attributes:
-        packed: the flat buffer holds gradients that were not reduced.
-        used: bits, by entry: some gradient of it is among these.
-        trained: bits, by entry: it could have had a gradient when these arrived.
-        partial: summed over ``shard`` ranks, not yet over ``replicate``.
-        waiting: of microbatches, on their way to host memory.
+        Attributes:
+        packed: whether the flat buffer holds gradients that were not reduced.
+        used: bits of the entries that have a gradient among these.
+        trained: bits of the entries that could have had one when these arrived.
+        partial: gradients that were summed over ``shard`` ranks, and not yet over ``replicate``.
+        waiting: gradients of microbatches, on their way to host memory.
         sums: of microbatches, where ``deterministic=`` adds them up in one tree.
     """
 
@@ -209,8 +216,8 @@ class Users:
 
     unit: weakref.ref[Any] | None = None
     borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    is_lent: bool = False  # there were borrowers
-    caller: Caller | None = None  # of its collectives; None where ranks do not compare them
+    is_lent: bool = False  # whether it has had borrowers
+    caller: Caller | None = None  # compares its collectives between ranks; None where none do
 
 
 @dataclass(eq=False, repr=False)
@@ -218,9 +225,9 @@ class History:
     """What a bucket remembers from step to step, also when it is built again.
 
     Attributes:
-        earlier: versions of the shards that it had before this one.
-        agreed: entries used here, and by some rank, when ranks last compared it, as bits.
-        unready: entries left for loading, see moved_parameters.py.
+        earlier: how often the shards that it had before were written.
+        agreed: (entries used here, entries used by some rank) when ranks last compared, as bits.
+        unready: entries whose values are still to be loaded, see moved_parameters.py.
         mirror: plain tensors over its memory, see optim/plain_parameters.py.
     """
 
@@ -302,11 +309,12 @@ class Bucket:
 
     @property
     def spread(self) -> Group | None:
-        """The ranks it is spread over between forward and backward, if fewer than hold it."""
+        """The ranks that keep it between forward and backward, where fewer than all of them do."""
         return None if self.inner is None or self.inner.source is not None else self.inner.group
 
     @property
     def full_nbytes(self) -> int:
+        """The bytes of ``full`` while it is gathered."""
         return self.views.nbytes
 
 

@@ -202,7 +202,7 @@ def _lock(descriptor: int, root: Path, deadline: float) -> None:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{root}: was not saved: another process has been saving to it for "
-                    f"{PATIENCE:g} s."
+                    f"{PATIENCE:g} s. Wait until it has ended, or save to another folder."
                 ) from None
             time.sleep(0.05)
         except OSError:

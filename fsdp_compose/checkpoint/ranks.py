@@ -238,9 +238,10 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
             if everywhere or known.setdefault(name, home) != home:
                 others = "" if everywhere else f", and another by ranks {list(known[name])}"
                 raise RuntimeError(
-                    f"{what}: {name!r} is held by ranks {list(home)} alone{others}. Before "
-                    "fully_shard, make experts DTensors over the ranks they differ on, or call "
-                    "declare_tensor_parallel; save_checkpoint also takes names that are unlike, "
-                    "such as their numbers in a ModuleDict. If the other ranks hold the same, say "
-                    f"so with set_gradient_divide_factor(module, {len(home)})."
+                    f"{what}: {name!r} is held by ranks {list(home)} alone{others}. If other ranks "
+                    "hold other experts under that name, make the experts DTensors over those "
+                    "ranks before fully_shard, or call declare_tensor_parallel; save_checkpoint "
+                    "also takes experts whose names differ, such as their numbers in a ModuleDict. "
+                    "If the other ranks hold the same values, say so with "
+                    f"set_gradient_divide_factor(module, {len(home)})."
                 )

@@ -216,12 +216,12 @@ def _check_alike(what: str, stages: Stages, mine: dict[str, Any]) -> None:
             if found != wanted:
                 ranks = [[stages.group.ranks[i] for i in stages.members[s]] for s in (first, stage)]
                 raise RuntimeError(
-                    f"{what}: {name!r} is one thing on ranks {ranks[0]} and another on ranks "
+                    f"{what}: {name!r} has one value on ranks {ranks[0]} and another on ranks "
                     f"{ranks[1]}, which hold other stages of a pipeline; a checkpoint has one "
                     "value for each name. Name the stages' modules as in the whole model, or pass "
                     "nn.ModuleDict({str(index): stage}) on every rank, for saving and for loading. "
-                    "If it is a weight tied between stages, its values have drifted apart: its "
-                    "gradients must be summed over the stages that have it."
+                    "If it is a weight that stages tie, its values have drifted apart: sum its "
+                    "gradients over the stages that have it."
                 )
 
 

@@ -69,9 +69,9 @@ def _raise(group: Group, what: str) -> None:
     theirs = found[group.ranks.index(other)]
     raise RuntimeError(
         f"rank {rank} was to {_shorten(what)}, and rank {other} at the same time to "
-        f"{_shorten(theirs)}: the result would be of neither. What is computed over all ranks "
-        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) must be called on every rank for the same "
-        "tensors in the same order, also in code for rank 0 alone."
+        f"{_shorten(theirs)}: the result would mix the two. Call what is computed over all ranks "
+        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors and "
+        "in the same order, also where only rank 0 uses the result."
     )
 
 

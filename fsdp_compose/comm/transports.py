@@ -102,7 +102,7 @@ class _Read:
             found = torch.empty_like(self.like)
             post_pairs({self.rank: found}, {}, *self.call[:3])[0].wait()
         elif offer.nbytes != self.nbytes:
-            raise RuntimeError(f"it brings {offer.nbytes} bytes, and this rank {self.nbytes}.")
+            raise RuntimeError(f"it offers {offer.nbytes} bytes; wanted {self.nbytes}.")
         else:
             offered = self.reading.read_from(self.rank, offer)
             found = offered[self.begin : self.begin + self.like.nbytes].view(self.like.dtype)

@@ -117,14 +117,14 @@ def _find_mesh(plan: UnitPlan, device: torch.device, groups: Iterable[_Kind]) ->
         if any(chosen.gather_codec is not None for _, _, chosen in groups):
             raise ValueError(
                 f"fully_shard: unit {plan.name!r} has a gather_codec, but HYBRID_SHARD_OPTIMIZER "
-                "gathers weights in two steps, which none encodes; use HYBRID_SHARD, or leave "
-                "MixedPrecision(gather_codec=) out."
+                "gathers weights in two steps, which a codec cannot encode; use HYBRID_SHARD, or "
+                "leave MixedPrecision(gather_codec=) out."
             )
     return mesh
 
 
 def _check_nesting(plan: UnitPlan, item: Found) -> None:
-    """A parameter that a unit has already may be tied, but not belong to a module around (D9)."""
+    """Raise where the parameter belongs to a unit around the planned one, and is not tied (D9)."""
     entry = find_entry(item.param)
     bucket = owner_of(entry)
     for unit in filter(None, [bucket.users.unit and bucket.users.unit()]):
@@ -139,7 +139,7 @@ def _check_nesting(plan: UnitPlan, item: Found) -> None:
 
 
 def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
-    """Raise for what is no dense tensor in memory of its own; no attribute of it is read before."""
+    """Raise for a parameter that is not a dense tensor in memory of its own."""
     kind, where = type(param), f"fully_shard: parameter {name!r} of unit {plan.name!r}"
     if nn.parameter.is_lazy(param):
         raise ValueError(
@@ -162,9 +162,9 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
         )
     if not issubclass(kind, DTensor) and kind.__basicsize__ != nn.Parameter.__basicsize__:
         raise ValueError(
-            f"{where} is an instance of {kind.__name__}, a class with __slots__; sharding keeps "
-            "the object and changes its class for a while, which needs one without them. Remove "
-            "__slots__, or pass it in ignored=."
+            f"{where} is an instance of {kind.__name__}, a class with __slots__. Sharding changes "
+            "the class of the object for a while, which Python does not allow for such a class. "
+            "Remove __slots__, or pass the parameter in ignored=."
         )
     if param.layout is not torch.strided:
         raise ValueError(

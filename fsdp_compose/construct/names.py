@@ -168,7 +168,9 @@ def clean_keys(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, An
     for key, value in state_dict.items():
         name = clean(key)
         if name in result:
-            raise ValueError(f"load_state_dict: {key!r} and another key both mean {name!r}.")
+            raise ValueError(
+                f"load_state_dict: {key!r} and another key both mean {name!r}; remove one of them."
+            )
         result[name] = value
     return result
 

@@ -176,7 +176,8 @@ def _compute_norm(grads: list[Gradient], order: float, experts: _Experts | None)
     """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
     if experts is not None and order == 0:
         raise ValueError(
-            "norm_type 0 counts parameters, which expert_mesh cannot do; wanted p > 0."
+            "norm_type is 0, which counts gradients and does not go with expert_mesh; wanted a "
+            "norm_type larger than 0, such as 2.0."
         )
     if not grads and experts is None:
         return torch.zeros(())

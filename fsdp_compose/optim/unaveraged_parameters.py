@@ -67,10 +67,10 @@ def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -
         raise RuntimeError(
             f"{caller}: beside parameters of unit {unit!r}, which are sharded, it {verb} "
             f"parameters that are in no unit: {listed(names)}. Nothing averages their gradients, "
-            "so every rank would train them on its own data. Call fully_shard(module) on what they "
-            "belong to, or freeze them; if their gradients are averaged by other means, say so "
-            "when sharding, fully_shard(..., ignored=[parameter, ...]), or give them "
-            f"{instead} of their own."
+            "so every rank would train them on its own data. Call fully_shard(module) on the "
+            "module that they belong to, or freeze them. If something else averages their "
+            "gradients, say so when sharding, fully_shard(..., ignored=[parameter, ...]), or give "
+            f"them {instead} of their own."
         )
     for param in unknown:
         param.__dict__[_AVERAGED] = True

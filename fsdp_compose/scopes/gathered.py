@@ -208,13 +208,16 @@ def accept_deletions(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> No
 
 
 def restore_modules(scopes: dict[Unit, Scope]) -> dict[int, torch.Tensor]:
-    """Let modules and parameters hold what they held before; the scope's tensors by id of the
-    parameters that held them."""
+    """Let modules and parameters hold what they held before the scope.
+
+    Returns the scope's tensors, by the id of the parameter that held each.
+    """
     for unit, scope in scopes.items():
         if unit.opened is not scope:
             raise RuntimeError(
                 f"gathered: unit {unit.name!r} was undone inside the scope, or scopes over it were "
-                "not left in the reverse order of entry."
+                "not left in the reverse order of entry. Leave the scope that was entered last "
+                "first, and call undo outside of scopes."
             )
     fulls: dict[int, torch.Tensor] = {}
     for unit, scope in scopes.items():
@@ -325,8 +328,8 @@ def agree_with_rank0(units: list[Unit], options: ScopeOptions, failed: bool) -> 
             comm.broadcast(flag, group)
         if not failed and bool(flag.item()):
             raise RuntimeError(
-                "gathered: the scope failed on rank 0, which alone writes parameters back with "
-                "rank0_only; nothing was written."
+                "gathered: the scope failed on rank 0, whose parameters are the ones to be written "
+                "back with rank0_only; nothing was written. See the error of rank 0."
             )
 
 

@@ -204,4 +204,4 @@ def test_one_name_for_two_parameters_is_an_error(tmp_path: Path) -> None:
         assert len(messages) == 3
         for message in messages:
             assert "on ranks [0, 1] and another on ranks [2, 3]" in message
-        assert "'exp_avg of table.weight' is one thing" in messages[2]
+        assert "'exp_avg of table.weight' has one value" in messages[2]
