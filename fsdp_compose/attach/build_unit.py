@@ -117,7 +117,7 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
             keep_over_microbatches=plan.options.placement.keep_over_microbatches,
         ),
         slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
-        options=replace(plan.options, param_init_fn=None),  # which may refer to the model
+        options=replace(plan.options, param_init_fn=None),  # it could keep the model alive
         checks=Checks(
             groupless=plan.options.mesh is None and not dist.is_initialized(),
             left_alone=plan.left_alone(),
@@ -168,7 +168,7 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         spread,
     )
     for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
-        param.grad = grad  # takes this rank's slice
+        param.grad = grad  # a sharded parameter keeps this rank's slice of it
         take_over_hooks(param, find_entry(param).spec, *taken)
     return bucket
 

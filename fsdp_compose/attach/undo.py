@@ -66,7 +66,7 @@ def undo(module: M) -> M:
                 _restore_buffers(member, state, unit.mp)
         unit.engine.units.discard(unit)
         for other in unit.engine.units:
-            other.checks.watch = None  # what contains this module has its parameters to look at
+            other.checks.watch = None  # a unit around this module now finds its parameters plain
     return module
 
 

@@ -96,7 +96,7 @@ def resolve_mesh(
         shard, replicate = _from_device_mesh(mesh, device)
     elif isinstance(mesh, dist.ProcessGroup):
         shard, replicate = group_of(mesh, device), SELF
-    elif isinstance(mesh, Mesh):  # resolved already, or imagined for a plan
+    elif isinstance(mesh, Mesh):  # resolved already, or made up for a plan
         shard, replicate = mesh.shard, mesh.replicate
     elif isinstance(mesh, tuple) and len(mesh) == 2:  # type: ignore[redundant-expr]
         shard, replicate = group_of(mesh[0], device), group_of(mesh[1], device)

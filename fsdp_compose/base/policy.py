@@ -297,7 +297,7 @@ def check_function(where: str, name: str, function: Any, takes: str) -> None:
         found = str(getattr(function, "__name__", found))
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # some functions in C have none
+        except (TypeError, ValueError):  # some functions in C have no signature
             return
         try:
             signature.bind(*takes.strip("()").split(", "))
@@ -349,7 +349,7 @@ class Prefetch:
     forward: int = 1
     backward: int = 1
     backward_moment: Literal["pre", "post"] | None = "pre"
-    rule: PrefetchRule | None = field(default=None, repr=False)  # ranks compare the rest as text
+    rule: PrefetchRule | None = field(default=None, repr=False)  # ranks compare the others by repr
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):

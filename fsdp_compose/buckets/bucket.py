@@ -193,7 +193,7 @@ class Fill:
 class Arriving:
     """Gradients of a bucket that are not yet in ``.grad``.
 
-        Attributes:
+    Attributes:
         packed: whether the flat buffer holds gradients that were not reduced.
         used: bits of the entries that have a gradient among these.
         trained: bits of the entries that could have had one when these arrived.

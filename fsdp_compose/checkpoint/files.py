@@ -125,7 +125,7 @@ class CommittingWriter(FileSystemWriter):
             plain.append(
                 [dataclasses.replace(r, storage_data=r.storage_data.place) for r in of_rank]
             )
-        self.path = self.folder  # metadata is prepared there ...
+        self.path = self.folder  # where metadata is prepared
         super().finish(metadata, plain)
         self.path = self.root
         prepared = self.folder / METADATA
@@ -145,7 +145,7 @@ class CommittingWriter(FileSystemWriter):
                     f"another save to {self.root}, which ended meanwhile, removed {lost[0]}. Save "
                     "from one job at a time"
                 )
-            os.replace(prepared, self.root / METADATA)  # ... and this is the commit
+            os.replace(prepared, self.root / METADATA)  # the commit: metadata takes its place
             sync_folder(self.root)
             self._remove_others()
 
@@ -190,7 +190,7 @@ def committing(root: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor >= 0:
-            os.close(descriptor)  # which unlocks
+            os.close(descriptor)  # closing it unlocks
 
 
 def _lock(descriptor: int, root: Path, deadline: float) -> None:
@@ -206,7 +206,7 @@ def _lock(descriptor: int, root: Path, deadline: float) -> None:
                 ) from None
             time.sleep(0.05)
         except OSError:
-            return  # no locks here
+            return  # this file system has no locks
 
 
 def write_durably(path: Path, data: bytes) -> None:

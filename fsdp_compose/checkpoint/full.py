@@ -147,7 +147,7 @@ class _Writer:
 
     def __init__(self, export: Export, files: Sequence[PlannedFile], stages: Stages) -> None:
         self.export, self.group = export, stages.group
-        ranks = stages.members[stages.mine]  # of which each writes some of the stage's files
+        ranks = stages.members[stages.mine]  # each rank writes some of the stage's files
         turn = ranks.index(self.group.rank)
         self.mine = [file for i, file in enumerate(files) if i % len(ranks) == turn]
         self.place = {name: file for file in self.mine for name in file.tensors}

@@ -59,7 +59,7 @@ _CLASSES: Mapping[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): PurePosixPath,
     ("pathlib._local", "WindowsPath"): PureWindowsPath,
 }
-_MAX_DIMENSIONS = 64  # more than torch computes with
+_MAX_DIMENSIONS = 64  # more dimensions than torch computes with
 _MAX_NUMEL = 1 << 62
 
 

@@ -248,8 +248,8 @@ class Matched:
     missing: list[str]
     unexpected: list[str]
     problem: Exception | None
-    local: dict[str, Any] | None = None  # raw shards that fit
-    facts: object = None  # what must be alike on all ranks
+    local: dict[str, Any] | None = None  # raw shards that fit the model
+    facts: object = None  # what must be the same on all ranks
 
 
 def match(

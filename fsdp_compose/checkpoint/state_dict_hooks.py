@@ -141,13 +141,13 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
     places = dict(_places(module, unit, prefix, state_dict))
     if wanted.kind == "sharded":
         if unit.opened is not None and unit.opened.in_forward:
-            return  # in a scope of ``gathered``, whose full tensors are the caller's
+            return  # in a scope of ``gathered`` the caller wants its full tensors
         for key, (index, values, name) in places.items():
             leaf = unit.entries[index].param
-            if values.get(name) is not leaf:  # gathered now; what is in place will not last
+            if values.get(name) is not leaf:  # gathered now; a release will free that value
                 state_dict[key] = show_whole(leaf)
             elif unit.entries[index].spec.parallel is not None:
-                state_dict[key] = show_whole(leaf)  # torch took what it reads as
+                state_dict[key] = show_whole(leaf)  # torch took the whole DTensor
     elif wanted.kind == "local":
         for key in places:
             del state_dict[key]
@@ -205,7 +205,7 @@ def before_load(
     state_dict: Any,
     prefix: str,
     local_metadata: Any,
-    _strict: bool,  # always True
+    _strict: bool,  # torch passes True, whatever the caller chose
     missing_keys: Any,
     unexpected_keys: Any,
     error_msgs: Any,
@@ -223,7 +223,7 @@ def before_load(
         return  # gathered by a scope: torch writes into the full parameters
     leaves = {id(value) for value in current.values() if is_sharded(value)}
     if any(is_ready(value) or id(value) in leaves for value in given.values()):
-        return  # an outer unit's hook was here
+        return  # an outer unit's hook has converted these values
     versions = getattr(state_dict, "_metadata", None)
     groups = groups_of(module)
     strict = strict_of_load() and not changes_keys_on_load(module)

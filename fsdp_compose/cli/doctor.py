@@ -18,7 +18,7 @@ from typing import Literal
 from fsdp_compose.cli.launch import free_port
 
 State = Literal["ok", "note", "wrong"]
-PATIENCE = 60.0  # seconds for two ranks to import torch and gather
+PATIENCE = 60.0  # seconds in which two ranks must import torch and gather
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ class Exchange:
 
     works: Sequence[Any] = ()
     purpose: str = "communicate"
-    peers: Sequence[int] = ()  # global rank each work is with; empty: all at once
+    peers: Sequence[int] = ()  # by work, the global rank it is with; empty: all ranks at once
     heads: Heads | None = None
-    finish: Callable[[], None] | None = None  # to be called when the data is there
+    finish: Callable[[], None] | None = None  # called when the data has arrived
 
     def wait(self) -> None:
         works, heads, finish = self.works, self.heads, self.finish
@@ -70,8 +70,8 @@ class ReduceScatter:
 
     exchange: Exchange
     contributions: Sequence[torch.Tensor]
-    own: int = 0  # which contribution is this rank's, in the buffer that was packed
-    release: Callable[[], None] | None = None  # the others' are theirs, until this is called
+    own: int = 0  # index of this rank's contribution, which lies in the packed buffer
+    release: Callable[[], None] | None = None  # lets other ranks write their memory again
     in_tree: bool = False  # neighbours are added first, not all in rank order
 
     def result(self, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -338,7 +338,7 @@ def leave(group: Group, error: BaseException) -> None:
     try:
         default_store().set(group.note, f"rank {dist.get_rank()} left {group.purpose}: {reason}")
     except (RuntimeError, ValueError):
-        pass  # the rank that keeps the store is gone: they find out by themselves
+        pass  # the rank that keeps the store has died, which the others notice
 
 
 def _wait_attentively(
@@ -353,7 +353,7 @@ def _wait_attentively(
 
     def wait() -> None:
         try:
-            wait_for(works, peers, purpose, _STUCK)  # in a thread that attends no call
+            wait_for(works, peers, purpose, _STUCK)  # this thread attends no call
         except BaseException as error:
             failure.append(error)
 
@@ -377,6 +377,6 @@ def _raise_if_left(group: Group) -> None:
         if group.note and default_store().check([group.note]):
             text = default_store().get(group.note).decode(errors="replace")
     except (RuntimeError, ValueError):
-        pass  # the rank that keeps the store is gone, as what is waited for will tell
+        pass  # the rank that keeps the store has died; the wait itself will tell
     if text is not None:
         raise RuntimeError(text)

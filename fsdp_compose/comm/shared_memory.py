@@ -117,11 +117,8 @@ class _Peer:
         if found is None or start != offer.start or found.numel() < offer.nbytes:
             size = _whole_pages(offer.nbytes)
             seen = mmap.mmap(self.fd, size, prot=mmap.PROT_READ, offset=offer.start)
-            with (
-                torch.inference_mode(False),
-                warnings.catch_warnings(),
-            ):  # that it cannot be written is what is wanted
-                warnings.simplefilter("ignore", UserWarning)
+            with torch.inference_mode(False), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that it cannot be written, as wanted
                 found = torch.frombuffer(seen, dtype=torch.uint8)
             self.maps[offer.slot] = offer.start, found
         return found[: offer.nbytes]
@@ -220,7 +217,7 @@ class Segments:
             small = max(free, key=lambda s: len(s.map))
             slot.ticket = small.ticket
             self.slots[self.slots.index(small)] = slot
-            small.map.madvise(mmap.MADV_REMOVE)  # others may have it mapped: the pages go now
+            small.map.madvise(mmap.MADV_REMOVE)  # others may still map it, so free the pages now
         else:
             self.slots.append(slot)
         return slot
@@ -305,7 +302,7 @@ def open_segments(groups: Iterable[Group]) -> None:
         if group.pg not in _segments:
             for pg in [known for known in _segments if not is_alive(known)]:
                 del _segments[pg]
-            _segments[group.pg] = None  # should this fail, it is not tried again
+            _segments[group.pg] = None  # if the next line fails, it is not tried again
             _segments[group.pg] = _meet(group)
 
 

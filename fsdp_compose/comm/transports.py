@@ -93,12 +93,12 @@ class _Read:
     begin: int
     nbytes: int
     take: Callable[[torch.Tensor], object]
-    is_last: bool = False  # ... of the reading, which is over then
+    is_last: bool = False  # the last of the reading's parts, which ends the reading
 
     def wait(self) -> None:
         assert self.call.offers is not None
         offer: Offer = self.call.offers()[self.rank]
-        if not offer.ticket:  # it had no memory, and sends
+        if not offer.ticket:  # that rank had no memory to offer, and sends instead
             found = torch.empty_like(self.like)
             post_pairs({self.rank: found}, {}, *self.call[:3])[0].wait()
         elif offer.nbytes != self.nbytes:

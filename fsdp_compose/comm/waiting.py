@@ -34,7 +34,7 @@ POST_AFTER = 2.0
 
 _POLL = 1.0
 _DEVICE = -1
-_MAX_SPEAKERS = 8  # so that a thousand ranks that wait do not all log the same
+_MAX_SPEAKERS = 8  # a thousand waiting ranks would all log the same
 _logger = logging.getLogger("fsdp_compose")
 
 

@@ -35,7 +35,7 @@ class Value:
     tensor: torch.Tensor
     slot: Slot  # the first place it is read from
     mesh: Mesh | None  # None: no mesh was needed for it
-    repeated: tuple[Group, ...] = ()  # which hold it too, beside what tensor parallelism split
+    repeated: tuple[Group, ...] = ()  # whose ranks repeat it, beside tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Report:
 
     problem: ErrorReport
     structure: list[Any]
-    sums: dict[str, tuple[int, tuple[int, ...]]]  # checksum, and ranks it must equal that of
+    sums: dict[str, tuple[int, tuple[int, ...]]]  # checksum, and the ranks that must have the same
     what: dict[str, str]  # for messages, by key of ``sums``
     meta: frozenset[str]  # keys of values on the meta device, or left unwritten
 

@@ -86,7 +86,7 @@ class Ignored:
     params: frozenset[int] = frozenset()
     modules: frozenset[int] = frozenset()
     buffers: frozenset[int] = frozenset()
-    given: tuple[weakref.ref[Any], ...] = ()  # what the caller listed
+    given: tuple[weakref.ref[Any], ...] = ()  # the objects that the caller listed
 
     @classmethod
     def of(cls, ignored: Iterable[torch.Tensor | nn.Module]) -> Ignored:

@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> dict[torch.device, torch.Tensor]:
-        with raw():  # on the slices as they are; the ranks agree below, once
+        with raw():  # on plain slices: the ranks agree on overflow once, below
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
         groups = _find_groups(optimizer)
         if not groups:

@@ -18,7 +18,7 @@ from fsdp_compose.report.text import plural, size
 
 SMALL_GATHER = 1 << 20
 """Bytes below which a gather's start, some tens of microseconds, costs more than what it moves."""
-MANY = 8  # small units before they are worth a line
+MANY = 8  # how many small units are worth a line
 WORTH = 0.01  # of what is needed, or moved, before a saving is worth a line
 
 

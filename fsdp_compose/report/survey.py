@@ -67,10 +67,10 @@ class Record:
 class Use:
     """A parameter where a module of a unit reads it."""
 
-    param: int  # the same for every place of one parameter
+    param: int  # the same at every place of one parameter
     name: str
     bucket: int  # index in the survey
-    grad_bytes: int  # of its gradient in full; 0 where it needs none
+    grad_bytes: int  # of its full gradient; 0 where it needs none
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from fsdp_compose.sharded import STATE_KEY
 _keys = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
 _library = torch.library.Library("fsdp_compose", "DEF")
-_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the ranks meet in them
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # they communicate
 _library.define("gather(Tensor anchor, str unit) -> Tensor[]", tags=_tags)
 _library.define("reduce(Tensor[] grads, int[] given, str unit) -> Tensor", tags=_tags)
 

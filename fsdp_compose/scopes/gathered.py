@@ -304,7 +304,7 @@ def find_problem(
 
 def _is_edited(entry: Entry, tensor: torch.Tensor, index: int, scope: Scope) -> bool:
     if isinstance(scope.outer, Scope):
-        return False  # it is the outer scope's tensor, which has the edit and answers for it
+        return False  # the tensor is the outer scope's, which writes the edit back or reports it
     if version_of(tensor) != scope.versions[index] or tensor.shape != entry.spec.seen:
         return True
     if tensor.device.type != "cpu":
@@ -312,7 +312,7 @@ def _is_edited(entry: Entry, tensor: torch.Tensor, index: int, scope: Scope) -> 
     # Writes through .data and numpy leave no version behind; a look at the own slice finds them.
     with raw():
         if entry.param._version != scope.leaf_versions[index]:
-            return False  # stepped inside the scope, so the two differ for that reason
+            return False  # an optimizer stepped inside the scope, so they are meant to differ
     mine = to_local(entry.param).cpu()
     shown = part_slice(part_of(tensor).detach(), entry.spec)
     return not torch.equal(mine.view(torch.uint8), shown.contiguous().view(torch.uint8))

@@ -82,7 +82,7 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
         )
         remember_versions(unit, scope)
         if isinstance(scope.outer, Scope):
-            scope.leaf_versions = scope.outer.leaf_versions  # it shows what that gathered
+            scope.leaf_versions = scope.outer.leaf_versions  # it shows the outer one's tensors
         if options.with_grads and scope.is_here:
             scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]
         install(unit, tensors)

@@ -153,7 +153,7 @@ class _Links:
 
     engines: list[Engine]
     logs: list[Log]
-    epochs: dict[tuple[Log, Group], int]  # at the start
+    epochs: dict[tuple[Log, Group], int]  # when the scope was entered
 
     @classmethod
     def of(cls, units: list[Unit]) -> _Links:

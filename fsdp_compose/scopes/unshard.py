@@ -194,7 +194,7 @@ def reshard(module: nn.Module) -> None:
                 full = hide(entry, opened)
                 if full is not None and full._version != before:
                     edited = edited or entry
-                del full  # and with it, perhaps, a graph that keeps the unit gathered
+                del full  # which may free a graph that keeps the unit gathered
             if around is not None:
                 around.outer = None
             else:

@@ -158,7 +158,7 @@ class _Sharded(TorchState):
         spec, mine = self._shard_spec, to_local(self)
         local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
         if not (self._is_parameter or is_sharded(value)) and local.dtype == mine.dtype:
-            mine.copy_(local)  # a gradient's slice is part of a buffer
+            mine.copy_(local)  # a gradient's slice is part of a buffer, so it is written in place
             return
         set_local(self, local)
         if self._is_parameter:
@@ -409,7 +409,7 @@ def sharded_hook(
 
     def on_slice(grad: Tensor) -> Tensor | None:
         if not is_sharded(grad):
-            with raw():  # another tensor object: this one may be somebody else's
+            with raw():  # a new object, since the caller may keep this one
                 grad = tag(grad.as_subclass(Tensor), spec)
         with enable_torch_function():
             result = hook(grad)
