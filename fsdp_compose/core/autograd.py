@@ -9,9 +9,8 @@ scopes/chosen_gradients.py asks autograd for anchors instead.
 
 An ordinary backward hands the gradients to the engine, which reduces them while backward goes on.
 When the caller asked for the gradients or for a graph over them (``create_graph``), ``Reduce``
-reduces them at once. It is differentiable: its backward is ``Spread``, a gather, whose backward is
-``Reduce`` again. With the loss averaged over ranks, ``Reduce`` averages and ``Spread`` does not
-scale.
+reduces them at once. Its backward is ``Spread``, a gather, whose backward is ``Reduce`` again. As
+the loss is averaged over ranks, ``Reduce`` averages and ``Spread`` does not scale.
 
 A parameter's gradient may arrive in parts: from units that share it, or from several forwards.
 Where a hook looks at the gradient, or units share the bucket, the parts of one backward are added

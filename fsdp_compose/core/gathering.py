@@ -219,7 +219,6 @@ def _finish_gather(engine: Engine, bucket: Bucket) -> None:
 
 
 def _release(engine: Engine, bucket: Bucket) -> None:
-    """Free a bucket's gathered parameters on the gather stream."""
     if bucket.phase is Phase.SHARDED:
         return
     is_unread = bucket.phase is Phase.GATHERING
@@ -231,15 +230,13 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         return
     bucket.log("release", bucket.full_nbytes)
     streams = engine.streams
-    # Freed on the stream that allocated it, behind the compute that read it. Freed on another
-    # stream, the allocator could reuse the memory while compute still reads it, or would have to be
-    # told by record_stream, which keeps memory for an unknown time.
+    # Freed on the stream that allocated it, behind the compute that read it: the allocator gives
+    # the memory only to later gathers, so no other kernel writes it while compute still reads.
     with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
         bucket.full.untyped_storage().resize_(0)
 
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """Let the unit's modules read ``tensors``, by entry, as their parameters."""
     links = unit.links
     unit.run.showing = tensors
     for_each(setitem, links.tables, links.names, map(tensors.__getitem__, links.indices))
@@ -248,7 +245,6 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def install_leaves(unit: Unit) -> None:
-    """Put the sharded parameters back into the unit's modules, or those of an open scope."""
     install(unit, resting(unit))
     unit.run.showing = None
     for ref in unit.links.sharers:

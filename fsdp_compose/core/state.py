@@ -392,8 +392,7 @@ def engine_of(device: torch.device, make_work: Callable[[Engine], Work[Unit, Any
 
 def log_of(engine: Engine, mesh: Mesh) -> Log | None:
     """Where collectives over ``mesh`` are noted; None where there are no other ranks."""
-    # A log lives as long as its groups, not as its units: ranks may free a model at different
-    # times, and must still give new units the same numbers.
+    # It outlives its units: ranks that free a model at different times must number units alike.
     key = log_key(mesh)
     log = engine.logs.get(key) if key else None
     if log is None and key:
