@@ -209,7 +209,7 @@ def _give_back(unit: Unit, read: set[Entry]) -> None:
 
 
 def _pad_bucket(bucket: Bucket, entry: Entry) -> None:
-    """A frozen zero that nobody reads, in the place of ``entry``."""
+    """Put a frozen zero that nobody reads in the place of ``entry``."""
     spec = replace(entry.spec, fqn=f"{entry.spec.fqn} (removed)", hooks=Hooks(), parallel=None)
     piece = shard_of(bucket).split(bucket.views.splits)[bucket.views.pieces[entry.index]]
     with raw(), torch.no_grad():
@@ -268,7 +268,7 @@ def _find_prefixes(unit: Unit, change: _Change) -> dict[str, str]:
 
 
 def _rename_entry(entry: Entry, item: Found, prefixes: dict[str, str]) -> None:
-    """The parameter is read from other places, or under other names, than before."""
+    """Record where, and under which names, modules read the parameter now."""
     first = item.names[0]
     position, _, rest = first.partition(".")
     if position in prefixes and "" not in prefixes:

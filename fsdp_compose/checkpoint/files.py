@@ -256,7 +256,7 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def describe_failures(failures: Sequence[tuple[int, BaseException]]) -> str:
-    """One line of what each rank met."""
+    """One line that says what failed on each rank."""
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in failures)
 
 

@@ -299,10 +299,10 @@ def match(
 
 
 class Facts(NamedTuple):
-    """What must be alike on all ranks, or a gather inside loading would hang, or weights be mixed.
+    """What must be the same on all ranks, or gathers in loading would hang, or weights be mixed.
 
-    Each rank cuts its slices out of what it was given: from two files, one model would be stitched
-    together. ``sampled`` is a checksum over some elements of each value that is to be cut.
+    Each rank cuts its slices out of what it was given: two files would be stitched into one model.
+    ``sampled`` is a checksum over some elements of each value that is to be cut.
     """
 
     keys: int

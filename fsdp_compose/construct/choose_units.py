@@ -86,7 +86,7 @@ def plan_shards(
 
 
 def _check_list(modules: Sequence[nn.Module]) -> None:
-    """Modules that are gathered together are different ones, none inside another."""
+    """Raise unless modules that are gathered together differ, and none lies inside another."""
     places: dict[int, str] = {}
     for module in modules:
         name = type(module).__name__
@@ -136,7 +136,7 @@ def _check_options(options: Options, where: str) -> None:
 
 
 def _check_patterns(plans: Sequence[UnitPlan]) -> None:
-    """Every pattern of names that chose options of parameters has matched one."""
+    """Raise for a pattern of names that chose options and matched no parameter."""
     for plan in plans:
         for option in (plan.options.mp, plan.options.granularity):
             if isinstance(option, ByName) and option.unused:
@@ -362,7 +362,7 @@ def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
 
 
 def _check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:
-    """A sparse gradient has no place in the flat buffer that is reduced."""
+    """Raise for sparse gradients, which have no place in the flat buffer that is reduced."""
     kinds = nn.Embedding, nn.EmbeddingBag
     if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
         raise ValueError(
@@ -373,7 +373,7 @@ def _check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:
 
 
 def _check_script(plan: UnitPlan, name: str, module: nn.Module) -> None:
-    """A compiled module reads its parameters where gathered ones cannot be put; others may stay."""
+    """Raise for a scripted module, which reads parameters where gathered ones cannot be put."""
     if any(True for _ in module.parameters()) or any(module is m for m in plan.modules):
         where = f" as {name!r}" if name else ""
         raise ValueError(

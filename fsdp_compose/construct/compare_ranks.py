@@ -89,7 +89,7 @@ def _compare_beside(
     sums: Mapping[str, tuple[int, Value]],
     left: frozenset[str],
 ) -> frozenset[str]:
-    """The same over ranks that hold other parts of the modules: what they hold alike is equal.
+    """Compare the values that ranks with other parts of the modules hold in common.
 
     Args:
         left: keys of values that wait for materialisation or loading.

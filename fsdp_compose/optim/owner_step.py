@@ -164,7 +164,7 @@ class OwnerOptimizer(Optimizer):
         self._take_back()
 
     def _check_settings(self) -> None:
-        """After a step: raise on every rank if the optimizer set itself otherwise on another."""
+        """After a step: raise on every rank if the optimizer set other values on another rank."""
         mine = [
             {k: repr(v) for k, v in group.items() if isinstance(v, int | float)}
             for group in self.param_groups
@@ -199,7 +199,7 @@ class OwnerOptimizer(Optimizer):
 
 
 def _check_closure(optimizer: Optimizer) -> None:
-    """Refuse optimizers that evaluate the loss themselves, for which all parameters are one."""
+    """Refuse optimizers that evaluate the loss themselves: they search along one vector of all."""
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise TypeError(

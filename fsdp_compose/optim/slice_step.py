@@ -69,7 +69,7 @@ def hook_slice_step(optimizer: Optimizer) -> None:
 
 
 def unhook_slice_step(optimizer: Optimizer) -> None:
-    """Take the hook of a step away again: the next one's must come after hooks added till then."""
+    """Remove the hook of a step: that of the next step must come after hooks added until then."""
     hook = _hooks.pop(optimizer, None)
     if hook is not None:
         hook.remove()
@@ -178,7 +178,7 @@ def _count_state(optimizer: Optimizer) -> int:
 
 
 def _tag_state(optimizer: Optimizer) -> None:
-    """Let what a step made of slices be known as such. Its numbers are tensors of shape ()."""
+    """Tag the state that a step made of slices as sharded, except numbers of shape ()."""
     param: Any
     for param, values in optimizer.state.items():
         if type(param) in _SHARDED:

@@ -98,8 +98,7 @@ def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step that would train nothing or without gradients that wait to be reduced, and drop
-    weights gathered ahead."""
+    """Refuse a step that would train nothing or miss gradients; drop weights gathered ahead."""
     if type(optimizer).__module__.startswith("torchao."):
         _refuse_torchao(optimizer)
     caller = f"{type(optimizer).__name__}.step()"

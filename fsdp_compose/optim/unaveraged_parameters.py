@@ -57,7 +57,7 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
 
 
 def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
-    """Raise as said above; True if all plain parameters have a gradient and were looked at."""
+    """Raise for gradients that nothing averages; True if every plain parameter was looked at."""
     unit = next((name for param in params if (name := _unit_over_ranks(param))), None)
     plain = _list_plain(params) if unit is not None else []
     ready = [param for param in plain if param.grad is not None]
@@ -78,7 +78,7 @@ def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -
 
 
 def _unit_over_ranks(param: nn.Parameter) -> str | None:
-    """Name of the unit, if the parameter is one of several ranks."""
+    """Name of the unit, if the parameter is sharded over several ranks."""
     source = source_of(param)
     bucket = None if source is None else source.bucket()
     if is_sharded_parameter(param):
@@ -90,7 +90,7 @@ def _unit_over_ranks(param: nn.Parameter) -> str | None:
 
 
 def _list_plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are trained, and neither sharded nor ignored; a DTensor has a mesh of its own."""
+    """The trained parameters that are neither sharded nor ignored; DTensors have their own mesh."""
     ignored: set[int] = set()
     for engine in here.engines.values():
         for unit in engine.units:

@@ -107,7 +107,7 @@ def _units_line(policy: Policy | None, *more: str) -> str:
 
 
 def _split_whole_model(question: Question) -> Iterator[Advice]:
-    """One unit holds everything: name the class of which most of the model is made."""
+    """Advise to split a single unit by the class of which most of the model is made."""
     if question.chosen["units"] is not None or len(question.survey.records) != 1:
         return
     (root,) = question.survey.records[0].modules[:1]
@@ -132,7 +132,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def _split_ends(question: Question) -> Iterator[Advice]:
-    """Modules of one unit that are used far apart, such as an embedding and a head."""
+    """Advise to split modules of one unit that are used far apart, as an embedding and a head."""
     policy = question.chosen["units"]
     for unit, before, after in used_far_apart(question.survey) if policy is not None else ():
         ends = [name.rpartition(".")[0] for name in (*before, *after)]
@@ -160,7 +160,7 @@ def _quoted(name: str) -> str:
 
 
 def _join_small_units(question: Question) -> Iterator[Advice]:
-    """Units whose gathers are over before they are under way."""
+    """Advise to join small units, whose gathers cost more to start than to send."""
     buckets = question.survey.buckets
     gathers = [sum(buckets[i].full_bytes for i in r.held) for r in question.survey.records]
     small = [nbytes for nbytes in gathers if 0 < nbytes < SMALL_GATHER]
@@ -179,7 +179,7 @@ def _join_small_units(question: Question) -> Iterator[Advice]:
 
 
 def _keep_outermost(question: Question) -> Iterator[Advice]:
-    """The outermost unit is released after forward, although backward needs it first."""
+    """Advise to keep an outermost unit that is released although backward needs it first."""
     chosen = question.chosen
     if chosen["reshard_after_forward"] is not True and chosen["strategy"] is None:
         return
@@ -194,7 +194,7 @@ def _keep_outermost(question: Question) -> Iterator[Advice]:
 
 
 def _keep_all(question: Question) -> Iterator[Advice]:
-    """There is room to keep every unit gathered from forward to backward."""
+    """Advise to keep every unit gathered from forward to backward, where there is room."""
     chosen = question.chosen
     if question.available is None or question.is_too_large or chosen["strategy"] is not None:
         return
@@ -206,7 +206,7 @@ def _keep_all(question: Question) -> Iterator[Advice]:
 
 
 def _make_it_fit(question: Question) -> Iterator[Advice]:
-    """It does not fit: compute in bf16, keep the optimizer in host memory."""
+    """Advise to compute in bf16, or to keep the optimizer in host memory, if it does not fit."""
     if not question.is_too_large:
         return
     half = MixedPrecision(torch.bfloat16, torch.float32)

@@ -176,7 +176,7 @@ def _check_entry(units: list[Unit], options: ScopeOptions) -> None:
 
 
 def find_replacements(scopes: dict[Unit, Scope]) -> dict[Entry, Any]:
-    """What the body put in the place of full tensors."""
+    """Find the tensors that the body put in the place of full ones."""
     found: dict[Entry, Any] = {}
     for unit, scope in scopes.items():
         for values, name, index in unit.links.places:
@@ -190,10 +190,10 @@ def find_replacements(scopes: dict[Unit, Scope]) -> dict[Entry, Any]:
 
 
 def accept_deletions(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> None:
-    """Where the body deleted parameters, let it be so.
+    """Let the units forget the parameters that the body deleted.
 
-    That is how ``torch.nn.utils.parametrize`` and its kin work. The next forward finds leaves at
-    places that are new to their unit, and names ``refresh``.
+    ``torch.nn.utils.parametrize`` and similar functions delete them. The next forward finds leaves
+    at places that are new to their unit, and raises an error that says to call ``refresh``.
     """
     for unit in scopes:
         gone = {(id(v), name): index for v, name, index in unit.links.places if name not in v}
@@ -263,7 +263,7 @@ def finish(scopes: dict[Unit, Scope], changes: dict[Entry, Any], options: ScopeO
 def find_problem(
     unit: Unit, scope: Scope, changes: dict[Entry, Any], options: ScopeOptions
 ) -> str | None:
-    """Why the scope cannot be left in peace, or None."""
+    """The error for an edit that leaving the scope would lose; None where there is none."""
     for index, entry in enumerate(unit.entries):
         name = f"parameter {entry.spec.fqn!r} of unit {unit.name!r}"
         tensor = scope.tensors[index]

@@ -37,7 +37,7 @@ class ScopeOptions:
 
 @dataclass(eq=False)
 class Scope(Opened):
-    """A unit inside ``gathered``."""
+    """What is remembered of a unit inside ``gathered``."""
 
     options: ScopeOptions = field(kw_only=True)
     is_here: bool = True  # this rank has the full tensors
@@ -90,14 +90,14 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
 
 
 def remember_versions(unit: Unit, scope: Scope) -> None:
-    """Remember the versions of everything, to find edits by."""
+    """Record the versions of all tensors and shards, so that edits can be found."""
     if scope.is_here:
         scope.versions = [version_of(tensor) for tensor in scope.tensors]
     scope.leaf_versions = leaf_versions_of(unit)
 
 
 def version_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when autograd sees a write, and when ``.data`` is assigned."""
+    """A value that changes when autograd sees a write, and when ``.data`` is assigned."""
     return tensor._version, part_of(tensor).data_ptr()
 
 
@@ -185,7 +185,7 @@ def show_in_scope(shown: dict[Entry, torch.Tensor], key: object, options: ScopeO
 
 
 def _rebuild(options: ScopeOptions, entry: Entry, trained: bool) -> torch.Tensor:
-    """What the scope shows of a parameter that was frozen, or set free, inside it."""
+    """What a scope shows after its parameter was frozen, or made trainable, inside it."""
     full = entry.held.detach()
     if options.connected:
         return reconnect(entry, full, trained, [])

@@ -139,7 +139,7 @@ def _rebuild(ref: weakref.ref[Unit], entry: Entry, trained: bool) -> torch.Tenso
 def reconnect(
     entry: Entry, full: torch.Tensor, trained: bool, reaches: list[Reach]
 ) -> torch.Tensor:
-    """A full tensor of a scope after its parameter was set free, or frozen."""
+    """The full tensor of a scope after its parameter was made trainable, or frozen."""
     if not trained:
         return as_parameter(full)
     owner = owner_of(entry)
