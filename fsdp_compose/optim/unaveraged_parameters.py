@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.entries import entry_of
-from fsdp_compose.core.guards.added_parameters import listed
+from fsdp_compose.core.guards.surroundings import UNAVERAGED
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.plain_parameters import source_of
 from fsdp_compose.sharded import ShardedParameter, is_sharded_parameter
@@ -66,11 +67,10 @@ def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -
     if names:
         raise RuntimeError(
             f"{caller}: beside parameters of unit {unit!r}, which are sharded, it {verb} "
-            f"parameters that are in no unit: {listed(names)}. Nothing averages their gradients, "
-            "so every rank would train them on its own data. Call fully_shard(module) on the "
-            "module that they belong to, or freeze them. If something else averages their "
-            "gradients, say so when sharding, fully_shard(..., ignored=[parameter, ...]), or give "
-            f"them {instead} of their own."
+            f"parameters that are in no unit: {quote_names(names)}. {UNAVERAGED} Call "
+            "fully_shard(module) on the module that they belong to, or freeze them. If something "
+            "else averages their gradients, say so when sharding, "
+            f"fully_shard(..., ignored=[parameter, ...]), or give them {instead} of their own."
         )
     for param in unknown:
         param.__dict__[_AVERAGED] = True

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.policy import MixedPrecision, Offload, ShardingStrategy
+from fsdp_compose.base.wording import quote_names
 from fsdp_compose.construct.wrap import Policy, by_class, by_name, by_size
-from fsdp_compose.report.notes import some, used_far_apart
+from fsdp_compose.report.notes import used_far_apart
 from fsdp_compose.report.survey import Survey
 from fsdp_compose.report.text import plural, size
 
@@ -141,7 +142,7 @@ def _split_ends(question: Question) -> Iterator[Advice]:
         names = [name for name in nbytes if nbytes[name] > WORTH * sum(nbytes.values())]
         if not names:
             continue
-        text = f"make {some(names)} units of their own, so that neither waits for the other"
+        text = f"make {quote_names(names)} units of their own, so that neither waits for the other"
         paste = _units_line(policy, f"by_name({', '.join(map(_quoted, names))})")
         _, advice = question.try_change(text, paste, units=policy | by_name(*names))
         if advice.saved_bytes > WORTH * question.now.needed:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.gather import stamp_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -257,8 +258,7 @@ def _now(engine: Engine) -> Iterator[str]:
 
 def _next(units: Sequence[Unit]) -> Iterator[str]:
     def named(found: Sequence[Unit]) -> str:
-        shown = ", ".join(repr(unit.name) for unit in found[:4])
-        return f"{shown} and {len(found) - 4} more" if len(found) > 4 else shown
+        return quote_names(unit.name for unit in found)
 
     by_user = [unit for unit in units if Hold.USER in unit.holds]
     if by_user:

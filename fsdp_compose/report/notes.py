@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fsdp_compose.base.wording import quote_names
 from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.survey import Record, Survey
 from fsdp_compose.report.text import count, dtype_name, plural, size
@@ -11,7 +12,6 @@ from fsdp_compose.sharded import part_of
 
 MUCH_PADDING = 0.01
 LARGE_UNIT = 0.5
-_NAMED = 4
 
 
 def notes_on(survey: Survey) -> tuple[str, ...]:
@@ -41,12 +41,6 @@ def odd_notes_on(survey: Survey) -> tuple[str, ...]:
     )
 
 
-def some(names: Sequence[str]) -> str:
-    """Quote names; of many, the first few and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:_NAMED])
-    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
-
-
 def _left_out(survey: Survey) -> Iterator[str]:
     trained = [name for name, p in survey.outside.items() if p.requires_grad]
     frozen = [name for name, p in survey.outside.items() if not p.requires_grad]
@@ -62,7 +56,7 @@ def _left_out(survey: Survey) -> Iterator[str]:
             kind = "trained" if names is trained else "frozen"
             yield (
                 f"in no unit, ignored or left out: {plural(len(names), f'{kind} parameter')} "
-                f"({size(nbytes)}): {some(names)}; {consequence}."
+                f"({size(nbytes)}): {quote_names(names)}; {consequence}."
             )
 
 
@@ -76,7 +70,7 @@ def _split(survey: Survey) -> Iterator[str]:
         ranks = " or ".join(str(n) for n in sorted(set(survey.split.values())))
         yield (
             f"tensor parallelism splits {plural(len(survey.split), 'parameter')} over {ranks} "
-            f"ranks: {some(list(survey.split))}; what is counted is this rank's part of them."
+            f"ranks: {quote_names(survey.split)}; what is counted is this rank's part of them."
         )
 
 
@@ -136,10 +130,10 @@ def used_far_apart(survey: Survey) -> Iterator[tuple[str, list[str], dict[str, i
 def _far_apart(survey: Survey) -> Iterator[str]:
     for unit, before, after in used_far_apart(survey):
         yield (
-            f"unit {unit!r} holds parameters used far apart: gradients of {some(list(after))} "
+            f"unit {unit!r} holds parameters used far apart: gradients of {quote_names(after)} "
             f"({size(sum(after.values()))}) are made at the start of backward and kept to its end, "
-            f"when those of {some(before)} arrive. Make either a unit of its own to reduce them at "
-            "once."
+            f"when those of {quote_names(before)} arrive. Make either a unit of its own to reduce "
+            "them at once."
         )
 
 
@@ -204,7 +198,7 @@ def _frozen(survey: Survey) -> Iterator[str]:
 
 
 def _units(names: Sequence[str]) -> str:
-    return f"unit {names[0]!r}" if len(names) == 1 else f"{len(names)} units ({some(names)})"
+    return f"unit {names[0]!r}" if len(names) == 1 else f"{len(names)} units ({quote_names(names)})"
 
 
 def work_of(buckets: Sequence[PlannedBucket]) -> tuple[int, ...]:

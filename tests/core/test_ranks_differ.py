@@ -76,13 +76,16 @@ def test_first_iteration_names_both_units(way: tuple[int, ...], found: str, worl
         assert f"{others} {gathers} unit 'blocks.0' (forward) where rank 1 {found}" in text
 
 
-def test_a_rank_that_stops_after_its_forward() -> None:
+@pytest.mark.parametrize("steps", [0, 3], ids=["the first step", "a later step"])
+def test_a_rank_that_stops_after_its_forward(steps: int) -> None:
     """It evaluates where the others train: its end of a step meets their first reduction."""
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Branching), strategy=ShardingStrategy.SHARD_GRAD_OP)
+        for seed in range(steps):
+            step(model, rank, seed)
         with torch.set_grad_enabled(rank == 0):
-            loss = square(model, data(0, rank))
+            loss = square(model, data(steps, rank))
         if rank == 0:
             loss.backward()
 
@@ -156,22 +159,6 @@ def test_a_later_step_on_two_axes(options: dict[str, Any]) -> None:
         for error in rank_errors(ranks, 4, timeout=20):
             assert error is not None and "ranks run different units in step 4" in error
             assert "found at the end" not in error
-
-
-def test_a_rank_that_stops_in_a_later_step() -> None:
-    """A rank that stops after its forward in a later step."""
-
-    def ranks(rank: int) -> None:
-        model = by_block(seeded(Branching), strategy=ShardingStrategy.SHARD_GRAD_OP)
-        for seed in range(3):
-            step(model, rank, seed)
-        with torch.set_grad_enabled(rank == 0):
-            loss = square(model, data(3, rank))
-        if rank == 0:
-            loss.backward()
-
-    text = message(rank_errors(ranks, 2, timeout=10))
-    assert "rank 0 reduces unit 'blocks.2' (backward) where rank 1 ends the step" in text
 
 
 def test_steps_after_an_error_in_a_later_step() -> None:

@@ -15,11 +15,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.torch_private import child_slots, forward_hook_tables, parameter_slots
+from fsdp_compose.base.wording import quote_names
 from fsdp_compose.core.records import Watch
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.sharded import PRIVACY, is_sharded
-
-_MOST = 5
 
 
 def check_additions(unit: Unit) -> None:
@@ -45,24 +44,18 @@ def check_additions(unit: Unit) -> None:
     if added:
         raise RuntimeError(
             f"unit {unit.name!r} has trainable parameters that were added, or made trainable, "
-            f"after fully_shard and are not sharded: {listed(added)}. Their gradients would "
+            f"after fully_shard and are not sharded: {quote_names(added)}. Their gradients would "
             "differ between ranks. Call fsdp_compose.refresh(model) on every rank, and give them "
             "to the optimizer."
         )
     if missing:
-        moved = listed([name for name, _ in missing])
+        moved = quote_names(name for name, _ in missing)
         raise RuntimeError(
             f"unit {unit.name!r}: its modules have sharded parameters under names that they did "
             f"not have when the unit was sharded: {moved}. The unit would not gather them there. "
             "Call fsdp_compose.refresh(model) on every rank."
         )
     remember(unit)
-
-
-def listed(names: list[str]) -> str:
-    """Quote the first names and count the rest."""
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(map(repr, names[:_MOST])) + more
 
 
 def check_copy(unit: Unit, module: nn.Module) -> None:

@@ -15,10 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.torch_private import child_slots, parameter_slots
 from fsdp_compose.base.torch_stack import calling_modules
-from fsdp_compose.core.guards.added_parameters import is_ignored, listed
+from fsdp_compose.base.wording import quote_names
+from fsdp_compose.core.guards.added_parameters import is_ignored
 from fsdp_compose.core.guards.scope_parameters import is_whole
 from fsdp_compose.core.state import Unit, find_state, iter_units
 from fsdp_compose.sharded import is_sharded
+
+UNAVERAGED = "Nothing averages their gradients, so every rank would train them on its own data."
 
 
 def find_surroundings(unit: Unit) -> None:
@@ -68,10 +71,10 @@ def check_surroundings(module: nn.Module, caller: str) -> None:
     if names:
         raise RuntimeError(
             f"{caller}: trainable parameters of the {type(module).__name__} around unit "
-            f"{units[0].name!r} are in no unit: {listed(names)}. Nothing averages their gradients, "
-            "so every rank would train them on its own data. Shard the model around its units too, "
-            "with fully_shard(model), or freeze these parameters. If something else averages their "
-            "gradients, say so when sharding: fully_shard(..., ignored=[parameter, ...])."
+            f"{units[0].name!r} are in no unit: {quote_names(names)}. {UNAVERAGED} Shard the "
+            "model around its units too, with fully_shard(model), or freeze these parameters. If "
+            "something else averages their gradients, say so when sharding: "
+            "fully_shard(..., ignored=[parameter, ...])."
         )
 
 
