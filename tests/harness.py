@@ -54,6 +54,7 @@ with warnings.catch_warnings():  # torch imports it in the first dual level, wit
     import torch._decomp.decompositions_for_jvp
 
 __all__ = [
+    "TORCH",
     "RankError",
     "RankFailure",
     "RankTimeout",
@@ -64,6 +65,7 @@ __all__ = [
     "single_process",
 ]
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GRACE = 2.0  # seconds the other ranks get once one has failed: they often hang in a collective
 STACK_DUMP = 1.0  # seconds to wait for the Python stacks of a rank that hangs
 

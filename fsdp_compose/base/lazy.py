@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib import reload
+from importlib import import_module, reload
 from threading import RLock
 from types import ModuleType
 from typing import Any
@@ -31,6 +31,10 @@ class LazyPackage(ModuleType):
                 finally:
                     _under_way.remove(self.__name__)
             return vars(self)[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as cloudpickle does for other modules: Ray sends functions that use one."""
+        return import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.__all__})

@@ -334,6 +334,7 @@ def count_bytecodes(model: nn.Module) -> Counter[str]:
         counts[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += event == "opcode"
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # before settrace, for Python 3.12
     for step in range(4):
         sys.settrace(trace if step == 3 else None)
         model(torch.ones(4)).sum().backward()

@@ -34,7 +34,7 @@ from fsdp_compose import (
     pipeline_stage,
 )
 
-from harness import rank_errors, run_ranks
+from harness import TORCH, rank_errors, run_ranks
 from models import (
     WIDTH,
     Block,
@@ -61,6 +61,8 @@ SCHEDULES = {
     "zero bubble": ScheduleInterleavedZeroBubble,
     "v": ScheduleZBVZeroBubble,
 }
+if TORCH < (2, 13):
+    del SCHEDULES["v"]  # on gloo its sends and receives fail to connect there
 PLACES = {"v": ([0, 3], [1, 2]), "interleaved": ([0, 2], [1, 3]), "zero bubble": ([0, 2], [1, 3])}
 
 
@@ -356,7 +358,7 @@ def test_an_earlier_pipeline_does_not_hold_up_the_next() -> None:
     """
 
     def ranks(rank: int) -> None:
-        first = Pipeline("v")
+        first = Pipeline("v" if "v" in SCHEDULES else "zero bubble")
         first.train()
         pp = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
         part = by_block(

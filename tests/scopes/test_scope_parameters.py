@@ -17,7 +17,7 @@ import fsdp_compose as fc
 from fsdp_compose import gathered, is_fully_sharded, reshard, unshard
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
-from harness import run_ranks
+from harness import TORCH, run_ranks
 from models import Tower, by_block, data, seeded, sgd, square, whole
 
 
@@ -243,12 +243,15 @@ def test_gradients_asked_for_in_a_scope_are_averaged(options: dict[str, Any]) ->
     def train(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
         params = list(model.parameters())
         named = dict(model.named_parameters())
-        found = torch.autograd.grad(loss(), named, create_graph=True)
-        sum(grad.square().sum() for grad in found.values()).backward()
+        if TORCH >= (2, 13):
+            found = [*torch.autograd.grad(loss(), named, create_graph=True).values()]
+        else:  # takes no dictionary
+            found = [*torch.autograd.grad(loss(), params, create_graph=True)]
+        sum(grad.square().sum() for grad in found).backward()
         loss().backward(inputs=params[:2])
         for param, grad in zip(params[2:4], torch.autograd.grad(loss(), params[2:4]), strict=True):
             param.grad = grad
-        return list(found.values())
+        return found
 
     def check(rank: int) -> None:
         for scope in (gathered, unsharded):

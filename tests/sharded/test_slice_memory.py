@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp_compose as fc
 from fsdp_compose.sharded import ShardedParameter, ShardedWeightError, is_sharded
 
-from harness import run_ranks
+from harness import TORCH, run_ranks
 from models import WIDTH, Tower, by_block, data, seeded, square
 
 
@@ -42,7 +42,6 @@ def save_safetensors(tensor: Any) -> None:
 
 READERS: list[Callable[[Any], Any]] = [
     lambda t: t.data_ptr(),
-    lambda t: t.const_data_ptr(),
     lambda t: t.untyped_storage(),
     lambda t: t.storage(),
     lambda t: t._typed_storage(),
@@ -62,6 +61,8 @@ READERS: list[Callable[[Any], Any]] = [
     save_torch,
     pickle.dumps,
 ]
+if TORCH >= (2, 13):
+    READERS.append(lambda t: t.const_data_ptr())
 
 
 def trained(model: nn.Module, rank: int, width: int = WIDTH) -> torch.optim.Optimizer:
