@@ -109,7 +109,7 @@ $(MODELS): $(READY)
 	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch.txt
 	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e ".[models]"
 	rm -rf $(RECIPES)
-	$(BIN)/python -m pip install --no-deps --target $(RECIPES) ema-pytorch torchao diffusers requests \
+	$(BIN)/python -m pip install --no-deps --target $(RECIPES) ema-pytorch torchao diffusers bitsandbytes requests \
 	  urllib3 certifi charset-normalizer idna \
 	  lightning lightning-utilities torchmetrics || rm -rf $(RECIPES)
 	rm -rf $(TITAN)

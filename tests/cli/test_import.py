@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import fsdp_compose
 
 ROOT = Path(__file__).parents[2]
 HEAVY = "torch._dynamo sympy torch.distributed.checkpoint torch.distributed.tensor optree numpy"
@@ -108,3 +112,9 @@ def test_in_a_new_process(body: str) -> None:
         command, check=False, capture_output=True, text=True, timeout=200, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_pickled_by_name() -> None:
+    """cloudpickle sends a function with the modules it uses; so Ray and Dask send ours."""
+    assert pickle.loads(pickle.dumps(fsdp_compose)) is fsdp_compose
+    assert copy.deepcopy({"package": fsdp_compose})["package"] is fsdp_compose
