@@ -53,7 +53,7 @@ class Mesh:
 
     @property
     def replicate_axis(self) -> Group:
-        """The ranks whose sums are summed then."""
+        """The ranks whose sums are added up after that."""
         return self.replicate if self.axes is None else self.axes[1]
 
     @property

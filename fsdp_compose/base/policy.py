@@ -59,7 +59,7 @@ class ShardingStrategy(Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """A strategy as what it decides, one choice at a time.
+    """What a strategy decides, as separate choices.
 
     Args:
         keep_after_forward: weights stay gathered from forward to backward; None: only those of the
@@ -94,7 +94,7 @@ _PLACEMENTS = {
 
 
 def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int | None) -> Placement:
-    """What the two options decide together.
+    """Turn ``strategy`` and ``reshard_after_forward`` into a placement.
 
     Raises:
         ValueError: they contradict each other.
@@ -133,7 +133,7 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
 
 
 class Dtypes(NamedTuple):
-    """Of parameters in forward and backward, of gradients on their way, and of ``.grad``."""
+    """The dtypes of parameters in compute, of gradients in a reduction, and of ``.grad``."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -228,7 +228,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class FullPrecision(MixedPrecision):
-    """Of a unit made for ``full_precision_classes``: returns what the unit around it computes in.
+    """The precision of a unit for ``full_precision_classes``; its outputs have the dtype around it.
 
     In a forward of eval mode for which that is full precision too, nothing is cast.
     """

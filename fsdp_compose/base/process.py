@@ -41,7 +41,7 @@ class Traffic:
 
     @property
     def collectives(self) -> int:
-        """Without ``control``, which counts messages outside the passes: checks, errors."""
+        """Collectives of passes; ``control`` counts messages outside of them: checks, errors."""
         return self.gathers + self.reduces + self.all_reduces + self.moves
 
     @property

@@ -141,7 +141,7 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def made_at(node: Any) -> int:
-    """Grows with every autograd node that a thread makes."""
+    """When an autograd node was made: a number that grows with every node of a thread."""
     number: int = node._sequence_nr()
     return number
 
@@ -372,8 +372,7 @@ def is_asked_for_node() -> bool:
 
 
 def clipped_parameters() -> Sequence[torch.Tensor] | None:
-    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it called what handles a function of
-    torch for one of our classes, and that calls this."""
+    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it called what is handled now."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("fsdp_compose."):
         frame = frame.f_back

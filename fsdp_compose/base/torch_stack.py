@@ -72,8 +72,10 @@ def is_called_by_parameter() -> bool:
 
 
 def is_asked_for_gradient() -> bool:
-    """Whether ``autograd.grad`` or ``backward(inputs=)`` looks for a handler, where the caller's
-    caller asks a tensor for its ``__torch_function__``."""
+    """Whether ``autograd.grad`` or ``backward(inputs=)`` asks a tensor who handles the call.
+
+    To be called by the tensor's ``__torch_function__``, which torch reads in order to ask.
+    """
     return sys._getframe(2).f_code in _asking
 
 

@@ -32,7 +32,7 @@ _FLAG_TAGS = 1 << 29
 
 
 class Caller(Protocol):
-    """Whose collectives these are; see core/guards/collective_log.py."""
+    """Issues collectives, and compares them between ranks; see core/guards/collective_log.py."""
 
     def epoch(self, group: Group) -> int:
         """Counts disagreements in ``group``: what was sent before one is never read after it."""

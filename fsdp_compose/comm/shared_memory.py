@@ -200,7 +200,7 @@ class Segments:
         return all(h[floor] >= slot.ticket or h[read] >= slot.ticket for h in headers)
 
     def _grow(self, nbytes: int, free: list[_Slot]) -> _Slot | None:
-        """Another slot, or a larger one in the place of one that is free and too small."""
+        """Make another slot, or a larger one in the place of one that is free and too small."""
         if not free and len(self.slots) == MAX_SLOTS:
             return None
         size = _whole_pages(nbytes)
@@ -278,7 +278,7 @@ class Segments:
         return sum(len(slot.map) for slot in self.slots)
 
     def lent_bytes(self) -> int:
-        """Bytes of it in which gradients are packed now."""
+        """Bytes of that memory in which gradients are packed now."""
         leases = [slot.lease() for slot in self.slots if slot.lease is not None]
         return sum(x.memory.numel() for x in leases if x is not None and not x.is_copy)
 
@@ -312,7 +312,7 @@ def segments_of(group: Group) -> Segments | None:
 
 
 def all_segments() -> Iterator[Segments]:
-    """Those of all groups, for reports and tests."""
+    """The segments of all groups, for tests."""
     return filter(None, list(_segments.values()))
 
 

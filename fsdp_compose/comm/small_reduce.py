@@ -57,7 +57,7 @@ def reduce_alike(
 
 
 def _number(what: str, ranks: int) -> int:
-    """At least 1, and so small that the sum of its squares over the ranks is exact in fp64."""
+    """A number for ``what`` whose sum of squares over the ranks is exact in fp64; never 0."""
     bits = 26 - (ranks - 1).bit_length()
     return 1 + zlib.crc32(what.encode()) % ((1 << max(bits, 4)) - 1)
 

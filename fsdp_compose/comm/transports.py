@@ -204,7 +204,7 @@ def _exchange_at_once(
 
 
 def _begun(work: Any, buffer: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> Started:
-    """On an accelerator the work is ordered on the current stream; elsewhere it is waited for."""
+    """Wait for the work on a CPU; an accelerator orders it on its current stream."""
     if work is None or buffer.device.type == "cpu":
         return Started(() if work is None else (work,), (), parts)
     work.wait()

@@ -40,7 +40,7 @@ _logger = logging.getLogger("fsdp_compose")
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Wait:
-    """That this rank waits with ``ranks`` for ``purpose``."""
+    """A wait of this rank, with ``ranks`` and for ``purpose``."""
 
     purpose: str
     ranks: Sequence[int]  # of the process group; may contain this one
@@ -99,7 +99,7 @@ class _Watch:
 
 
 class NoWatch(_Watch):
-    """For ranks that are simulated: who waits for whom is known there without a thread."""
+    """The watch of simulated ranks: a simulation knows without a thread who waits for whom."""
 
     def start(self) -> None:
         pass
