@@ -338,6 +338,22 @@ def check_filled_elsewhere(package: Path) -> list[str]:
     return wrong
 
 
+SHARED_PRIVATE = {"_FSDPState"}  # what the state is called in the library's contract
+
+
+def check_private_names(package: Path) -> list[str]:
+    """A name with an underscore is read in its own file alone."""
+    return [
+        f"{at(path, package, node)}: {alias.name} is private to {node.module}"
+        for path, _, tree in sources(package)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.level or (node.module or "").split(".")[0] == package.name)
+        for alias in node.names
+        if re.match("_[^_]", alias.name) and alias.name not in SHARED_PRIVATE
+    ]
+
+
 def flatten(target: ast.expr) -> list[ast.expr]:
     """The targets of an assignment, those of a tuple one by one."""
     if isinstance(target, ast.Tuple | ast.List):

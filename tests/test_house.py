@@ -15,6 +15,7 @@ from house import (
     check_filled_elsewhere,
     check_form,
     check_layers,
+    check_private_names,
     check_private_torch,
     check_process_state,
     check_public_names,
@@ -30,6 +31,7 @@ CHECKS = [
     check_form,
     check_process_state,
     check_filled_elsewhere,
+    check_private_names,
     check_public_names,
     check_sizes,
     check_fields,
@@ -214,6 +216,13 @@ def test_what_is_keyed_by_its_owner_may_stand(tmp_path: Path) -> None:
 )
 def test_what_is_filled_from_another_file_is_found(body: str, tmp_path: Path) -> None:
     assert check_filled_elsewhere(build(tmp_path, CLEAN | {"core/passes.py": body}))
+
+
+@pytest.mark.parametrize(
+    "body", ["from ..comm.collectives import _f", "from .records import _x as x"]
+)
+def test_another_files_private_name_is_found(body: str, tmp_path: Path) -> None:
+    assert check_private_names(build(tmp_path, CLEAN | {"core/passes.py": body}))
 
 
 def test_own_tables_and_objects_may_be_written(tmp_path: Path) -> None:
