@@ -306,8 +306,8 @@ def _load(
         fits = comm_hooks.restore(module, remembered)
     if not fits:
         warnings.warn(
-            f"{root}: it holds no state of communication hooks for the ranks and units there are "
-            "now, so that the hooks of this module go on with the state they have.",
+            f"{root}: it holds no state of communication hooks for the ranks and units of this "
+            "model, so the hooks of this module keep the state that they have.",
             stacklevel=3,
         )
     return extra

@@ -197,9 +197,9 @@ def _difference(facts: Sequence[object], ranks: Sequence[int]) -> Exception | No
     for rank, fact in zip(ranks, facts, strict=True):
         if fact != facts[0]:
             return RuntimeError(
-                f"the ranks were given different things: rank {ranks[0]} {facts[0]!s}, rank "
-                f"{rank} {fact!s}. Every rank must pass the same; what only rank 0 has goes in "
-                "with broadcast_from_rank0=True."
+                f"the ranks were given different things: rank {ranks[0]} has {facts[0]!s}, rank "
+                f"{rank} has {fact!s}. Pass the same on every rank, or, where only rank 0 has it, "
+                "pass broadcast_from_rank0=True."
             )
     return None
 

@@ -178,9 +178,9 @@ def tell(wait: Wait, now: float) -> None:
     wait.absent = "; ".join(found) or "all the ranks it needs wait for the same"
     if waiting_too < _MAX_SPEAKERS:
         _logger.warning(
-            "rank %d has waited %.0f s to %s: %s. What all ranks take part in must be called on "
-            "every one of them, also in code for rank 0 alone. Once the timeout of the process "
-            "group is over this becomes an error.",
+            "rank %d has waited %.0f s to %s: %s. Call what all ranks take part in on every rank, "
+            "also where only rank 0 uses the result. When the timeout of the process group is "
+            "over, this becomes an error.",
             me,
             now - wait.since,
             wait.purpose,
