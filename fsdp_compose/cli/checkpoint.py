@@ -31,12 +31,16 @@ from fsdp_compose.checkpoint.full import MAX_FILE_BYTES
 from fsdp_compose.checkpoint.metadata import check_whole, manifests, read_metadata, verify
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.values import Outline
+from fsdp_compose.cli.errors import UserError
 from fsdp_compose.cli.progress import follow, say_all
-from fsdp_compose.report.text import dtype_name, table
+from fsdp_compose.report.text import dtype_name, plural, table
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what ``checkpoint show`` or ``convert`` was asked for; an error is a line on stderr."""
+    """Do what ``checkpoint show`` or ``convert`` was asked for.
+
+    What is wrong with the files is a line on stderr and 1; a wrong path is a ``UserError``.
+    """
     try:
         (_show if args.action == "show" else _convert)(args)
     except (OSError, RuntimeError, ValueError) as error:
@@ -68,14 +72,14 @@ def _show_sharded(path: Path, check: bool, every: bool) -> None:
         if isinstance(entry, TensorStorageMetadata):
             check_whole(path, key, entry)
             dtype, shape = entry.properties.dtype, tuple(entry.size)
-            rows.append((key, dtype_name(dtype), str(shape), f"{len(entry.chunks)} pieces"))
+            rows.append((key, dtype_name(dtype), str(shape), plural(len(entry.chunks), "piece")))
             numbers[0] += math.prod(shape)
             numbers[1] += math.prod(shape) * dtype.itemsize
         else:
             rows.append((key, "object", "", ""))
     _print_rows(rows, every)
     found = manifests(path)
-    ranks = f", saved by {found[0].world_size} ranks" if found else ""
+    ranks = f", saved by {plural(found[0].world_size, 'rank')}" if found else ""
     checked = ", every file as it was saved" if check and found else ""
     print(f"{len(rows)} entries, {numbers[0]:,} elements, {numbers[1]:,} bytes{ranks}{checked}")
 
@@ -125,13 +129,13 @@ def _fold(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _check_exists(path: Path) -> None:
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist.")
+        raise UserError(f"{path} does not exist.")
 
 
 def _convert(args: argparse.Namespace) -> None:
     _check_exists(args.source)
     if args.target.exists() and not _is_free(args.target):
-        raise ValueError(f"{args.target}: not empty; name a folder that is not there yet.")
+        raise UserError(f"{args.target}: not empty; name a folder that is not there yet.")
     for left in args.target.iterdir() if args.target.exists() else ():
         remove(left)
     if is_sharded_checkpoint(args.source):

@@ -535,7 +535,7 @@ def test_show_and_convert_without_a_process_group(
     for state in run_ranks(get, 2):
         equal(state, saved[0])
     capsys.readouterr()
-    assert main(["checkpoint", "convert", str(tmp_path / "f"), str(tmp_path / "g")]) == 1
+    assert main(["checkpoint", "convert", str(tmp_path / "f"), str(tmp_path / "g")]) == 2
     assert "not empty" in capsys.readouterr().err
     assert (
         main(["checkpoint", "convert", "--prefix", "x", str(tmp_path / "c"), str(tmp_path / "h")])
@@ -545,5 +545,5 @@ def test_show_and_convert_without_a_process_group(
     damage(next((tmp_path / "c").rglob("__1_0.distcp")), "damaged")
     assert main(["checkpoint", "show", "--verify", str(tmp_path / "c")]) == 1
     assert "__1_0.distcp" in capsys.readouterr().err
-    assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 1
+    assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 2
     shutil.rmtree(tmp_path / "f")

@@ -164,6 +164,10 @@ def test_show_folds_names_that_are_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = fc.fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))))
+    fc.save_checkpoint(tmp_path / "s", model)
+    assert main(["checkpoint", "show", str(tmp_path / "s")]) == 0
+    printed = capsys.readouterr().out
+    assert "1 piece\n" in printed and printed.endswith("saved by 1 rank\n")
     fc.save_full(tmp_path / "f", model)
     assert main(["checkpoint", "show", str(tmp_path / "f")]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -171,9 +175,9 @@ def test_show_folds_names_that_are_alike(
     assert lines[-1].startswith("10 entries, 60 elements")
     assert main(["checkpoint", "show", "--all", str(tmp_path / "f")]) == 0
     assert "3.weight" in capsys.readouterr().out
-    assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 1
+    assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 2
     assert "nowhere does not exist." in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "g")]) == 1
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "g")]) == 2
     rows = [("a.0", "x"), ("a.1", "x"), ("a.3", "x"), ("b.0", "x"), ("b.1", "y"), ("b.2", "x")]
     assert [row[0] for row in _fold(rows)] == ["a.0", "a.1", "a.3", "b.0", "b.2", "b.1"]
 

@@ -40,7 +40,7 @@ for arguments in (["--help"], ["checkpoint", "--help"], ["checkpoint", "convert"
         assert end.code == 0
 assert main(["run", "no_such_file.py"]) == 2
 assert "torch" not in sys.modules
-assert main(["checkpoint", "show", "no_such_folder"]) == 1
+assert main(["checkpoint", "show", "no_such_folder"]) == 2
 """
 
 FILES_FIRST = """
