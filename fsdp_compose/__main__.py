@@ -85,8 +85,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--simulate", type=_positive, metavar="N", help="N ranks in one process, as for pdb"
     )
     command.add_argument("--seed", type=int, default=0, help="of the simulation's order")
-    command.add_argument("script", type=Path)
-    command.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    _add_script(command)
     command.set_defaults(handler=_run)
 
 
@@ -164,8 +163,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_nproc(command)
     command.add_argument("--out", type=Path, default=Path("trace"), metavar="FOLDER")
-    command.add_argument("script", type=Path)
-    command.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    _add_script(command)
     command.set_defaults(handler=_trace)
 
 
@@ -207,11 +205,18 @@ def _add_nproc(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_script(command: argparse.ArgumentParser) -> None:
+    command.add_argument("script", type=Path)
+    rest = command.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments"
+    )
+    rest.required = False  # a script may have none; Python 3.11 lists them as missing
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"wants at least 1, found {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wants a whole number of at least 1, found {text!r}")
+    return int(text)
 
 
 def _demo(args: argparse.Namespace) -> int:

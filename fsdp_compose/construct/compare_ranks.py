@@ -292,7 +292,7 @@ def _find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
         for device in devices:
             try:
                 return resolve_mesh(candidate, device, Placement()).groups
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, RuntimeError):  # also a mesh without groups
                 continue
     return ()
 

@@ -282,9 +282,16 @@ def test_a_stopped_launcher_leaves_no_orphan(script, tmp_path, signum):
 def test_command_line_refuses_what_it_cannot_run(tmp_path, capsys):
     assert command_line.main(["run", str(tmp_path / "missing.py")]) == 2
     assert "no such script" in capsys.readouterr().err
-    for wrong in ([], ["run", "--nproc", "0", "x.py"], ["unheard-of"]):
+    for wrong, says in (
+        ([], "required: COMMAND"),
+        (["run"], "required: script\n"),
+        (["run", "--nproc", "0", "x.py"], "--nproc: wants a whole number of at least 1, found '0'"),
+        (["run", "--nproc", "two", "x.py"], "at least 1, found 'two'"),
+        (["unheard-of"], "invalid choice: 'unheard-of'"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             command_line.main(wrong)
+        assert says in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         command_line.main(["--version"])
     assert capsys.readouterr().out.startswith("fsdp-compose ")
