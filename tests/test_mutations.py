@@ -22,6 +22,7 @@ from fsdp_compose import (
     ShardingStrategy,
     fully_shard,
     gathered,
+    grad_norm,
     no_sync,
     optim_state_dict,
     verify_replicas,
@@ -457,6 +458,19 @@ def release_after_one() -> None:
     replace("drop_unread", make)
 
 
+def check_any_ranks(rank: int) -> None:
+    """Four ranks add eight microbatches up, and take norms of them, as one rank does."""
+    found = []
+    for mesh, slots in ((None, range(rank, 8, 4)), ("self", range(8))):
+        model = by_block(seeded(Tower).float(), mesh=mesh, deterministic=8)
+        for slot in slots:
+            square(model, data(slot, 0).float()).backward()
+        params = list(model.parameters())
+        norms = [grad_norm(part, order) for part in (model, *params) for order in (1.0, 2.0, 3.0)]
+        found.append([*norms, *(param.grad.full_tensor() for param in params)])
+    assert all(map(torch.equal, *found))
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -532,6 +546,14 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "shallow copies not looked at": (
         lambda: replace("check_copy", lambda original: lambda *_: None),
         check_shallow_copy, 2,
+    ),
+    "microbatches added in rank order": (
+        lambda: replace("add_in_tree", lambda _: lambda parts, total: total.copy_(sum(parts))),
+        check_any_ranks, 4,
+    ),
+    "norms added by slices": (
+        lambda: replace("_adds_in_tree", lambda original: lambda params: False),
+        check_any_ranks, 4,
     ),
     "one reader of released weights": (release_after_one, check_two_graphs, 2),
 }  # fmt: skip

@@ -222,8 +222,8 @@ def _compute_fixed_norm(grads: list[Gradient], order: float, device: torch.devic
             )
         members.setdefault(grad.groups, []).append(grad.local.to(device))
     pending = {groups: add_powers(found, order, exponent) for groups, found in members.items()}
-    limbs = torch.stack(_combine_over_groups(pending, order, grads)).sum(0)
-    norm = root_of(limbs, order, exponent)
+    counts = torch.stack(_combine_over_groups(pending, order, grads)).sum(0)
+    norm = root_of(counts, order, exponent)
     return torch.where(largest.isfinite(), norm, largest.double())
 
 

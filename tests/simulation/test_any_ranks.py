@@ -23,7 +23,7 @@ import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, simulate
 from fsdp_compose.base.slots import SlotSums, add_in_tree
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
-from fsdp_compose.optim.fixed_sum import add_powers, exponent_of, root_of
+from fsdp_compose.optim.fixed_sum import add_powers, carry, exponent_of, root_of
 
 from harness import run_ranks
 from models import Block, Checkpointed, Tower, by_block, data, mesh_of_replicas, nested, seeded
@@ -77,6 +77,7 @@ def train(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     clip: Callable[[nn.Module], Any] = partial(fc.clip_grad_norm_, max_norm=0.1),
     skips: bool = False,
+    set_to_none: bool = True,
 ) -> str:
     """A hash of all parameters after some steps."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -90,7 +91,7 @@ def train(
             loss.backward()
         clip(model)
         optim.step()
-        optim.zero_grad()
+        optim.zero_grad(set_to_none)
     digest = hashlib.sha256()
     for name, value in sorted(fc.state_dict(model, cpu_offload=True).items()):
         digest.update(name.encode() + bytes(value.flatten().view(torch.uint8).tolist()))
@@ -139,7 +140,7 @@ PROGRAMS: dict[str, tuple[Shard, dict[str, Any]]] = {
     ),
     "odd parameters, torch's clipping": (
         with_slots(mp_policy=MixedPrecision(torch.bfloat16)),
-        {"build": Odd, "optimizer": sgd, "clip": torch_clip},
+        {"build": Odd, "optimizer": sgd, "clip": torch_clip, "set_to_none": False},
     ),
     "whole matrices, checkpointed": (
         with_slots(granularity="tensor"),
@@ -311,6 +312,16 @@ def test_a_discarded_microbatch_leaves_nothing() -> None:
     assert simulate(run, 2, True) == simulate(run, 2, False)
 
 
+def test_a_model_converted_inside_a_step() -> None:
+    """Sums of microbatches before ``model.double()`` go on in the new dtype."""
+    model = by_block(seeded(Tower).float(), deterministic=2)
+    model(data(0, 0).float()).sum().backward()
+    model.double()
+    model(data(1, 0)).sum().backward()
+    assert model.head.bias.grad.full_tensor().tolist() == [3.0, 3.0]
+    assert fc.grad_norm(model).dtype == torch.float64
+
+
 # The sums
 
 
@@ -334,13 +345,14 @@ def test_a_norm_is_the_same_however_it_is_cut(order: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(70_001, generator=generator, dtype=torch.float64) ** 9
     exponent = exponent_of(x.abs().max())
-    norms = set()
-    for ranks in (1, 2, 8):
+    counts = []
+    for ranks in (1, *range(200, 220)):
         parts = x[torch.randperm(x.numel(), generator=generator)].chunk(ranks)
-        limbs = sum(add_powers([part], order, exponent) for part in parts)
-        norms.add(float(root_of(limbs, order, exponent)))
-    assert len(norms) == 1
-    assert norms.pop() == pytest.approx(float(x.norm(order)), rel=1e-9)
+        counts.append(torch.stack([add_powers([part], order, exponent) for part in parts]).sum(0))
+    assert len({tuple(carry(count).tolist()) for count in counts}) == 1
+    assert float(root_of(counts[0], order, exponent)) == pytest.approx(
+        float(x.norm(order)), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e-42, 3e38])
