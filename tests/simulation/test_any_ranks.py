@@ -26,14 +26,24 @@ from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 from fsdp_compose.optim.fixed_sum import add_powers, carry, exponent_of, root_of
 
 from harness import run_ranks
-from models import Block, Checkpointed, Tower, by_block, data, mesh_of_replicas, nested, seeded
+from models import (
+    Block,
+    Checkpointed,
+    Tower,
+    by_block,
+    data,
+    mesh_of_replicas,
+    nested,
+    seeded,
+    square,
+)
 
 SLOTS = 8
 Shard = Callable[..., nn.Module]
 
 
 class Odd(nn.Module):
-    """Tied, frozen and unused parameters, one that some microbatches use, a block used twice."""
+    """Tied, frozen and unused parameters, one that some inputs use, a block used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +74,9 @@ def orthogonal(model: nn.Module) -> torch.optim.Optimizer:
     return fc.owner_step(matrices, partial(torch.optim.Muon, lr=0.02))
 
 
-def torch_clip(model: nn.Module) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+def compare(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss of two forwards."""
+    return (model(x) - model(x.flip(0))).square().mean()
 
 
 def train(
@@ -76,6 +87,7 @@ def train(
     steps: int = 2,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     clip: Callable[[nn.Module], Any] = partial(fc.clip_grad_norm_, max_norm=0.1),
+    loss_of: Callable[[nn.Module, Tensor], Tensor] = square,
     skips: bool = False,
     set_to_none: bool = True,
 ) -> str:
@@ -87,7 +99,7 @@ def train(
     for step in range(steps):
         for slot in range(rank, slots, ranks):
             x = data(100 * step + slot, 0).float()
-            loss = fc.participate(model) if skips and slot % 5 == 3 else model(x).square().mean()
+            loss = fc.participate(model) if skips and slot % 5 == 3 else loss_of(model, x)
             loss.backward()
         clip(model)
         optim.step()
@@ -138,9 +150,9 @@ PROGRAMS: dict[str, tuple[Shard, dict[str, Any]]] = {
         with_slots(slots=12, mp_policy=MixedPrecision(None, torch.float16)),
         {"slots": 12, "skips": True, "clip": partial(fc.clip_grad_norm_, max_norm=1, norm_type=1)},
     ),
-    "odd parameters, torch's clipping": (
+    "odd parameters in two forwards": (
         with_slots(mp_policy=MixedPrecision(torch.bfloat16)),
-        {"build": Odd, "optimizer": sgd, "clip": torch_clip, "set_to_none": False},
+        {"build": Odd, "optimizer": sgd, "loss_of": compare, "set_to_none": False},
     ),
     "whole matrices, checkpointed": (
         with_slots(granularity="tensor"),
@@ -266,18 +278,49 @@ def test_wrong_options_raise(ranks: int, options: dict[str, Any], wanted: str) -
     simulate(shard, ranks)
 
 
-def test_a_failed_step_can_be_run_again() -> None:
-    """What a failed backward left of the step is dropped, and the whole step run again."""
+def list_norms() -> list[float]:
+    """As torch's clipping and ours give them, of all parameters and of some."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = by_block(seeded(Tower).float(), deterministic=SLOTS)
+    for slot in range(rank, SLOTS, ranks):
+        square(model, data(slot, 0).float()).backward()
+    params, found = list(model.parameters()), []
+    for order in (1.0, 2.0, 3.0, math.inf):
+        for some in (params, params[1:], params[:-1], params[3:5]):
+            found.append(float(nn.utils.clip_grad_norm_(some, 1e9, order)))
+            assert found[-1] == pytest.approx(float(fc.grad_norm(some, order)), rel=1e-6)
+    return found
+
+
+def test_torch_takes_the_same_norms_everywhere() -> None:
+    wanted = list_norms()
+    for ranks in (2, 8):
+        assert simulate(list_norms, ranks) == [wanted] * ranks
+
+
+def fail_inside(model: nn.Module, way: str) -> None:
+    if way == "accumulate":
+        with fc.accumulate(model):
+            square(model, data(1, 0).float()).backward()
+            _raise()
+    hook = model.blocks[0].register_full_backward_hook(_raise)
+    try:
+        square(model, data(1, 0).float()).backward()
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("way", ["backward", "accumulate"])
+def test_a_failed_step_can_be_run_again(way: str) -> None:
+    """What a failed step left of its microbatches is dropped, and the whole step run again."""
 
     def twice(fails: bool) -> str:
         def shard(model: nn.Module) -> nn.Module:
             by_block(model, deterministic=SLOTS)
             if fails:
-                model(data(0, 0).float()).square().mean().backward()
-                hook = model.blocks[0].register_full_backward_hook(_raise)
+                square(model, data(0, 0).float()).backward()
                 with pytest.raises(ZeroDivisionError):
-                    model(data(1, 0).float()).square().mean().backward()
-                hook.remove()
+                    fail_inside(model, way)
             return model
 
         return train(shard)
