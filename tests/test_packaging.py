@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -55,6 +57,29 @@ def test_what_the_wheel_says_and_holds(wheel: Path) -> None:
     assert extras == {"dev", "demo", "docs", "models", "safetensors"}
     assert all(extra in README.text for extra in extras)
     assert metadata.get_payload().strip().startswith("# fsdp_compose")
+
+
+def test_the_source_archive_can_be_tested_and_read(tmp_path: Path) -> None:
+    """It has what a checkout has, so that whoever packages it can run its tests."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    folders = ("fsdp_compose", "tests", "docs", "examples", "benchmarks")
+    left_out = shutil.ignore_patterns("__pycache__", "results")
+    for name in folders:
+        shutil.copytree(ROOT / name, source / name, ignore=left_out)
+    files = [path.name for path in ROOT.iterdir() if path.is_file() and path.name[0] != "."]
+    for name in files:
+        shutil.copy(ROOT / name, source)
+    out.mkdir()
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    subprocess.run(
+        [sys.executable, "-c", build], check=True, cwd=source, capture_output=True, timeout=200
+    )
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in files if name not in names} == set()
+    for folder in folders:
+        wanted = {p.relative_to(source).as_posix() for p in (source / folder).rglob("*.*")}
+        assert not wanted - names
 
 
 @pytest.mark.slow
