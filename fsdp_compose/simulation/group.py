@@ -32,7 +32,12 @@ class SimulatedGroup(_ProcessGroup):
     """Ranks of a simulation that communicate."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta = _HALF_AN_HOUR
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = _HALF_AN_HOUR,
+        enable_reconfigure: bool = False,  # torch 2.15 says it; ranks of a simulation stay
     ) -> None:
         super().__init__(rank, size)
         self.network = here.simulated
