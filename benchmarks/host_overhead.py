@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -314,19 +315,24 @@ def build(
     return models
 
 
-def instruction_cost(
-    options: argparse.Namespace, case: str, dtype: str, chosen: Sequence[str], failures: list[str]
-) -> tuple[str, dict[str, float]]:
-    """Thousands of instructions per unit that each side adds to the plain forward and backward."""
-    script, counts = Path(__file__).resolve(), {}
+def count_sides(
+    options: argparse.Namespace, chosen: Sequence[str], failures: list[str]
+) -> dict[str, dict[str, int]]:
+    """By side and case, the instructions of a forward and backward; each side in a process."""
+    script, arguments = Path(__file__).resolve(), {}
     for name in chosen:
-        words = ["--count", name, "--cases", case, "--dtype", dtype]
+        words = ["--count", name, "--dtype", options.dtype, "--cases", *options.cases]
         for option in ("world", "units", "linears", "width", "batch"):
             words += [f"--{option}", str(getattr(options, option))]
-        try:
-            counts[name] = instructions.count(script, words) / options.units / 1e3
-        except RuntimeError as error:
-            failures.append(f"- instructions of {name}, {case}: {error}")
+        arguments[name] = words
+    return instructions.count_all(script, arguments, failures)
+
+
+def instruction_cost(
+    counted: dict[str, dict[str, int]], label: str, units: int
+) -> tuple[str, dict[str, float]]:
+    """Thousands of instructions per unit that each side adds to the plain forward and backward."""
+    counts = {name: found[label] / units / 1e3 for name, found in counted.items() if label in found}
     if not {"plain", "FSDP2"} <= set(counts):
         return "not counted", counts
     costs = {name: n - counts["plain"] for name, n in counts.items() if name != "plain"}
@@ -334,9 +340,10 @@ def instruction_cost(
     return common.table(["side", "1000 instructions over plain", "FSDP2 ÷ side"], body), costs
 
 
-def count_side(model: nn.Module, shape: Shape, name: str) -> None:
+def count_side(model: nn.Module, shape: Shape, name: str, label: str) -> None:
+    """Count one step, in a process that valgrind runs."""
     x = input_for(shape, name)
-    instructions.counted(lambda: model(x).sum().backward(), model.zero_grad)
+    instructions.counted(label, lambda: model(x).sum().backward(), model.zero_grad)
 
 
 def gloo_cost(shape: Shape, options: argparse.Namespace) -> tuple[str, dict[str, Spread]]:
@@ -388,9 +395,15 @@ def main() -> int:
     }
     alone = options.count or options.profile
     if alone:
-        for shape in shapes.values():
-            run = count_side if options.count else profile_side
-            run(builders(mesh)[alone](shape), shape, alone)
+        for (case, dtype), shape in shapes.items():
+            try:
+                model = builders(mesh)[alone](shape)
+                if options.count:
+                    count_side(model, shape, alone, f"{case}, {dtype}")
+                else:
+                    profile_side(model, shape, alone)
+            except Exception as error:
+                print(f"{case}, {dtype}: {type(error).__name__}: {error}", file=sys.stderr)
         return 0
 
     sections = [
@@ -404,15 +417,15 @@ def main() -> int:
     notes: list[str] = []
     figures: dict[str, object] = {}
     with common.without_torch_warnings():
+        counted = count_sides(options, chosen, failures) if "instructions" in options.parts else {}
         for (case, dtype), shape in shapes.items():
             models = build(shape, chosen, mesh, failures) if "units" in options.parts else {}
             if models:
                 text, costs = unit_cost(shape, models, options, failures)
                 sections += [f"## Forward and backward, {case}, {dtype}", text, targets(costs)]
                 figures[f"units {case} {dtype}"] = costs
-            if "instructions" in options.parts:
-                sides = [name for name in chosen if name in models or not models]
-                text, counts = instruction_cost(options, case, dtype, sides, failures)
+            if counted:
+                text, counts = instruction_cost(counted, f"{case}, {dtype}", options.units)
                 sections += [f"## Instructions, {case}, {dtype}", text]
                 figures[f"instructions {case} {dtype}"] = counts
         if "gloo" in options.parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -37,26 +38,26 @@ class Mesh:
     axes: tuple[Group, Group] | None = None
     slots: int | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.shard.size * self.replicate.size
 
-    @property
+    @cached_property
     def divisor(self) -> int:
         """What a sum of gradients is divided by."""
         return self.slots or self.size
 
-    @property
+    @cached_property
     def gather_axis(self) -> Group:
         """The ranks that weights are gathered from, and that gradients are summed over first."""
         return self.shard if self.axes is None else self.axes[0]
 
-    @property
+    @cached_property
     def replicate_axis(self) -> Group:
         """The ranks whose sums are added up after that."""
         return self.replicate if self.axes is None else self.axes[1]
 
-    @property
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The groups of more than one rank."""
         return tuple(g for g in (self.shard, self.replicate) if g.size > 1)

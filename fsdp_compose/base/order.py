@@ -91,6 +91,10 @@ class Order:
         """The visitors expected next, nearest first; fewer than ``count`` near the end."""
         if not count or self.place is None:
             return []
+        nearest = self.recorded[self.place][self.cursor : self.cursor + count]
+        found = [visitor for ref in nearest if (visitor := ref()) is not None]
+        if len(found) == count:
+            return found
         later = self.recorded[self.place + 1 : self.latest] if self.place < self.latest else []
         refs = chain(self.recorded[self.place][self.cursor :], *later)
         return list(islice((visitor for ref in refs if (visitor := ref()) is not None), count))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -415,7 +416,7 @@ class Offload:
     def __post_init__(self) -> None:
         _check_flags(self, "params", "grads", "optimizer", "pin_memory")
 
-    @property
+    @cached_property
     def shards(self) -> bool:
         """Whether the shards are in host memory."""
         return self.params or self.optimizer

@@ -6,6 +6,7 @@ A torch release that moves one of these breaks this file, or torch_stack.py, alo
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -133,6 +134,20 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     base: Any = super(torch.autograd.Function, function)
     apply: Callable[..., Any] = base.apply
     return apply
+
+
+def hook_for_good(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Register ``hook`` on the gradient of a tensor that is no leaf, with no handle to remove it.
+
+    Making the handle takes longer than the rest.
+    """
+    if type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)
+        return
+    node: Any = tensor.grad_fn
+    tensor._backward_hooks = hooks = OrderedDict()
+    node._register_hook_dict(tensor)
+    hooks[hook] = hook
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

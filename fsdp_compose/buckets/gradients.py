@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from fsdp_compose.base.loops import has_none
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer, alias
-from fsdp_compose.comm.collectives import lend_memory
-from fsdp_compose.sharded import tag_all
+from fsdp_compose.comm.collectives import lender_of
 
 
 def open_grad_buffer(bucket: Bucket) -> GradBuffer:
@@ -35,9 +33,13 @@ def open_grad_buffer(bucket: Bucket) -> GradBuffer:
 
 def _lend_grad_buffer(bucket: Bucket) -> GradBuffer | None:
     """A buffer in memory that the transport lends, whose views are made once for each place."""
+    group = bucket.mesh.gather_axis
+    lend = lender_of(group)
+    if lend is None or not bucket.layout.numel:
+        return None
     dtype = bucket.dtypes.reduce
     numel = bucket.layout.numel * (2 if bucket.stored.is_complex() else 1)
-    lease = lend_memory(numel * dtype.itemsize, bucket.mesh.gather_axis)
+    lease = lend(numel * dtype.itemsize, group)
     if lease is None:
         return None
     made = lease.kept.get(bucket)
@@ -144,11 +146,6 @@ def zero_gradient(entry: Entry, bucket: Bucket) -> torch.Tensor:
 
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Slices of a sharded flat tensor by entry, each as a sharded tensor of its parameter."""
+    """Slices of a sharded flat tensor by entry, as plain tensors."""
     slices = flat.split_with_sizes(bucket.views.splits)
-    grads = list(map(slices.__getitem__, bucket.views.pieces))
-    tag_all(grads, map(_spec_of, bucket.entries))
-    return grads
-
-
-_spec_of = attrgetter("spec")
+    return list(map(slices.__getitem__, bucket.views.pieces))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose.base.codec import GatherCodec, encode_shard
-from fsdp_compose.base.group import Call, Group, Op, Started
+from fsdp_compose.base.group import Call, Group, Op, Started, Transport
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.slots import add_in_tree
@@ -53,6 +53,8 @@ class Exchange:
 
     def wait(self) -> None:
         works, heads, finish = self.works, self.heads, self.finish
+        if not works and heads is None and finish is None:
+            return
         self.works, self.heads, self.finish = (), None, None
         if heads is None or heads.check():
             wait_for(works, self.peers, self.purpose)
@@ -79,7 +81,7 @@ class ReduceScatter:
         self.exchange.wait()
         parts, self.contributions = self.contributions, ()
         if len(parts) == 1:
-            total = parts[0].to(dtype)
+            total = parts[0] if parts[0].dtype == dtype else parts[0].to(dtype)
             return total if scale == 1.0 else total.mul_(scale)
         is_spare = self.release is None and parts[0].dtype == dtype
         received = parts[1 if self.own == 0 else 0]
@@ -113,6 +115,7 @@ def _add_up(
 
 def _open(
     group: Group,
+    transport: Transport,
     purpose: str,
     nbytes: int,
     caller: Caller | None,
@@ -128,7 +131,7 @@ def _open(
         return Call(group, 0, purpose), None
     if caller is None:
         return Call(group, tag_of(purpose, nbytes), purpose), None
-    head, transport = caller.head(), transport_of(group)
+    head = caller.head()
     offer = Offer() if transport.offer is None else Offer(*transport.offer(data, group))
     heads = send_heads(caller, head, group, purpose, flags, offer=offer)
     call = Call(group, tag_behind(caller, head, group), purpose, offer, heads.offers)
@@ -154,19 +157,20 @@ def gather_parts(
         own: what this rank sends: its part, filled already; or, where the transport copies it there
             (``copies_own``), another tensor of the same bytes.
     """
-    if group.pg is None or whole.numel() == 0:
+    total = whole.numel()
+    if group.pg is None or total == 0:
         return Exchange()
-    here.traffic.gathers += 1
-    here.traffic.gather_bytes += whole.numel() - own.numel()
-    call, heads = _open(group, purpose, own.nbytes, caller, own)
-    started = transport_of(group).gather(whole, parts, own, call)
-    return Exchange(started.works, purpose, started.peers, heads)
+    nbytes, traffic, transport = own.numel(), here.traffic, transport_of(group)
+    traffic.gathers += 1
+    traffic.gather_bytes += total - nbytes
+    call, heads = _open(group, transport, purpose, nbytes, caller, own)
+    works, peers, _, _ = transport.gather(whole, parts, own, call)
+    return Exchange(works, purpose, peers, heads)
 
 
-def lend_memory(nbytes: int, group: Group) -> Any:
-    """Memory to pack gradients in that ``group`` reduces, see ``Transport.lend``; or None."""
-    lend = None if group.pg is None else transport_of(group).lend
-    return None if lend is None or not nbytes else lend(nbytes, group)
+def lender_of(group: Group) -> Callable[[int, Group], Any] | None:
+    """What lends memory to pack gradients in that ``group`` reduces, see ``Transport.lend``."""
+    return None if group.pg is None else transport_of(group).lend
 
 
 def gather_encoded(
@@ -223,17 +227,18 @@ def reduce_scatter_parts(
     if factor != 1.0 and (in_tree or not premultiplies(group)):
         whole.mul_(factor)
         factor = 1.0
-    if group.pg is None or whole.numel() == 0:
+    total = whole.nbytes
+    if group.pg is None or total == 0:
         return ReduceScatter(Exchange(), [whole])
-    own = parts[group.rank]
-    here.traffic.reduces += 1
-    here.traffic.reduce_bytes += (whole.numel() - own.numel()) * whole.element_size()
-    call, heads = _open(group, purpose, own.nbytes, caller, whole, flags)
-    transport = transport_of(group)
+    nbytes, traffic, transport = total // group.size, here.traffic, transport_of(group)
+    traffic.reduces += 1
+    traffic.reduce_bytes += total - nbytes
+    call, heads = _open(group, transport, purpose, nbytes, caller, whole, flags)
     if in_tree and not transport.keeps_parts:
         started = _exchange_parts(parts, call)
     else:
-        started = transport.reduce_scatter(whole, parts, call._replace(factor=factor))
+        call = call if factor == 1.0 else call._replace(factor=factor)
+        started = transport.reduce_scatter(whole, parts, call)
     exchange = Exchange(started.works, purpose, started.peers, heads)
     return ReduceScatter(exchange, started.parts, group.rank, started.release, in_tree)
 
@@ -261,8 +266,9 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += own.numel() * (group.size - 1)
     received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
-    call, _ = _open(group, "exchange gradients", own.nbytes, None, own)
-    started = transport_of(group).exchange(parts, received, call)
+    transport = transport_of(group)
+    call, _ = _open(group, transport, "exchange gradients", own.nbytes, None, own)
+    started = transport.exchange(parts, received, call)
     wait_for(started.works, started.peers, call.purpose)
     return received
 

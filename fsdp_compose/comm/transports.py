@@ -29,7 +29,7 @@ from fsdp_compose.base.torch_private import (
     premultiplied,
     reduce_scatter_single,
 )
-from fsdp_compose.comm.messages import is_point_to_point, post_pairs
+from fsdp_compose.comm.messages import post_pairs
 from fsdp_compose.comm.shared_memory import Lease, Offer, Reading, segments_of
 
 _OPS = {
@@ -177,7 +177,8 @@ def _reduce_on_host(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
 def _gather_at_once(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, call: Call
 ) -> Started:
-    return _begun(all_gather_single(call.group.pg, whole, own, GATHER_OPTIONS), whole)
+    work = all_gather_single(call.group.pg, whole, own, GATHER_OPTIONS)
+    return Started((work,)) if _is_pending(work, whole) else Started()
 
 
 def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
@@ -185,7 +186,7 @@ def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
     pg = call.group.reductions or call.group.pg
     options = REDUCE_OPTIONS if call.factor == 1.0 else premultiplied(call.factor)
     work = reduce_scatter_single(pg, total, whole, options)
-    return _begun(work, whole, (total,))
+    return Started((work,) if _is_pending(work, whole) else (), (), (total,))
 
 
 def _all_reduce_at_once(tensor: torch.Tensor, op: Op, call: Call) -> None:
@@ -203,12 +204,12 @@ def _exchange_at_once(
     return Started()
 
 
-def _begun(work: Any, buffer: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> Started:
-    """Wait for the work on a CPU; an accelerator orders it on its current stream."""
-    if work is None or buffer.device.type == "cpu":
-        return Started(() if work is None else (work,), (), parts)
+def _is_pending(work: Any, buffer: torch.Tensor) -> bool:
+    """Whether to wait for the work on a CPU; an accelerator orders it on its current stream."""
+    if work is None or buffer.is_cpu:
+        return work is not None
     work.wait()
-    return Started((), (), parts)
+    return False
 
 
 PAIRS = Transport(
@@ -246,7 +247,7 @@ def transport_of(group: Group) -> Transport:
     """The transport that was chosen for the group, or else its backend's default."""
     if group.transport is not None:
         return group.transport
-    if not is_point_to_point(group):
+    if group.backend != "gloo":
         return AT_ONCE
     return PAIRS if segments_of(group) is None else ON_HOST
 

@@ -45,7 +45,6 @@ from fsdp_compose.core.gathering import (
     announce,
     forget_inner,
     gather,
-    gathered_nbytes,
     note_kept,
     refresh_handed_out,
     refresh_stale,
@@ -84,7 +83,9 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
     Args:
         node: the autograd node at which they arrived; None in a compiled graph.
     """
-    task, chosen = running_task(unit), unit.run.chosen
+    task, chosen = unit.run.task, unit.run.chosen
+    if task is None or task.id != graph_task_id():
+        task = running_task(unit)
     if node is not None:
         node.received_in = task.id
     if chosen is not None:
@@ -136,11 +137,11 @@ class EngineWork:
         self.engine = engine
 
     def gathered_nbytes(self, unit: Unit) -> int:
-        return sum(map(gathered_nbytes, unit.gathered))
+        return sum(bucket.gathered_nbytes for bucket in unit.gathered)
 
     def held_nbytes(self) -> int:
         buckets = {b for unit in self.engine.units if unit.holds for b in unit.gathered}
-        return sum(gathered_nbytes(b) for b in buckets if b.phase is not Phase.SHARDED)
+        return sum(b.gathered_nbytes for b in buckets if b.phase is not Phase.SHARDED)
 
     def reread(self, unit: Unit, in_backward: bool) -> None:
         (refresh_handed_out if in_backward else refresh_stale)(unit)
@@ -304,7 +305,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
         outputs, tensors = tensors, list(unit.links.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
-    read = as_read(unit, tensors)
+    read = as_read(unit, tensors) if unit.links.dtensors else tensors
     copy_all_attributes(unit, read)
     unit.run.live = Live(read, unit.engine.pass_id, trained, versions)
     return read

@@ -52,17 +52,17 @@ def enter_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any) -> Any:
     """As ``enter_forward``, after ``begin_call``."""
-    schedule = unit.engine.schedule
-    schedule.active.append(unit)
-    unit.run.calls += 1
-    if unit.run.calls == 1 and not unit.run.finished:
+    active, run = unit.engine.schedule.active, unit.run
+    active.append(unit)
+    run.calls += 1
+    if run.calls == 1 and not run.finished:
         try:
             _open_forward(unit, trained)
         except BaseException:
             _abandon_forward(unit)
             raise
         shield_weights(unit)
-    inputs = cast_inputs(unit, args, kwargs, len(schedule.active) == 1)
+    inputs = cast_inputs(unit, args, kwargs, len(active) == 1)
     if trained or not torch.is_grad_enabled():
         return inputs
     return bound_inputs(unit, (args, kwargs) if inputs is None else inputs)
@@ -74,22 +74,22 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     A hook on the outputs gathers it again in backward. This runs also when forward raised, since
     non-reentrant checkpointing ends a recomputation with an exception.
     """
-    schedule = unit.engine.schedule
-    unit.run.calls -= 1
-    while schedule.active and schedule.active.pop() is not unit:
+    active, run = unit.engine.schedule.active, unit.run
+    run.calls -= 1
+    while active and active.pop() is not unit:
         pass
     output = cast_output(unit, output)
-    lost = None if unit.run.calls else find_writes(unit, module.training)
+    lost = None if run.calls else find_writes(unit, module.training)
     backward: Backward = watch_outputs(unit, output) if lost is None else "none"
-    unit.run.finished.add(id(module))
-    if unit.run.calls == 0 and unit.run.shield is not None:
+    run.finished.add(id(module))
+    if run.calls == 0 and run.shield is not None:
         unshield(unit)
-    if unit.run.calls == 0 and (len(unit.run.finished) >= len(unit.modules) or not schedule.active):
-        unit.run.finished.clear()
+    if run.calls == 0 and (len(run.finished) >= len(unit.modules) or not active):
+        run.finished.clear()
         _close_forward(unit, backward)
     if lost is not None:
         forget_written(unit)
-    if not schedule.active:
+    if not active:
         end_pass(unit, failed=lost is not None or sys.exc_info()[0] is not None)
     raise_lost(lost)
     return output
@@ -115,17 +115,17 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
 
 def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     """Gather the unit, and let its modules read the gathered parameters."""
-    recomputing = graph_task_id() != -1
+    recomputing, engine, checks = graph_task_id() != -1, unit.engine, unit.checks
     is_functional = unit.opened is not None and unit.opened.for_call
     if unit.run.task is None and not is_functional:
         check_additions(unit)
-    if trained and not unit.checks.looked_around:
+    if trained and not checks.looked_around:
         find_surroundings(unit)
-    if unit.checks.watch is not None and any(unit.checks.watch.hooks):
+    if checks.watch is not None and any(checks.watch.hooks):
         watch_hooked(unit)
-    unit.engine.schedule.enter_forward(unit, recomputing)
+    engine.schedule.enter_forward(unit, recomputing)
     live = unit.run.live
-    if trained and live and live.pass_id == unit.engine.pass_id and is_current(unit, live):
+    if trained and live and live.pass_id == engine.pass_id and is_current(unit, live):
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
     else:
         tensors = view_parameters(unit, trained)
@@ -136,7 +136,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     install(unit, tensors)
     if not recomputing:
         follow_order(unit)
-        warn_of_change(unit.engine, unit.engine.schedule.look_ahead(unit))
+        warn_of_change(engine, engine.schedule.look_ahead(unit))
 
 
 def _close_forward(unit: Unit, backward: Backward) -> None:

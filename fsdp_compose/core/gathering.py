@@ -66,11 +66,6 @@ def gather(unit: Unit, is_first: bool) -> None:
             _start_gather(unit.engine, bucket)
 
 
-def gathered_nbytes(bucket: Bucket) -> int:
-    """Bytes that gathering the bucket allocates."""
-    return 0 if bucket.in_place else bucket.full_nbytes
-
-
 def release(unit: Unit) -> None:
     """Free the unit's buckets that no other unit holds."""
     for bucket in unit.gathered:
@@ -221,15 +216,17 @@ def _finish_gather(engine: Engine, bucket: Bucket) -> None:
 def _release(engine: Engine, bucket: Bucket) -> None:
     if bucket.phase is Phase.SHARDED:
         return
-    is_unread = bucket.phase is Phase.GATHERING
+    fill, streams, is_unread = bucket.fill, engine.streams, bucket.phase is Phase.GATHERING
     if is_unread:
-        bucket.fill.exchange.wait()
+        fill.exchange.wait()
     bucket.move_to(Phase.SHARDED)
-    bucket.fill.is_superseded = False
+    fill.is_superseded = False
     if bucket.in_place:
         return
     bucket.log("release", bucket.full_nbytes)
-    streams = engine.streams
+    if streams.gather is None:
+        bucket.full.untyped_storage().resize_(0)
+        return
     # Freed on the stream that allocated it, behind the compute that read it: the allocator gives
     # the memory only to later gathers, so no other kernel writes it while compute still reads.
     with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):

@@ -37,7 +37,8 @@ from fsdp_compose.core.guards.other_forwards import (
 )
 from fsdp_compose.core.guards.replaced_parameters import replaced
 from fsdp_compose.core.passes import recover
-from fsdp_compose.core.state import Unit, get_state
+from fsdp_compose.core.state import Unit
+from fsdp_compose.sharded import STATE_KEY
 
 
 def attach(module: nn.Module) -> None:
@@ -57,12 +58,13 @@ def detach(module: nn.Module) -> None:
 @untraced
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Choose how this call computes, and enter that mode."""
-    unit = get_state(module).unit
+    unit: Unit = module.__dict__[STATE_KEY].unit
     check_caller(unit)
     unit.run.modes.append(REFUSED)  # until the call has begun: ``after_forward`` runs in any case
     if id(module) not in unit.links.heads:
         check_copy(unit, module)
-    clear_failed(unit, module)
+    if not (active := unit.engine.schedule.active) or active[0] is unit:
+        clear_failed(unit, module)
     mode = choose_mode(unit, module)
     inputs = mode.enter(unit, module, args, kwargs)
     unit.run.modes[-1:] = [mode]  # a recovery has emptied the list
@@ -72,8 +74,8 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 @untraced
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """Leave the mode that the call entered."""
-    unit = get_state(module).unit
-    if is_foreign(unit.engine) or not unit.run.modes:
+    unit: Unit = module.__dict__[STATE_KEY].unit
+    if not unit.run.modes or is_foreign(unit.engine):
         return None  # it was refused before it began, or cleared away with what failed
     return unit.run.modes.pop().leave(unit, module, output)
 
@@ -86,7 +88,7 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
     if unit.opened is not None and unit.opened.in_forward:
         return SCOPE
     is_transformed = transforms_active()
-    if is_transformed or computes_as_stored(unit, module):
+    if is_transformed or (unit.mp.full_precision_in_eval and computes_as_stored(unit, module)):
         if not unit.run.calls:
             return TRANSFORMED
         if is_transformed and not computes_as_stored(unit, module):

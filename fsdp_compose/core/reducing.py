@@ -75,7 +75,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
     factor = unit.switches.divide_factor
     scale = 1.0 / (mesh.divisor if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, _take_used(bucket))
-    if unites:
+    if unites and bucket.users.caller is not None:
         unite_early(bucket, reduction.used)
     work = partial(_begin, reduction)
     issue(streams, streams.reduce, "reduce", bucket, bucket.grads.nbytes, work)
@@ -195,7 +195,7 @@ def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torc
 
 def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
     """Gradients travel as real numbers; those of complex parameters are complex again here."""
-    return torch.view_as_complex(grad.view(-1, 2)) if bucket.stored.is_complex() else grad
+    return torch.view_as_complex(grad.view(-1, 2)) if bucket.stored.dtype.is_complex else grad
 
 
 def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
@@ -307,7 +307,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     with raw():
         if is_hooked:
             pairs = zip(entries, grads, strict=True)
-            grads = [run_gradient_hooks(entry.spec.hooks, grad) for entry, grad in pairs]
+            grads = [run_gradient_hooks(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
         _add_gradients(params, grads)
     if mirror is not None:
         mirror.join_gradients(flat)

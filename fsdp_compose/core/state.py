@@ -24,6 +24,7 @@ from fsdp_compose.base.policy import MixedPrecision, Prefetch
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, make_streams
 from fsdp_compose.base.torch_private import untraced
+from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
 from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
@@ -122,8 +123,7 @@ class Checks:
 class Graphs:
     """Autograd graphs that a unit is part of."""
 
-    nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """Nodes at which gradients of its parameters arrive."""
+    nodes: WeakList = field(default_factory=WeakList)  # where its parameters' gradients arrive
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Objects that live as long as graphs over its backward, which read its weights."""
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.loops import for_each
 from fsdp_compose.base.torch_private import (
     dtensor_spec,
     give_leaf_hooks,
@@ -42,12 +39,6 @@ _PLAIN: dict[type, type] = {
     ShardedParameter: torch.nn.Parameter,
     ShardedDTensor: DTensor,
 }
-
-
-def tag_all(tensors: Sequence[Any], specs: Iterable[ShardSpec]) -> None:
-    """Tag plain 1-D tensors."""
-    for_each(setattr, tensors, repeat("_shard_spec"), specs)
-    for_each(set_class, tensors, repeat(ShardedTensor))
 
 
 def untag(tensor: Any) -> Any:

@@ -129,7 +129,7 @@ class _Sharded(TorchState):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient's slice; one that autograd accumulated by itself is tagged here."""
+        """The gradient's slice, which is tagged when it is first asked for."""
         grad = call_raw(_grad_get, (), (self,))
         if type(grad) is Tensor:
             tag(grad, self._shard_spec)

@@ -36,7 +36,7 @@ _TRACED = (
 
 def is_foreign(engine: Engine) -> bool:
     """Whether another thread's forward is under way; a backward has threads of its own."""
-    return bool(engine.schedule.active) and engine.thread != get_ident() and graph_task_id() == -1
+    return engine.thread != get_ident() and bool(engine.schedule.active) and graph_task_id() == -1
 
 
 def check_caller(unit: Unit) -> None:
@@ -49,7 +49,7 @@ def check_caller(unit: Unit) -> None:
     engine = unit.engine
     if not engine.schedule.active:
         engine.thread = get_ident()
-    elif is_foreign(engine):
+    elif engine.thread != get_ident() and is_foreign(engine):
         if is_in_call(sys._current_frames().get(engine.thread)):
             raise RuntimeError(
                 f"unit {unit.name!r}: forward was called in a second thread while the forward of "

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import Entry, alias
-from fsdp_compose.core.guards.collective_log import WRITE, code_of, is_debugging
+from fsdp_compose.core.guards.collective_log import WRITE, code_of
 from fsdp_compose.core.guards.kept_views import guard_attributes
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
 from fsdp_compose.core.guards.replicas import checksum
@@ -67,7 +68,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
     except RuntimeError as error:
         return str(error)
     kind = (torch.is_grad_enabled(), training)
-    if lost is None and (kind not in unit.checks.inspected or is_debugging()):
+    if lost is None and (kind not in unit.checks.inspected or here.is_debugging):
         lost = _find_unseen(unit, shown)
         if lost is None:
             unit.checks.inspected.add(kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,18 +20,18 @@ def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
         pointer = part_of(tensor).data_ptr()
     except RuntimeError:
         return False  # a tensor without memory of its own: fake, functional, or not strided
-    return _contains(bucket, [pointer])
+    start = bucket.full.data_ptr()
+    return start <= pointer < start + bucket.full_nbytes
 
 
 def any_lies_in(buckets: Iterable[Bucket], grads: Iterable[torch.Tensor | None]) -> bool:
     """Whether any of ``grads`` is in memory that releasing ``buckets`` frees."""
     given: Any = filter(partial(operator.is_not, None), grads)
     pointers = sorted(map(torch.Tensor.data_ptr, given))
-    return any(_contains(bucket, pointers) for bucket in buckets if not bucket.in_place)
-
-
-def _contains(bucket: Bucket, pointers: Sequence[int]) -> bool:
-    """Whether one of ``pointers``, which are sorted, is inside."""
-    start = bucket.full.data_ptr()
-    first = bisect_left(pointers, start)
-    return first < len(pointers) and pointers[first] < start + bucket.full_nbytes
+    for bucket in buckets:
+        if not bucket.in_place:
+            start = bucket.full.data_ptr()
+            first = bisect_left(pointers, start)
+            if first < len(pointers) and pointers[first] < start + bucket.full_nbytes:
+                return True
+    return False

@@ -22,6 +22,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import (
     forward_hook_tables,
     graph_task_id,
+    hook_for_good,
     made_at,
     remove_forward_hooks,
     untraced,
@@ -123,7 +124,7 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             if start >= 0 and made_at(node) < start:
                 continue  # an input passed through: its gradient comes after the unit's backward
-            tensor.register_hook(trigger_of(unit))
+            hook_for_good(tensor, unit.checks.trigger or trigger_of(unit))
             watched, closed = True, max(closed, made_at(node))
     if watched and unit.run.live is not None:
         unit.run.live.closed_at = closed

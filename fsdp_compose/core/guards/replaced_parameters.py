@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.loops import are_same
 from fsdp_compose.core.gathering import install_leaves
-from fsdp_compose.core.state import Unit, resting
+from fsdp_compose.core.state import Unit
 from fsdp_compose.sharded import TENSOR_PARALLEL_FIRST, ShardSpec
 
 
@@ -26,7 +26,8 @@ def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
 
 def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     """List the places of the unit that do not hold what they hold between passes."""
-    held, links = resting(unit), unit.links
+    links = unit.links
+    held = links.leaves if unit.opened is None else unit.opened.tensors
     found = map(dict.get, links.tables, links.names)
     if are_same(found, map(held.__getitem__, links.indices)):
         return []
