@@ -16,6 +16,7 @@ import common
 import torch
 import torch.distributed as dist
 from common import Spread
+from host_models import plain
 from host_overhead import Shape, local, ours, with_gradients
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,20 +62,28 @@ def compare(pair: Pair, rounds: int) -> tuple[Spread, Spread, Spread]:
     )
 
 
-def pairs_of(model: nn.Module, views: dict[str, list[Any]]) -> dict[str, Pair]:
+def shard_like(shape: Shape, shards: list[Tensor]) -> nn.Module:
+    """The plain model with ``shards`` in the place of its parameters, and their gradients."""
+    model = plain(shape)
+    for param, shard in zip(model.parameters(), shards, strict=True):
+        param.data, param.grad = shard.data, shard.grad
+    return model
+
+
+def pairs_of(shape: Shape, model: nn.Module, views: dict[str, list[Any]]) -> dict[str, Pair]:
     """What is timed, by name: the plain side and ours."""
     clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0)
     sharded = list(model.parameters())
-    plain = plain_like(sharded)
-    twin = nn.ParameterList(plain)  # a module whose parameters torch has to list, too
+    shards = plain_like(sharded)
+    twin = shard_like(shape, shards)  # a module whose parameters torch has to list, too
     pairs: dict[str, Pair] = {}
     for name, make in OPTIMIZERS.items():
-        pairs[name] = make(plain).step, make(sharded).step
+        pairs[name] = make(shards).step, make(sharded).step
         for view, params in views.items():
-            pairs[f"{name}, {view}"] = make(plain).step, make(params).step
-    pairs["clip_grad_norm_, torch's"] = partial(clip, plain), partial(clip, sharded)
+            pairs[f"{name}, {view}"] = make(shards).step, make(params).step
+    pairs["clip_grad_norm_, torch's"] = partial(clip, shards), partial(clip, sharded)
     mine = partial(fsdp_compose.clip_grad_norm_, max_norm=1.0)
-    pairs["clip_grad_norm_, ours"] = partial(clip, plain), partial(mine, sharded)
+    pairs["clip_grad_norm_, ours"] = partial(clip, shards), partial(mine, sharded)
     pairs["clip_grad_norm_, ours, of a module"] = (
         lambda: clip(list(twin.parameters())),
         partial(mine, model),
@@ -108,7 +117,7 @@ def main() -> None:
         }
         for model in models:
             with_gradients(model, shape, "ours")
-        for name, pair in pairs_of(models[0], views).items():
+        for name, pair in pairs_of(shape, models[0], views).items():
             plain, mine, ratio = compare(pair, options.rounds)
             rows.append([name, *plain.cells(2), *mine.cells(2), *ratio.cells(2)])
             figures[name] = {"plain": plain, "ours": mine, "ratio": ratio}
