@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, wrap
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.process import here
+from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import Unit, get_state
@@ -365,3 +366,13 @@ def test_autograd_sees_one_leaf_per_unit() -> None:
         assert len(leaves) == 1 and leaves[0] is unit.links.anchor
         out.sum().backward()
         assert unit.links.anchor.grad is None and model.p0.grad is not None
+
+
+def test_nodes_that_are_gone_are_forgotten() -> None:
+    """However many graphs a unit was part of, it remembers those that are kept alone."""
+    nodes, kept = WeakList(), [nn.Identity() for _ in range(20)]
+    for node in kept:
+        nodes.add(node)
+        for _ in range(20):
+            nodes.add(nn.Identity())
+    assert list(nodes) == kept and len(vars(nodes)["_refs"]) < 60

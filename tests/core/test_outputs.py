@@ -260,3 +260,28 @@ QUIRKS = ("input", "detached", "in-place on input", "bare weight", "view of weig
 def test_quirks_of_outputs(quirk: str) -> None:
     shard = lambda m: fully_shard(m, units=wrap.by_class({Block, Odd}))  # noqa: E731
     train_twin(lambda: Quirky(quirk), shard=shard)
+
+
+class Watched(nn.Linear):
+    """Registers a hook on its output in forward, as code that looks at gradients does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.seen: list[Tensor] = []
+        out.register_hook(self.seen.append)
+        return out
+
+
+def test_hooks_on_outputs_run_beside_the_units_own() -> None:
+    """Hooks from inside and after forward run, one that was removed does not, backward gathers."""
+    module = Watched(3, 2)
+    wanted = torch.autograd.grad(module(torch.ones(1, 3)).sum(), list(module.parameters()))
+    model = fully_shard(module)
+    out, later, removed = model(torch.ones(1, 3)), [], []
+    out.register_hook(later.append)
+    out.register_hook(removed.append).remove()
+    assert len(out._backward_hooks) == 3
+    out.sum().backward()
+    assert (len(module.seen), len(later), len(removed)) == (1, 1, 0)
+    for param, grad in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(param.grad.full_tensor(), grad)
