@@ -129,13 +129,21 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, caller: str) -> None:
     Raises:
         RuntimeError: naming a parameter.
     """
+    units = (unit for engine in here.engines.values() for unit in engine.units)
+    slots = {
+        id(bucket.residence): bucket.mesh.slots
+        for unit in units
+        for bucket in unit.buckets
+        if bucket.mesh.slots is not None and bucket.stored.device.type == "cpu"
+    }
+    if not slots:
+        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param in filter(is_sharded_parameter, params):
-        bucket, spec = owner_of(find_entry(param)), spec_of(param)
-        if bucket.mesh.slots is not None and bucket.stored.device.type == "cpu":
+    for spec in map(spec_of, filter(is_sharded_parameter, params)):
+        if (chosen := slots.get(id(spec.residence))) is not None:
             raise RuntimeError(
                 f"{caller}: it has fused=True and was given {spec.fqn!r} (unit {spec.unit!r}), "
-                f"which was sharded with deterministic={bucket.mesh.slots}; fused steps on a CPU "
+                f"which was sharded with deterministic={chosen}; fused steps on a CPU "
                 "round by the length of a slice, and so by the number of ranks. Pass foreach=True "
                 "in place of fused=True."
             )
