@@ -41,7 +41,7 @@ def add_powers(
         order: more than 0.
         exponent: as ``exponent_of`` gives it, on the tensors' device.
     """
-    scale = torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), -exponent)
+    scale = _power_of_two(-exponent)
     sums: list[torch.Tensor] = [scale.new_zeros(2)]
     for tensor in tensors:
         size = _PIECE.get(tensor.device.type, _LARGEST_PIECE)
@@ -57,6 +57,11 @@ def add_powers(
     first, second = torch.stack(sums).unbind(1)
     parts = [_split(first), _split(second * 2.0**_BITS)]
     return torch.cat(parts)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """``2**exponent`` in float64, made of its bits: exact on every device."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def _add_rounded(numbers: torch.Tensor) -> torch.Tensor:
@@ -89,4 +94,4 @@ def root_of(counts: torch.Tensor, order: float, exponent: torch.Tensor) -> torch
     """The norm, 0-dim float64, of what ``add_powers`` added up, over all ranks."""
     whole, high, low = carry(counts).double().unbind()
     total = whole + (high * 2.0**-_BITS + low * 2.0 ** (-2 * _BITS))
-    return torch.ldexp(total.sqrt() if order == 2 else total.pow(1.0 / order), exponent)
+    return (total.sqrt() if order == 2 else total.pow(1.0 / order)) * _power_of_two(exponent)
