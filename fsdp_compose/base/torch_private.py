@@ -1,4 +1,4 @@
-"""Every private torch name this library uses, and nothing else; tried on torch 2.11 and 2.13.
+"""Every private torch name this library uses, and nothing else; tried on torch 2.11, 2.13, 2.15.
 
 A torch release that moves one of these breaks this file, or torch_stack.py, alone.
 """

@@ -103,6 +103,7 @@ def test_script_and_export_take_a_plain_model() -> None:
         model = by_block(copy.deepcopy(plain))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.15
             for around in (model, nn.Sequential(model), copy.deepcopy(model)):
                 with pytest.raises(RuntimeError, match=r"torch\.jit\.script cannot.*undo"):
                     torch.jit.script(around)
@@ -180,6 +181,7 @@ def test_a_forked_process_and_a_trace_are_refused() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.15
             with pytest.raises(RuntimeError, match=r"torch\.jit\.trace cannot record"):
                 torch.jit.trace(model, data(0, rank))
         square(model, data(0, rank)).backward()
