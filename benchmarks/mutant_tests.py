@@ -34,8 +34,9 @@ HOME = ROOT / "build" / "mutants"
 PROGRAMS = {1: range(12), 2: range(60), 3: range(12), 4: range(6)}
 FILES = ("tests/core", "tests/scopes", "tests/test_fuzz.py")
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
-ROUNDS = (2.0, 8.0, 25.0)  # seconds of tests that are tried first; then the rest, up to the limit
+ROUNDS = (1.5, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
 OF_FUZZER = "fuzz "
+FIRST = 16  # programs that run before the tests that cost more
 IMPORT, LIMIT, CRASH = "an error at import", "the time limit", "a crash"
 
 
@@ -125,8 +126,13 @@ class Watch:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.place:
-            chosen = [item for item in items if item.nodeid in self.place]
-            items[:] = sorted(chosen, key=lambda item: self.place[item.nodeid])
+            chosen = [item for item in items if self._place(item) is not None]
+            items[:] = sorted(chosen, key=self._place)
+
+    def _place(self, item: Any) -> int | None:
+        """Where a test was asked for, by its name, without its parameters, or by its file."""
+        names = item.nodeid, item.nodeid.split("[")[0], item.nodeid.split("::")[0]
+        return next((self.place[name] for name in names if name in self.place), None)
 
     def pytest_runtest_setup(self, item: Any) -> None:
         if self.seen is not None:
@@ -222,7 +228,7 @@ class Reach:
         """Measure the files of tests that have changed since they were measured."""
         trees = {p: marked(name_in(p), parse(p), self._number) for p in self.sources}
         self._measure_each("fuzzer", repr(PROGRAMS), trees, run_programs)
-        for path in sorted(path for folder in folders for path in files_in(ROOT / folder)):
+        for path in [path for folder in folders for path in files_in(ROOT / folder)]:
             name = str(path.relative_to(ROOT))
             run = lambda watch, name=name: pytest_run([name], watch)  # noqa: E731
             self._measure_each(name, path.read_text(), trees, run)
@@ -260,8 +266,10 @@ class Reach:
         self.path.write_text(json.dumps(known))
         self._index()
 
-    def of(self, mutant: Mutant, limit: float) -> list[str]:
-        """Tests that run the changed statement, cheapest first, of ``limit`` seconds in all.
+    def of(self, mutant: Mutant, limit: float, passed: set[str]) -> list[str]:
+        """Tests that run the changed statement and have not ``passed``, cheapest first.
+
+        All of them together cost at most ``limit`` seconds.
 
         For a statement that was not there when tests were measured, those of its function; for
         what is outside any function, all.
@@ -273,8 +281,11 @@ class Reach:
             found = {
                 t for key, tests in self.tests.items() if key.startswith(around) for t in tests
             }
+        order = sorted(found - passed, key=lambda test: (self.costs[test], test))
+        programs = [test for test in order if test.startswith(OF_FUZZER)]
+        late = set(programs[FIRST:])  # what a few programs do not notice, more rarely do
         chosen: list[str] = []
-        for test in sorted(found, key=lambda test: (self.costs[test], test)):
+        for test in [*(t for t in order if t not in late), *programs[FIRST:]]:
             limit -= self.costs[test]
             if limit < 0:
                 break
@@ -303,7 +314,7 @@ def sources(guards: bool = False) -> list[Path]:
 
 
 def files_in(path: Path) -> list[Path]:
-    return [path] if path.is_file() else list(path.rglob("test_*.py"))
+    return [path] if path.is_file() else sorted(path.rglob("test_*.py"))
 
 
 def parse(path: Path) -> ast.Module:
@@ -373,15 +384,29 @@ def check_unchanged(tree: ast.Module, reach: Reach) -> None:
         raise SystemExit(f"without any change, {failed} fails; see {HOME / 'output.txt'}")
 
 
-def run_mutant(mutant: Mutant, tree: ast.Module, reach: Reach, budget: float) -> dict[str, Any]:
-    """Run the tests that reach a mutant until one fails; what there is to note about it."""
+def run_mutant(
+    mutant: Mutant,
+    tree: ast.Module,
+    reach: Reach,
+    budget: float,
+    passed: Sequence[str] = (),
+    given: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run the tests that reach a mutant until one fails; what there is to note about it.
+
+    Args:
+        passed: tests that passed on it in an earlier run.
+        given: files of tests to run instead of those that are known to reach it.
+    """
     started, killer = time.monotonic(), ""
-    tests, path = reach.of(mutant, budget), FOLDER / mutant.file
-    for part in in_rounds(tests, reach.costs):
-        limit = 60.0 + 10.0 * sum(reach.costs[test] for test in part)
-        name = module_of(path)
+    tests = given or reach.of(mutant, budget, set(passed))
+    path = FOLDER / mutant.file
+    name = module_of(path)
+    for part in [tests] if given else in_rounds(tests, reach.costs):
+        limit = 60.0 + 10.0 * (60.0 if given else sum(reach.costs[test] for test in part))
         killer = judge(mutant, tree, name, path, partial(check_engine, name, part), limit)
         if killer:
             break
     seconds = round(time.monotonic() - started, 1)
-    return {"mutant": mutant.key, "killer": killer, "tests": len(tests), "seconds": seconds}
+    kept = [] if killer else [*passed, *tests]
+    return {"mutant": mutant.key, "killer": killer, "passed": kept, "seconds": seconds}

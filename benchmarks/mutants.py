@@ -2,7 +2,7 @@
 
     python benchmarks/mutants.py --sample 300 --seed 0     # that many, drawn from all files
     python benchmarks/mutants.py --file schedule.py        # all mutants of one file
-    python benchmarks/mutants.py --only-survivors          # those again that survived before
+    python benchmarks/mutants.py --only-survivors          # further tests for those that survived
     python benchmarks/mutants.py --save                    # the table of what was run so far
 
 Each mutant runs in a process of its own, forked from this one, which has imported torch and not the
@@ -126,7 +126,9 @@ class Report:
     def explained(self, observable: bool) -> str:
         lines = []
         for mutant in self.survivors():
-            reason = self.reasons.get(mutant.key, Reason(mutant.key, True, "not explained yet"))
+            passed = len(self.outcomes[mutant.key]["passed"])
+            unknown = f"Not explained: {passed} tests passed on it, others were not tried."
+            reason = self.reasons.get(mutant.key, Reason(mutant.key, True, unknown))
             if reason.observable == observable:
                 change = mutant.change.replace("|", "\\|")
                 where = f"{mutant.file}, {mutant.function or 'module'}"
@@ -158,6 +160,7 @@ def report_text(report: Report) -> list[str]:
 def choose(mutants: list[Mutant], options: argparse.Namespace, done: Any) -> list[Mutant]:
     """The mutants that the options ask for."""
     chosen = [m for m in mutants if not options.file or m.file in options.file]
+    chosen = [m for m in chosen if options.only in m.key]
     if options.sample is not None and options.sample < len(chosen):
         drawn = set(random.Random(options.seed).sample(range(len(chosen)), options.sample))
         chosen = [mutant for i, mutant in enumerate(chosen) if i in drawn]
@@ -171,10 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, help="this many, drawn from all; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--file", action="append", help="a file of the folder; default: all")
+    parser.add_argument("--only", default="", help="mutants whose text contains this")
+    parser.add_argument("--tests", nargs="+", default=(), help="run these files of tests on each")
     parser.add_argument("--guards", action="store_true", help="the files of guards/ too")
-    parser.add_argument("--only-survivors", action="store_true", help="run these again")
+    parser.add_argument("--only-survivors", action="store_true", help="go on with further tests")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant")
-    parser.add_argument("--minutes", type=float, help="end after so long; a further run goes on")
+    parser.add_argument("--minutes", type=float, help="end after so long; 0: the table alone")
     parser.add_argument("--map", nargs="*", metavar="FOLDER", help="measure tests; then end")
     add_output_options(parser)
     options = parser.parse_args(arguments)
@@ -193,18 +198,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reasons, path = read_reasons(mutants), HOME / "outcomes.jsonl"
     done = read_outcomes(path)
     chosen = choose(mutants, options, done)
-    check_unchanged(trees["schedule.py"], reach)
-    waiting = [m for m in chosen if options.only_survivors or m.key not in done]
+    waiting = [m for m in chosen if options.only_survivors or options.tests or m.key not in done]
     random.Random(0).shuffle(waiting)  # an interrupted run is a sample of all files
+    if options.minutes == 0.0:
+        waiting = []
+    if waiting:
+        check_unchanged(trees["schedule.py"], reach)
     started = time.monotonic()
     for i, mutant in enumerate(waiting):
         if options.minutes and time.monotonic() - started > 60 * options.minutes:
             break
-        outcome = run_mutant(mutant, trees[mutant.file], reach, options.budget)
+        passed = done.get(mutant.key, {}).get("passed", ())
+        outcome = run_mutant(
+            mutant, trees[mutant.file], reach, options.budget, passed, options.tests
+        )
         with path.open("a") as file:
             file.write(json.dumps(outcome) + "\n")
         if not outcome["killer"]:
-            print(f"{i + 1}/{len(waiting)} survives {outcome['tests']} tests: "
+            print(f"{i + 1}/{len(waiting)} survives {len(outcome['passed'])} tests: "
                   f"{mutant.key} (line {mutant.line})", flush=True)  # fmt: skip
     report = Report(chosen, read_outcomes(path), reasons)
     publish(

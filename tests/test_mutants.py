@@ -87,7 +87,7 @@ def test_explained_mutants_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_equivalent_mutants_do_not_count() -> None:
     """Neither for the score nor against it, unless a test kills one: then its reason is wrong."""
     mutants = mutants_of("small.py", ast.parse(SMALL))
-    outcomes = {m.key: {"killer": OUTCOMES[m.change]} for m in mutants}
+    outcomes = {m.key: {"killer": OUTCOMES[m.change], "passed": []} for m in mutants}
     (hidden,) = (m.key for m in mutants if ">=" in m.change)
     reasons = {hidden: tool.Reason(hidden, False, "An equal number is the same number.")}
     report = tool.Report(mutants, outcomes, reasons)

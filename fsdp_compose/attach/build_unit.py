@@ -144,7 +144,8 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         mesh = fuse(mesh, plan.options.mesh)
         share_memory(mesh)
     mesh = with_own_reductions(mesh)
-    shard, entries = _cut_shard(plan, bucket_plan, mesh)
+    with torch.inference_mode(False), torch.no_grad():
+        shard, entries = _cut_shard(plan, bucket_plan, mesh)
     params = [entry.param for entry in entries]
     leaf_hooks = [take_leaf_hooks(param) for param in params]
     grads = [param.grad for param in params]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import warnings
 from typing import Any
@@ -56,6 +57,23 @@ def test_a_changed_order_is_told_once_and_followed() -> None:
     assert "set_debug" in found[0]
     a, b, c = (f"blocks.{i}" for i in three)
     assert log == f"+Shuffled Shuffled {a} +{a} {b} +{b} {c} +{c}"
+
+
+def test_a_change_that_is_an_error_opens_no_unit() -> None:
+    """Where warnings are errors: modules hold their sharded parameters, and training goes on."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Shuffled(4))
+        params = list(twin.model.parameters())
+        twin.train(steps=2)
+        twin.model.seed = 3
+        with pytest.raises(UserWarning, match="was expected"):
+            twin.model(data(0, rank))
+        assert all(map(operator.is_, twin.model.parameters(), params))
+        twin.model.seed = 0
+        twin.train(steps=1)
+
+    run_ranks(ranks)
 
 
 def test_a_forward_that_ends_early_is_told() -> None:

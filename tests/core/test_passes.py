@@ -385,3 +385,11 @@ def test_an_optimizer_in_backward_after_two_uses() -> None:
         twin.check()
 
     run_ranks(ranks)
+
+
+def test_a_model_sharded_in_inference_mode_trains() -> None:
+    model = Tower().double()
+    with torch.inference_mode():
+        by_block(model)
+    model(data(0, 0)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

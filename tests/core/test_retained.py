@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_compose import fully_shard, gathered
+
 from harness import run_ranks
 from laws import check_two_graphs, slope_of
 from models import Tower, Twin, assert_at_rest, data, units
@@ -73,3 +75,27 @@ def test_a_frozen_model_is_differentiated_twice() -> None:
         assert_at_rest(twin.model)
 
     run_ranks(run, 2)
+
+
+class First(nn.Module):
+    """Computes with its first input only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 2)
+
+    def forward(self, used: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return self.up(used)
+
+
+def test_a_graph_that_reads_no_weight_is_no_reader() -> None:
+    """A gradient without a graph over it, or none at all, keeps a frozen unit for nobody."""
+    model = fully_shard(First().requires_grad_(False))
+    inputs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
+    output = model(*inputs).sum()
+    used, unused = torch.autograd.grad(output, inputs, create_graph=True, allow_unused=True)
+    with gathered(model):
+        torch.testing.assert_close(used, model.up.weight.sum(0).expand(4, 3))
+    assert unused is None
+    model(*inputs).sum().backward()
+    assert_at_rest(model)

@@ -340,6 +340,21 @@ def test_every_order_of_events_keeps_the_rules(count: int, depth: int, keep: boo
     print(f"{count} units, depth {depth}, keep {keep}: {states} states")
 
 
+def test_what_was_expected_in_vain_is_released() -> None:
+    """A unit that was gathered ahead and that another one ran instead of."""
+    world = small_world(3, 1, False, Schedule, passes=2)
+    for event in (world.enter, world.enter, world.leave, world.leave):
+        event(len(world.stack))
+    while world.ran:
+        world.reach(world.ran[-1])
+        world.arrive(0)
+    world.end(0)
+    world.enter(0)
+    assert world.members[1].holds == {Hold.PREFETCH}
+    world.enter(2)
+    assert not world.members[1].holds
+
+
 class ForgetsToHold(Schedule[Any, Any]):
     def enter_backward(self, unit: Any) -> None:
         self.work.wait(unit)
