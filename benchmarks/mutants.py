@@ -148,8 +148,8 @@ def report_text(report: Report) -> list[str]:
         f"{killed} of {ran} mutants were killed: {100 * killed / max(1, ran):.1f} %. "
         f"{hidden} of those that survive are equivalent: nothing can observe the change. "
         f"Without them the score is {100 * killed / max(1, ran - hidden):.1f} %.",
-        "A survivor that is not explained passed the tests that were tried on it, cheap ones first, "
-        "and not all that reach it: the score is at least this.",
+        "A survivor that is not explained passed the tests that were tried on it, cheap ones "
+        "first, and not all that reach it: the score is at least this.",
         report.counts("file", "file"),
         report.counts("change", "kind"),
         report.killers(),
