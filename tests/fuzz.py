@@ -32,15 +32,17 @@ from fsdp_compose.simulation import DelayMessage, DelayRank, RaiseError, Simulat
 from fuzz_operations import Run, make_optimizer, operations, shard
 from fuzz_programs import Case, OnPurpose, build, draw, leaves, nodes, smaller, world_of
 from fuzz_search import Found, run_in_workers, seeds_of
+from fuzz_storage import remove_folders
 from fuzz_twin import Batched
 from models import Tolerance
 
 
 def run_case(rank: int, case: Case) -> None:
     """Run ``case`` on this rank, beside its plain twin."""
+    warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="the forward of unit")  # a skipped node
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-    low = any(leaf.dtype != "float64" for leaf in leaves(case.tree))
+    low = bool(case.compute) or any(leaf.dtype != "float64" for leaf in leaves(case.tree))
     tolerance = Tolerance(2e-4, 2e-5) if low else Tolerance(1e-7, 1e-9)
     twin = Batched(
         rank,
@@ -50,6 +52,8 @@ def run_case(rank: int, case: Case) -> None:
         lambda params: make_optimizer(case.optimizer, params),
         tolerance,
     )
+    if case.reordered and rank % 2 and twin.optim is not None:
+        twin.optim = make_optimizer(case.optimizer, twin.optim.param_groups[0]["params"][::-1])
     run = Run(case, rank, twin)
     for seed, (name, n) in enumerate(case.ops):
         operations[name](run, n, seed)
@@ -85,6 +89,8 @@ def failure_of(case: Case, seed: int = 0) -> str | None:
             simulate(lambda: run_case(dist.get_rank(), case), case.world, seed=seed, faults=faults)
     except SimulationError as error:
         return judge(case, error)
+    finally:
+        remove_folders()
     return None
 
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose import Prefetch, ShardedWeightError, ShardingStrategy, fully_shard, wrap
+from fsdp_compose import (
+    MixedPrecision,
+    Offload,
+    Prefetch,
+    ShardedWeightError,
+    ShardingStrategy,
+    fully_shard,
+    wrap,
+)
+from fsdp_compose.base.policy import Init
 from fsdp_compose.scopes.switches import Keep
 
-from fuzz_programs import HYBRID, Case, LeafModule, NodeModule, OnPurpose, nodes, spec_of
-from fuzz_twin import Batched, penalised_losses, square_losses
-from models import assert_at_rest, compare, mesh_of_replicas, square, whole
+from fuzz_programs import HYBRID, Case, LeafModule, NodeModule, nodes, spec_of
+from fuzz_twin import Batched, penalised_losses
+from models import assert_at_rest, compare, mesh_of_replicas, units, whole
 
 
 def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -30,7 +37,7 @@ def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Opt
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.2, eps=1e-2, foreach=name == "adamw")
 
 
-def shard(case: Case, model: nn.Module) -> nn.Module:
+def shard(case: Case, model: nn.Module, init: Init = "verify") -> nn.Module:
     """Shard ``model`` as ``case`` says."""
     chosen = [m for m in model.modules() if (spec := spec_of(m)) is not None and spec.unit]
     inside = {id(m) for m in chosen if m is not model}
@@ -43,6 +50,11 @@ def shard(case: Case, model: nn.Module) -> nn.Module:
         reshard_after_forward=case.release,
         prefetch=Prefetch(*case.prefetch),
         granularity=case.granularity,
+        mp_policy=MixedPrecision(
+            param_dtype=getattr(torch, case.compute) if case.compute else None
+        ),
+        offload_policy=Offload(**dict.fromkeys(case.offload, True), pin_memory=False),
+        init=init,
     )
 
 
@@ -65,6 +77,14 @@ class Run:
 
     def trained(self, model: nn.Module) -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.requires_grad]
+
+    def infer(self, seed: int) -> None:
+        """Both compute the same on this rank's batch."""
+        ours, theirs = (model(self.twin.input(seed)) for model in self.both)
+        self.compare("output", ours, theirs)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return whole(tensor)
 
     def compare(self, what: str, found: Tensor, wanted: Tensor) -> None:
         compare(what, found, wanted.to(found.dtype), self.twin.tolerance)
@@ -117,6 +137,8 @@ operation("accumulate local")(_accumulate_in("no_all_reduce"))
 def _no_sync(run: Run, n: int, seed: int) -> None:
     with fc.no_sync(run.twin.model):
         run.twin.train_on(seed + 20)
+    if n % 3 == 0:  # what is asked for by name leaves alone what waits
+        _autograd_grad(run, n, seed + 40)
     if n % 2:
         run.twin.train_on(seed)
     fc.reduce_grads(run.twin.model)
@@ -144,21 +166,16 @@ def _retain(run: Run, n: int, seed: int) -> None:
         loss.backward()
 
 
-def _infer(run: Run, seed: int) -> None:
-    ours, theirs = (m(run.twin.input(seed)) for m in run.both)
-    run.compare("output", ours, theirs)
-
-
 @operation("no_grad")
 def _no_grad(run: Run, n: int, seed: int) -> None:
     with torch.no_grad():
-        _infer(run, seed)
+        run.infer(seed)
 
 
 @operation("inference")
 def _inference(run: Run, n: int, seed: int) -> None:
     with torch.inference_mode():
-        _infer(run, seed)
+        run.infer(seed)
 
 
 @operation("eval")
@@ -166,7 +183,7 @@ def _eval(run: Run, n: int, seed: int) -> None:
     for model in run.both:
         model.eval()
     with torch.no_grad():
-        _infer(run, seed)
+        run.infer(seed)
     for model in run.both:
         model.train()
 
@@ -198,29 +215,14 @@ def _skip_everywhere(run: Run, n: int, seed: int) -> None:
         _skip(model, n)
 
 
-@operation("skip here")
-def _skip_a_leaf_of_one_rank(run: Run, n: int, seed: int) -> None:
-    """Rank 0 leaves out a leaf beside another of its unit: it counts as zero, and ranks agree."""
-    every = nodes(run.twin.model)
-    found = [(i, j) for i, node in enumerate(every) for j in _spare_leaves(node)]
-    if not found or any(node.skip is not None for node in every):
-        return
-    i, j = found[n % len(found)]
-    if run.rank == 0:
-        every[i].skip = j
-    run.twin.train_on(seed, first=_skipping(nodes(run.twin.reference)[i], j))
-    every[i].skip = None
-    run.twin.check_grads()
-
-
 @contextlib.contextmanager
-def _skipping(node: NodeModule, child: int) -> Iterator[None]:
+def skipping(node: NodeModule, child: int) -> Iterator[None]:
     node.skip = child
     yield
     node.skip = None
 
 
-def _spare_leaves(node: NodeModule) -> list[int]:
+def spare_leaves(node: NodeModule) -> list[int]:
     """Positions of trained leaves of a node whose unit trains another one there too."""
     spare = [
         i
@@ -232,46 +234,6 @@ def _spare_leaves(node: NodeModule) -> list[int]:
         and child.weight.requires_grad
     ]
     return spare if len(spare) > 1 else []
-
-
-@operation("fail")
-def _fail(run: Run, n: int, seed: int) -> None:
-    target = nodes(run.twin.model)[n % len(nodes(run.twin.model))]
-    target.fail = run.waiting = True
-    with contextlib.suppress(OnPurpose):
-        run.twin.own_loss(seed)
-    target.fail = False
-
-
-@operation("fail backward")
-def _fail_in_backward(run: Run, n: int, seed: int) -> None:
-    for loss in run.twin.pair(seed):  # what was complete before the failure stays
-        loss.backward()
-    run.twin.check_grads()
-    run.twin.zero_grad()
-    target = nodes(run.twin.model)[n % len(nodes(run.twin.model))]
-    target.fail_backward = run.waiting = True
-    with contextlib.suppress(OnPurpose):
-        run.twin.own_loss(seed).backward()
-    target.fail_backward = False
-    for model in run.both:
-        model.zero_grad()
-
-
-@operation("write")
-def _write(run: Run, n: int, seed: int) -> None:
-    with torch.no_grad():
-        for model in run.both:
-            for param in model.parameters():
-                param.mul_(0.99)
-
-
-@operation("write data")
-def _write_data(run: Run, n: int, seed: int) -> None:
-    name = run.name_of(n)
-    for model in run.both:
-        param = model.get_parameter(name)
-        param.data = param.data * 0.97
 
 
 @operation("update")
@@ -321,6 +283,11 @@ def _norm(run: Run, n: int, seed: int) -> None:
         run.compare("norm of a parameter", whole(ours.norm()), plain.norm())
 
 
+def recomputes(run: Run) -> bool:
+    """Whether a part of this model is computed again in backward."""
+    return any(node.node.recompute != "no" for node in nodes(run.twin.model))
+
+
 def recomputes_reentrantly(run: Run) -> bool:
     """Whether torch refuses ``autograd.grad`` over this model."""
     return any(node.node.recompute == "reentrant" for node in nodes(run.twin.model))
@@ -350,6 +317,12 @@ def _gradient_penalty(run: Run, n: int, seed: int) -> None:
         return
 
     run.twin.train_on(seed, penalised_losses)
+    if n % 2:  # two graphs over gradients at once, one of them read twice
+        first, second = (run.twin.pair(seed + part, penalised_losses) for part in (20, 40))
+        for a, b in zip(first, second):
+            b.backward(retain_graph=True)
+            a.backward()
+            b.backward()
     run.twin.check_grads()
 
 
@@ -359,7 +332,7 @@ def _gathered(run: Run, n: int, seed: int) -> None:
         ours = dict(run.twin.model.named_parameters())
         for name, plain in run.twin.reference.named_parameters():
             run.compare(name, ours[name].detach(), plain.detach())
-        _infer(run, seed)
+        run.infer(seed)
 
 
 @operation("gathered loss")
@@ -380,15 +353,6 @@ def _loss_in_a_scope(run: Run, n: int, seed: int) -> None:
             model.zero_grad()
 
 
-@operation("edit")
-def _edit_in_a_scope(run: Run, n: int, seed: int) -> None:
-    name = run.name_of(n)
-    with torch.no_grad(), fc.gathered(run.twin.model, writeback=True):
-        for model in run.both:
-            param = model.get_parameter(name)
-            param.add_(torch.ones_like(param).tril() if param.ndim == 2 else 0.25)
-
-
 @operation("unshard")
 def _unshard(run: Run, n: int, seed: int) -> None:
     fc.unshard(run.twin.model)
@@ -396,43 +360,6 @@ def _unshard(run: Run, n: int, seed: int) -> None:
         run.twin.train_on(seed)
     fc.reshard(run.twin.model)
     run.waiting = True
-
-
-@operation("state")
-def _state_dict(run: Run, n: int, seed: int) -> None:
-    model = run.twin.model
-    kind = ("full", "sharded", "local")[n % 3]
-    saved = copy.deepcopy(fc.state_dict(model, kind=kind))  # type: ignore[arg-type]
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(3)
-    fc.load_state_dict(model, saved)
-    full = fc.state_dict(model)
-    for name, wanted in run.twin.reference.state_dict().items():
-        run.compare(name, full[name], wanted)
-
-
-@operation("optimizer state")
-def _optimizer_state(run: Run, n: int, seed: int) -> None:
-    if run.twin.optim is None:
-        return
-    kind = ("full", "sharded", "local")[n % 3]
-    saved = fc.optim_state_dict(run.twin.model, run.twin.optim, kind=kind)  # type: ignore[arg-type]
-    saved = copy.deepcopy(saved)
-    params = [p for group in run.twin.optim.param_groups for p in group["params"]]
-    fresh = make_optimizer(run.case.optimizer, params)
-    fc.load_optim_state_dict(run.twin.model, fresh, saved)
-    run.twin.optim = fresh
-
-
-@operation("copy")
-def _copy(run: Run, n: int, seed: int) -> None:
-    """Train a deep copy: the original is as before."""
-    twin = copy.deepcopy(run.twin.model)
-    square_losses(twin, run.twin.input(seed), 1).sum().backward()
-    with torch.no_grad():
-        for param in twin.parameters():
-            param.add_(1)
 
 
 @operation("undo")
@@ -475,30 +402,132 @@ def _gradient_hook(run: Run, n: int, seed: int) -> None:
     assert once, f"the hook of {name} ran {calls[0]} times"
 
 
-@operation("stray")
-def _run_another_unit(run: Run, n: int, seed: int) -> None:
-    """One rank runs another unit first: an error on every rank or on none, then all is well."""
-    model = run.twin.model
-    inner = [m for m in nodes(model) if m is not model and fc.is_fully_sharded(m)]
-    x = run.twin.input(seed).requires_grad_()
-    if not inner or run.case.strategy in HYBRID:  # other replicas hear of it when a rank ends
+@operation("hook after")
+def _optimizer_in_backward(run: Run, n: int, seed: int) -> None:
+    """A hook that steps a parameter as soon as its gradient is there sees the whole of it."""
+    name = run.name_of(n)
+    if recomputes_reentrantly(run) or not run.twin.model.get_parameter(name).requires_grad:
         return
-    found = None
-    try:
-        if run.rank == n % run.case.world:
-            square(inner[n % len(inner)], x * 1)
-        square(model, x).backward()
-    except RuntimeError as error:
-        found = str(error)
-        if "different units" not in found:  # a fault's
-            raise
-    raised = torch.tensor(float(found is not None))
-    if run.case.world > 1:
-        dist.all_reduce(raised)
-    assert raised in (0, run.case.world), f"{raised} ranks raise, this one {found}"
-    model.zero_grad()
-    run.twin.reference.zero_grad()
+    for model in run.both:
+        model.zero_grad()
+    handles = []
+    for model in run.both:
+
+        def step(param: Tensor) -> None:
+            with torch.no_grad():
+                assert param.grad is not None
+                param.sub_(param.grad, alpha=0.1)
+            param.grad = None
+
+        handles.append(model.get_parameter(name).register_post_accumulate_grad_hook(step))
+    run.twin.train_on(seed)
+    for handle in handles:
+        handle.remove()
+    run.compare(name, *(run.whole(model.get_parameter(name)) for model in run.both))
+    run.twin.check_grads()
+
+
+@operation("inputs")
+def _backward_of_some(run: Run, n: int, seed: int) -> None:
+    """``backward(inputs=)`` leaves the other gradients alone."""
+    if recomputes_reentrantly(run):
+        return
+    losses = run.twin.pair(seed)
+    for loss, model in zip(losses, run.both):
+        chosen = [p for i, p in enumerate(run.trained(model)) if (i + n) % 2]
+        if chosen and any(p.requires_grad for p in chosen):
+            loss.backward(inputs=chosen)
     run.waiting = True
+    run.twin.check_grads()
+
+
+@operation("scope clip")
+def _clip_in_a_scope(run: Run, n: int, seed: int) -> None:
+    """The usual loops over parameters act on them inside a scope too."""
+    run.twin.train_on(seed)
+    with fc.gathered(run.twin.model):
+        trained = [run.trained(model) for model in run.both]
+        if n % 3 == 0:
+            found = [torch.nn.utils.clip_grad_norm_(params, 0.05) for params in trained]
+            if any(p.grad is not None for p in trained[1]):
+                run.compare("norm", *found)
+        elif n % 3 == 1:
+            for model in run.both:
+                model.zero_grad()
+        else:
+            for model in run.both:
+                param = model.get_parameter(run.name_of(n))
+                param.requires_grad_(not param.requires_grad)
+                param.grad = None
+    ours, theirs = (dict(model.named_parameters()) for model in run.both)
+    flags = [{k: p.requires_grad for k, p in found.items()} for found in (ours, theirs)]
+    assert flags[0] == flags[1], f"flags set in a scope: {flags[0]}, wanted {flags[1]}"
+    run.twin.check_grads()
+
+
+@operation("scope grad")
+def _grad_in_a_scope(run: Run, n: int, seed: int) -> None:
+    """Gradients asked for by name inside a scope are averaged over the ranks."""
+    if recomputes_reentrantly(run) or run.case.compute:
+        return
+    with fc.gathered(run.twin.model):
+        losses = run.twin.pair(seed)
+        found = [
+            torch.autograd.grad(loss, run.trained(model), allow_unused=True)
+            for loss, model in zip(losses, run.both)
+            if run.trained(model)
+        ]
+    run.waiting = True
+    for mine, wanted in zip(*found) if found else ():
+        if mine is None or wanted is None:
+            assert wanted is None or not wanted.any(), "no gradient in a scope"
+        else:
+            run.compare("gradient in a scope", run.whole(mine), wanted)
+
+
+@operation("divide")
+def _divide(run: Run, n: int, seed: int) -> None:
+    for model in run.both:
+        model.zero_grad()
+    fc.set_gradient_divide_factor(run.twin.model, 2.0 * run.case.world)
+    run.twin.train_on(seed)
+    fc.set_gradient_divide_factor(run.twin.model, None)
+    for param in run.twin.reference.parameters():
+        if param.grad is not None:
+            param.grad *= 0.5
+    run.twin.check_grads()
+
+
+@operation("own reduction")
+def _reduce_by_a_hook(run: Run, n: int, seed: int) -> None:
+    fc.register_comm_hook(run.twin.model, None, fc.default_hook)
+    run.twin.train_on(seed)
+    fc.register_comm_hook(run.twin.model, None, None)
+    run.twin.check_grads()
+
+
+@operation("switch")
+def _switch(run: Run, n: int, seed: int) -> None:
+    """Units that stay gathered after forward, or after backward, read what was written since."""
+    model, before = run.twin.model, [vars(u.switches).copy() for u in units(run.twin.model)]
+    fc.set_reshard_after_forward(model, bool(n % 2))
+    fc.set_reshard_after_backward(model, n % 3 == 0)
+    for part in range(2):
+        run.twin.train_on(seed + 20 * part)
+        with torch.no_grad():
+            for either in run.both:
+                for param in either.parameters():
+                    param.mul_(0.98)
+    for unit, switches in zip(units(model), before):
+        vars(unit.switches).update(switches)
+    fc.reshard(model)
+    run.waiting = True
+    run.twin.check_grads()
+
+
+@operation("refresh")
+def _refresh(run: Run, n: int, seed: int) -> None:
+    fc.refresh(run.twin.model)
 
 
 @operation("functional")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_compose import participate
 from fsdp_compose.simulation import (
     DelayMessage,
     DelayRank,
@@ -75,9 +76,12 @@ class Case:
     ops: tuple[Op, ...]
     prefetch: tuple[int, int] = (1, 1)
     granularity: Any = 1
-    release: bool | None = None  # reshard_after_forward
+    release: int | None = None  # reshard_after_forward
     optimizer: str = "sgd"
     fault: Fault | None = None
+    compute: str = ""  # the dtype of parameters in forward, where it is another
+    offload: tuple[str, ...] = ()
+    reordered: bool = False  # every other rank's optimizer lists the parameters the other way round
     backend: str = "gloo"  # or "nccl": the path of groups whose collectives are one call
 
 
@@ -87,6 +91,10 @@ OPS = (
     "toggle", "skip", "skip here", "fail", "fail backward", "write", "write data", "update",
     "zero", "clip", "torch clip", "norm", "grad", "penalty", "gathered", "gathered loss",
     "edit", "state", "optimizer state", "copy", "undo", "unshard", "hook", "functional", "stray",
+    "participate", "freeze here", "write inside", "drift", "differ", "skippable", "debug",
+    "sharded twice", "torch state", "save", "write local", "write late", "write between", "swap",
+    "hook after", "inputs", "scope clip", "scope grad", "divide", "own reduction", "switch",
+    "refresh",
 )  # fmt: skip
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
@@ -126,6 +134,7 @@ class NodeModule(nn.Module):
         self.node = node
         self.children_ = nn.ModuleList(make(child) for child in node.children)
         self.skip: int | None = None
+        self.joins: int | None = None  # a child for which this rank participates only
         self.fail = False
         self.fail_backward = False
 
@@ -133,7 +142,7 @@ class NodeModule(nn.Module):
         for i, child in enumerate(self.children_):
             if i == self.skip:
                 continue
-            x = child(x)
+            x = child(x) if i != self.joins else participate(child, x)
         if self.fail:
             raise OnPurpose
         if self.fail_backward and x.requires_grad and torch.is_grad_enabled():
@@ -210,7 +219,7 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
     """The case of ``seed`` for ``world`` ranks; large worlds have small programs."""
     rng = random.Random(f"{seed} {world}")
     hybrid = world >= 4 and world % 2 == 0 and rng.random() < 0.3
-    release = rng.choice((None, None, None, True, False)) if rng.random() < 0.3 else None
+    spreads = world >= 4 and world % 2 == 0 and rng.random() < 0.15
     strategy = rng.choice(HYBRID if hybrid else STRATEGIES)
     longest = 5 if world >= LARGE else 9
     return Case(
@@ -220,8 +229,15 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
         ops=tuple((rng.choice(OPS), rng.randrange(12)) for _ in range(rng.randint(2, longest))),
         prefetch=rng.choice(((1, 1), (0, 0), (2, 1), (1, 3))),
         granularity=rng.choice((1, 1, 1, "row", "tensor")),
-        release=release if strategy in ("FULL_SHARD", "HYBRID_SHARD") and release else None,
+        release=rng.choice((None, None, True, 2 if spreads else None))
+        if strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        else None,
         optimizer=rng.choice(OPTIMIZERS),
+        compute="float32" if rng.random() < 0.15 else "",
+        offload=rng.choice((("params",), ("optimizer",), ("params", "grads")))
+        if rng.random() < 0.15
+        else (),
+        reordered=rng.random() < 0.2,
         backend="nccl" if rng.random() < min(0.25 * world**0.5, 0.9) - 0.1 else "gloo",
         fault=_draw_fault(rng, world) if with_fault else None,
     )
@@ -277,6 +293,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for name, value in (
         ("fault", None), ("backend", "gloo"), ("world", 2), ("strategy", "FULL_SHARD"),
         ("prefetch", (0, 0)), ("granularity", 1), ("release", None), ("optimizer", "sgd"),
+        ("compute", ""), ("offload", ()), ("reordered", False),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})

@@ -57,40 +57,38 @@ class Batched(Twin):
         """This rank's batch."""
         return rows(seed, self.world)[self.rank * BATCH :][:BATCH].clone()
 
+    def all_inputs(self, seed: int) -> Tensor:
+        """The batches of all ranks, one below the other."""
+        return rows(seed, self.world)
+
     def own_loss(self, seed: int, losses: Losses = square_losses) -> Tensor:
         """The sharded model's loss on this rank's batch."""
         return losses(self.model, self.input(seed), 1)[0]
 
-    def pair(
-        self,
-        seed: int,
-        losses: Losses = square_losses,
-        first: AbstractContextManager[object] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(this rank's loss, the plain model's loss over all ranks), checked against each other.
-
-        Args:
-            first: a scope in which the plain model computes for rank 0, where that does otherwise.
-        """
+    def pair(self, seed: int, losses: Losses = square_losses) -> tuple[Tensor, Tensor]:
+        """(this rank's loss, the plain model's loss over all ranks), checked against each other."""
         loss = self.own_loss(seed, losses)
-        x, n = rows(seed, self.world), self.world
-        if first is None:
-            plain = losses(self.reference, x, n)
-        else:
-            with first:
-                parts = [losses(self.reference, x[:BATCH], 1)]
-            if n > 1:
-                parts.append(losses(self.reference, x[BATCH:], n - 1))
-            plain = torch.cat(parts)
-        compare("loss", loss.detach(), plain[self.rank].detach(), self.tolerance)
+        plain = losses(self.reference, self.all_inputs(seed), self.world)
+        compare("loss", loss.detach(), plain[self.rank].detach().to(loss.dtype), self.tolerance)
         return loss, plain.mean()
 
-    def train_on(
-        self,
-        seed: int,
-        losses: Losses = square_losses,
-        first: AbstractContextManager[object] | None = None,
-    ) -> None:
+    def train_on(self, seed: int, losses: Losses = square_losses) -> None:
         """Forward and backward of both."""
-        for loss in self.pair(seed, losses, first):
+        for loss in self.pair(seed, losses):
             loss.backward()
+
+    def train_apart(self, seed: int, first: Callable[[], AbstractContextManager[object]]) -> None:
+        """The same where rank 0 computes otherwise, as the plain model does in the scope ``first``.
+
+        It is open over backward too, which may compute parts of the forward again.
+        """
+        loss, x = self.own_loss(seed), self.all_inputs(seed)
+        loss.backward()
+        with first():
+            plain = [square_losses(self.reference, x[:BATCH], 1)]
+            (plain[0].sum() / self.world).backward()
+        if self.world > 1:
+            plain.append(square_losses(self.reference, x[BATCH:], self.world - 1))
+            (plain[1].sum() / self.world).backward()
+        wanted = torch.cat(plain)[self.rank].detach().to(loss.dtype)
+        compare("loss", loss.detach(), wanted, self.tolerance)

@@ -8,65 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compose.simulation import DelayMessage, KillRank, LoseMessage, RaiseError
+from fsdp_compose.simulation import DelayMessage, KillRank, RaiseError
 
 from fuzz import case_of, failure_of, run_seeds, shrink
+from fuzz_found import FOUND
 from fuzz_operations import operations
 from fuzz_programs import OPS, Case, Leaf, Node, OnPurpose, draw, leaves, smaller
 from fuzz_search import Found, run_in_workers, seeds_of, table
 from harness import run_ranks
 
 SHORT = {1: range(12), 2: range(80), 3: range(12), 4: range(10), 7: [0], 8: [0, 1], 12: [0]}
-
-FOUND = {
-    "data assigned, then a full state dict": Case(
-        Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("write data", 0), ("state", 0)),
-    ),
-    "tensors for one call after a backward that failed": Case(
-        Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("fail backward", 0), ("functional", 0)),
-    ),
-    "a gradient penalty leaves nothing gathered": Case(
-        Node((Leaf("single", frozen=True),)), 2, "FULL_SHARD", (("penalty", 0),),
-    ),
-    "seed 149: a backward that fails where nothing was computed": Case(
-        Node((Leaf("matrix"),), recompute="reentrant", calls=2), 2, "FULL_SHARD",
-        (("skip", 0), ("fail backward", 0)),
-    ),
-    "seed 188: a step in which nothing was trained": Case(
-        Node((Leaf("matrix"), Leaf("matrix"))), 2, "FULL_SHARD",
-        (("skip", 0), ("toggle", 5), ("step", 0)),
-    ),
-    "seed 699: moved while a reduction of a failed backward was under way": Case(
-        Node((Node((Leaf("matrix"),)), Node((Leaf("matrix"),), True))), 1, "FULL_SHARD",
-        (("fail backward", 10), ("write data", 11), ("copy", 0)),
-    ),
-    "seed 2509: a reduction of a failed backward joins what replicas sum later": Case(
-        Node((Node((Leaf("matrix"),)), Node((Leaf("low rank", unit=True), Leaf("empty", "float32",
-        frozen=True))))), 2, "NO_SHARD", (("fail backward", 10), ("accumulate local", 0)),
-        granularity="tensor", optimizer="adamw",
-    ),
-    **{
-        f"seed 39: a lost message ({event}) where a collective is one call": Case(
-            Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("step", 0),), backend="nccl",
-            fault=LoseMessage(0, event),
-        )
-        for event in (0, 4, 12)
-    },
-    **{
-        f"seed 1167: kept ({how}), moved, gathered again, then written in a scope": Case(
-            Node((Leaf("matrix"),)), 2, how,
-            (("dropped", 0), ("write data", 0), ("functional", 0), ("edit", 0)),
-        )
-        for how in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
-    },
-    **{
-        f"seed 496: recomputed ({how}) from a scope, kept from a forward before it": Case(
-            Node((Node((Leaf("matrix"),), True),), recompute=how), 2, "SHARD_GRAD_OP",
-            (("dropped", 0), ("write data", 0), ("gathered loss", 0)),
-        )
-        for how in ("reentrant", "saved")
-    },
-}  # fmt: skip
 
 
 @pytest.mark.slow

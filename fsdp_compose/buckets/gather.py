@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_compose.base.group import Group
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import copy_shard
 from fsdp_compose.base.torch_private import raw, read_version
@@ -28,6 +29,14 @@ def stamp_of(bucket: Bucket) -> object:
     if bucket.residence.written:
         return object()
     return versions_of(bucket)
+
+
+def channels_of(bucket: Bucket) -> list[Group]:
+    """The groups that the bucket is gathered and reduced over, smaller ones inside others first."""
+    mesh, inner = bucket.mesh, bucket.inner
+    groups = [None if inner is None else inner.group, mesh.gather_axis, mesh.replicate_axis]
+    groups.append(None if inner is None else inner.source)
+    return [group for group in groups if group is not None and group.pg is not None]
 
 
 def purpose_of(bucket: Bucket) -> str:

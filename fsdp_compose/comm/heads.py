@@ -40,8 +40,12 @@ class Caller(Protocol):
     def head(self) -> Head:
         """What this rank is doing, in eight integers; equal on ranks that do the same."""
 
-    def disagree(self, group: Group) -> NoReturn:
-        """A rank of ``group`` does something else, as every rank of it knows."""
+    def disagree(self, group: Group, meets: bool) -> NoReturn:
+        """A rank of ``group`` does something else, as every rank of it knows; tell the others.
+
+        Args:
+            meets: one of them ends a skippable step, and has told all of its groups.
+        """
 
 
 @dataclass(slots=True)
@@ -84,7 +88,8 @@ class Heads:
         """Raise unless every peer does the same."""
         what = mine[:FLAGS]
         if any(row[:FLAGS] != what for row in rows):
-            self.caller.disagree(self.group)
+            meets = any(row[KIND] == MEETING and row[0] for row in (mine, *rows))
+            self.caller.disagree(self.group, meets)
 
     def offers(self) -> list[Offer]:
         """What each rank of the group offers in its memory, by rank; when the heads are there."""
@@ -160,24 +165,34 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
             head = (*both, *[0] * (KIND - len(both)))
             rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
             if any(row[KIND] != COMPARISON for row in rows):
-                caller.disagree(group)
+                meets = any(row[KIND] == MEETING and row[0] for row in rows)
+                caller.disagree(group, meets)
             both = [max(column) for column in zip(both, *rows, strict=False)]
     return both
 
 
-def meet(caller: Caller, code: int, group: Group, unread: Sequence[Heads]) -> None:
-    """Return when every rank of ``group`` meets with the same ``code``; else the ranks disagree.
+def tell(caller: Caller, code: int, group: Group) -> Heads | None:
+    """Tell every rank of ``group``, wherever it waits for data of this one, to meet with ``code``.
 
-    A rank may meet the others wherever they are: who waits for data of this one reads this instead.
+    A rank tells all of its groups before it hears any: ranks wait for each other across groups.
+    """
+    if group.pg is None:
+        return None
+    head = (code, *[0] * (KIND - 1))
+    return send_heads(caller, head, group, "end a skippable step", kind=MEETING)
+
+
+def hear(told: Heads, unread: Sequence[Heads]) -> None:
+    """Return when every rank of the group meets with the same code; else the ranks disagree.
 
     Args:
+        told: what ``tell`` returned; nothing is heard if the ranks have disagreed since.
         unread: what this rank sent over the group and has not read the answers to, in order. Where
             a peer went to meet first, its message is the answer to one of them.
     """
-    if group.pg is not None:
-        for heads in unread:
-            if heads.group == group and heads.epoch == caller.epoch(group):
-                heads.compare(heads.sent, heads.rows())
-        head = (code, *[0] * (KIND - 1))
-        heads = send_heads(caller, head, group, "end a skippable step", kind=MEETING)
-        heads.compare(heads.sent, heads.rows())
+    if told.caller.epoch(told.group) != told.epoch:
+        return
+    for heads in unread:
+        if heads.group == told.group and heads.epoch == told.epoch:
+            heads.compare(heads.sent, heads.rows())
+    told.compare(told.sent, told.rows())

@@ -21,6 +21,7 @@ Files, each importing only from those above it:
     guards/used_parameters      which parameters any rank used: the others keep grad None
     guards/scope_parameters     a parameter inside a scope: same object, whole values
     reducing                    packs gradients, reduces them, hands them to the parameters
+    guards/compared_units       which units ranks compare; what is forgotten where they differed
     guards/divisors             units over different numbers of ranks
     passes                      begins and ends a forward or backward pass
     autograd                    gathering as a function; the one way for gradients to arrive

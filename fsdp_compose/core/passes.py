@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.order import Order
 from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
 from fsdp_compose.buckets.gradients import discard_packed, forget_slots
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
+from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
 from fsdp_compose.core.guards.replaced_parameters import return_leaves
@@ -37,14 +37,9 @@ def begin_forward_pass(engine: Engine) -> None:
 
 def _start_over_if_ranks_differed(engine: Engine) -> None:
     """After ranks differed: clear the engine and its recorded orders, which may differ too."""
-    disagreements = sum(log.disagreements for log in engine.logs.values())
-    if disagreements == engine.disagreements:
-        return
-    engine.disagreements = disagreements
-    recover(engine)
-    engine.schedule.forward_order, engine.schedule.backward_order = Order(), Order()
-    for unit in engine.units:
-        unit.expected.eval_order = Order()
+    if did_ranks_differ(engine):
+        recover(engine)
+        forget_orders(engine)
 
 
 def running_task(unit: Unit) -> Task:
@@ -94,16 +89,20 @@ def show_leaves(task: Task) -> None:
 def end_task(engine: Engine, task_id: int) -> None:
     """After an autograd run: reduce what is left, set the gradients, release every unit."""
     task = engine.tasks.pop(task_id)
-    with torch.no_grad():  # as in the pass itself, for the hooks of users
-        engine.schedule.reduce_rest(
-            Arrival(bucket)
-            for bucket in task.packed
-            if bucket.arriving.packed and unit_of(bucket).switches.sync
-        )
-        land(engine)
-        accumulate(task.results)
-        for mirror in task.mirrors:
-            mirror.join_gradients(None)
+    try:
+        with torch.no_grad():  # as in the pass itself, for the hooks of users
+            engine.schedule.reduce_rest(
+                Arrival(bucket)
+                for bucket in task.packed
+                if bucket.arriving.packed and unit_of(bucket).switches.sync
+            )
+            land(engine)
+            accumulate(task.results)
+            for mirror in task.mirrors:
+                mirror.join_gradients(None)
+    except BaseException:
+        engine.tasks[task_id] = task  # as one that failed before its end: see ``failed``
+        raise
     for unit in list(task.open):
         if unit.run.task is task or unit.run.task is None:
             close_backward(unit, ended=True)
@@ -113,7 +112,7 @@ def end_task(engine: Engine, task_id: int) -> None:
         drop_unread(engine)
     if not engine.tasks:
         if len(engine.logs) > len(engine.reached):
-            _reach_frozen(engine)
+            reach_frozen(engine)
         engine.schedule.end_backward()
         note_users(task.units)
         end_step(engine, trained=True)
@@ -139,14 +138,6 @@ def end_step(engine: Engine, trained: bool) -> None:
     else:
         for log in reached:
             log.end_step(trained)
-
-
-def _reach_frozen(engine: Engine) -> None:
-    """Count units that only ran forward, which no backward reaches, among those the step ran."""
-    for unit in engine.schedule.forward_order.visited():
-        live = unit.run.live
-        if live is None or not live.pass_id or not live.trained:
-            engine.reached.update(unit.links.logs)
 
 
 def note_opened(unit: Unit, task: Task) -> None:
@@ -216,6 +207,8 @@ def show_leaves_after_backward(unit: Unit) -> None:
 
 def recover(engine: Engine) -> None:
     """After an exception: release every unit, clear its run, and drop gradients under way."""
+    if did_ranks_differ(engine):  # others take part in no reduction of this rank any more
+        engine.reductions.clear()
     for reduction in engine.reductions:
         discard_reduction(reduction)
     engine.reductions.clear()
@@ -235,6 +228,8 @@ def recover(engine: Engine) -> None:
         unit.graphs.readers.clear()
         return_leaves(unit)
         for bucket in unit.buckets:
-            if bucket.arriving.packed and unit.switches.sync:
+            if not bucket.arriving.packed:
+                bucket.grads = None  # what others still send or read of it is for nobody
+            elif unit.switches.sync:
                 discard_packed(bucket)
             forget_slots(bucket)

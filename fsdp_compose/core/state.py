@@ -27,6 +27,7 @@ from fsdp_compose.base.torch_private import untraced
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
 from fsdp_compose.buckets.entries import has_attributes
+from fsdp_compose.buckets.gather import channels_of
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
 from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
 from fsdp_compose.core.guards.copied_units import copy_unit
@@ -220,6 +221,7 @@ class Unit:
             bucket.users.caller = log
             if log is None:
                 continue
+            log.channels |= dict.fromkeys(channels_of(bucket))
             if not self.number:
                 self.number = (*(g.size for g in log.groups), log.number_unit())
             if log not in links.logs:

@@ -159,10 +159,10 @@ class _Links:
     def of(cls, units: list[Unit]) -> _Links:
         logs = list(dict.fromkeys(log for unit in units for log in unit.links.logs))
         logs.sort(key=lambda log: [group.ranks for group in log.groups])
-        epochs = {
+        epochs = {  # part of a group first: who waits there may be awaited in the whole of it
             (log, group): log.epoch(group)
             for log in logs
-            for group in log.groups
+            for group in dict.fromkeys((*log.channels, *log.groups))
             if group.pg is not None
         }
         return cls(list(dict.fromkeys(unit.engine for unit in units)), logs, epochs)
@@ -196,7 +196,6 @@ class _Links:
         for log in self.logs:
             log.start_over([group for one, group in self.unsettled() if one is log])
         for engine in self.engines:
-            _drop_reductions(engine)
             recover(engine)
             engine.disagreements = sum(log.disagreements for log in engine.logs.values())
 
@@ -211,30 +210,21 @@ def _agree(step: SkippableStep, links: _Links) -> None:
         step.reasons[dist.get_rank() if dist.is_initialized() else 0] = step._own
     if links.can_tell:
         unread = [] if step._own is None else links.unread()
-        for log, group in links.unsettled():
+        code = _KEPT if step._own is None else _DISCARDED
+        told = [(log, comm.tell(log, code, group)) for log, group in links.unsettled()]
+        for log, heads in told:
             try:
                 if step._own is not None:
                     log.announce_discard(step._own)
-                comm.meet(log, _KEPT if step._own is None else _DISCARDED, group, unread)
-            except StepDiscarded as told:
-                step._hear(told)
+                if heads is not None:
+                    comm.hear(heads, unread)
+            except StepDiscarded as found:
+                step._hear(found)
     if len(links.epochs) > 1 or (links.epochs and not links.can_tell):
         everyone = group_of(dist.group.WORLD, links.engines[0].streams.device)
         for reasons in comm.gather_objects(step.reasons, everyone):
             step.reasons.update(reasons)
     step.skipped = bool(step.reasons)
-
-
-def _drop_reductions(engine: Engine) -> None:
-    """Forget reductions that other ranks take part in no more, also one whose end was waited for.
-
-    What arrives late arrives in a buffer that nobody reads.
-    """
-    engine.reductions.clear()
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            if not bucket.arriving.packed:
-                bucket.grads = None
 
 
 def _are_finite(module: nn.Module) -> bool:

@@ -40,7 +40,7 @@ MAX_EVENTS = 1 << 16
 """Compare after this many events where no step ends, as in inference with gradients enabled."""
 
 DISCARD = "discard"
-_END, _DISCARDED = 1, 3
+_DISAGREED, _END, _DISCARDED = 0, 1, 3
 _FACTOR = 0x5851F42D4C957F2D
 _MASK = (1 << 62) - 1
 
@@ -127,6 +127,8 @@ class Log:
     epochs: dict[Group, int] = field(default_factory=dict)  # disagreements, by group
     guesses: list[Guess] = field(default_factory=list)
     doubts: int = 0  # guesses whose bucket used other entries here than when ranks last compared
+    channels: dict[Group, None] = field(default_factory=dict)  # groups that data travels over
+    told: Sequence[Any] = ()  # of the last disagreement, on its way
 
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
@@ -248,13 +250,21 @@ class Log:
         code = self.events[-1][0] if self.events else 0
         return (code, self.hash, len(self.events), 0, 0, 0, 0, 0)
 
-    def disagree(self, group: Group) -> NoReturn:
+    def disagree(self, group: Group, meets: bool) -> NoReturn:
         """Raise where a message ahead of data differed, which only the ranks of ``group`` know.
+
+        They tell the other groups, whose ranks hear of it where they wait for data of these, or
+        will, and tell others in turn; then all compare what they did. Where a rank ``meets`` the
+        others, at the end of a skippable step, it tells its groups itself.
 
         Raises:
             RuntimeError: always.
         """
-        self._raise((group,), self.step, self.events, late=False)
+        if meets:
+            self._raise((group,), self.step, self.events, late=False)
+        others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
+        self.told = [comm.tell(self, _DISAGREED, other) for other in others]
+        self._raise(self.groups, self.step, self.events, late=False)
 
     def _raise(
         self, groups: Sequence[Group], step: int, events: list[Event], late: bool
@@ -264,7 +274,7 @@ class Log:
         reports = [mine]
         for group in groups:
             reports = [r for part in comm.gather_objects(reports, group) for r in part]
-        self.start_over(groups)
+        self.start_over([*{*groups, *self.channels}] if groups is self.groups else groups)
         reports.sort(key=lambda report: report[0])
         if discards := {
             r: done[-1][3] for r, done, _ in reports if done and done[-1][1] == DISCARD

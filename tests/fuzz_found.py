@@ -1,0 +1,135 @@
+"""Programs that once failed, or that find a hole which random ones find rarely.
+
+Where a seed is named, the fuzzer drew a larger program for it when it found the hole.
+"""
+
+from __future__ import annotations
+
+from fsdp_compose.simulation import LoseMessage
+
+from fuzz_programs import HYBRID, Case, Leaf, Node
+
+UNITS = Node(
+    (
+        Leaf("transposed"),
+        Node((Leaf("matrix", unit=True), Leaf("scalar"), Leaf("matrix", tie=0)), True),
+        Node((Leaf("low rank", frozen=True), Leaf("norm", dtype="float32")), True),
+        Leaf("matrix", tie=1, unit=True),
+    ),
+    True,
+)
+
+PAIR = Node((Leaf("matrix"), Leaf("vector")))
+TWO = Node((Node((Leaf("matrix"),), True), Node((Leaf("matrix"),), True)), True)
+TIED = Node((Leaf("matrix"), Node((Leaf("matrix", tie=0), Leaf("matrix")), True)))
+
+FOUND = {
+    "seed 54: an error at the end of a backward leaves gathered weights in the modules": Case(
+        Node((Leaf("matrix"), Node((Leaf("matrix"),), False, "reentrant"))), 2, "FULL_SHARD",
+        (("freeze here", 0), ("step", 0)),
+    ),
+    "ranks that disagreed begin no reduction over the replicas afterwards": Case(
+        UNITS, 2, "NO_SHARD", (("step", 0), ("freeze here", 1), ("step", 0)),
+    ),
+    "a skipped step where data travels over both axes": Case(
+        UNITS, 4, "HYBRID_SHARD_OPTIMIZER", (("step", 0), ("skippable", 1), ("step", 0)),
+    ),
+    **{
+        f"seed 10371: replicas hear of a disagreement of others ({how}, {seed})": Case(
+            UNITS, 4, how, (*[("step", 0)] * seed, ("stray", 1), ("step", 0)),
+        )
+        for how in HYBRID for seed in (0, 1)
+    },
+    "a skipped step where a unit is spread over fewer ranks": Case(
+        UNITS, 4, "FULL_SHARD", (("step", 0), ("skippable", 2), ("step", 0)), release=2,
+    ),
+    "data assigned, then a full state dict": Case(
+        Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("write data", 1), ("state", 0)),
+    ),
+    "tensors for one call after a backward that failed": Case(
+        Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("fail backward", 0), ("functional", 0)),
+    ),
+    "a gradient penalty leaves nothing gathered": Case(
+        Node((Leaf("single", frozen=True),)), 2, "FULL_SHARD", (("penalty", 0),),
+    ),
+    "seed 149: a backward that fails where nothing was computed": Case(
+        Node((Leaf("matrix"),), recompute="reentrant", calls=2), 2, "FULL_SHARD",
+        (("skip", 0), ("fail backward", 0)),
+    ),
+    "seed 188: a step in which nothing was trained": Case(
+        Node((Leaf("matrix"), Leaf("matrix"))), 2, "FULL_SHARD",
+        (("skip", 0), ("toggle", 5), ("step", 0)),
+    ),
+    "seed 699: moved while a reduction of a failed backward was under way": Case(
+        Node((Node((Leaf("matrix"),)), Node((Leaf("matrix"),), True))), 1, "FULL_SHARD",
+        (("fail backward", 10), ("write data", 11), ("copy", 0)),
+    ),
+    "seed 2509: a reduction of a failed backward joins what replicas sum later": Case(
+        Node((Node((Leaf("matrix"),)), Node((Leaf("low rank", unit=True), Leaf("empty", "float32",
+        frozen=True))))), 2, "NO_SHARD", (("fail backward", 10), ("accumulate local", 0)),
+        granularity="tensor", optimizer="adamw",
+    ),
+    **{
+        f"seed 39: a lost message ({event}) where a collective is one call": Case(
+            Node((Leaf("matrix"),)), 2, "FULL_SHARD", (("step", 0),), backend="nccl",
+            fault=LoseMessage(0, event),
+        )
+        for event in (0, 4, 12)
+    },
+    **{
+        f"seed 1167: kept ({how}), moved, gathered again, then written in a scope": Case(
+            Node((Leaf("matrix"),)), 2, how,
+            (("dropped", 0), ("write data", 1), ("functional", 0), ("edit", 0)),
+        )
+        for how in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
+    },
+    **{
+        f"seed 496: recomputed ({how}) from a scope, kept from a forward before it": Case(
+            Node((Node((Leaf("matrix"),), True),), recompute=how), 2, "SHARD_GRAD_OP",
+            (("dropped", 0), ("write data", 1), ("gathered loss", 0)),
+        )
+        for how in ("reentrant", "saved")
+    },
+    # Each finds a hole of tests/holes.
+    "a hook on a weight of two units": Case(TIED, 2, "FULL_SHARD", (("hook", 0),)),
+    "backward of one weight of two units": Case(TIED, 2, "FULL_SHARD", (("inputs", 1),)),
+    "clipping where a parameter has no gradient": Case(
+        PAIR, 2, "FULL_SHARD", (("accumulate", 0), ("toggle", 0), ("clip", 0)),
+    ),
+    "a flag set in a scope": Case(PAIR, 2, "FULL_SHARD", (("scope clip", 2), ("step", 0))),
+    "frozen on one rank": Case(PAIR, 2, "FULL_SHARD", (("freeze here", 0), ("step", 0))),
+    "written through data while kept": Case(
+        TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write data", 0), ("step", 0)),
+    ),
+    "a part of a unit is recomputed": Case(
+        Node((Leaf("matrix"), Node((Leaf("matrix"),), recompute="saved"))), 2, "FULL_SHARD",
+        (("step", 0),),
+    ),
+    "optimizers that list parameters in another order": Case(
+        UNITS, 2, "FULL_SHARD", (("step", 0), ("optimizer state", 0), ("step", 0)),
+        optimizer="adamw", reordered=True,
+    ),
+    "weights over both axes": Case(UNITS, 4, "HYBRID_SHARD_OPTIMIZER", (("step", 0), ("step", 0))),
+    "written while spread": Case(
+        UNITS, 4, "FULL_SHARD", (("step", 0), ("dropped", 0), ("write", 0), ("step", 0)), release=2,
+    ),
+    "copies drift": Case(UNITS, 2, "NO_SHARD", (("drift", 0),)),
+    "a step is skipped": Case(UNITS, 2, "FULL_SHARD", (("step", 0), ("skippable", 1), ("step", 0))),
+    "replicas write different values": Case(
+        PAIR, 2, "NO_SHARD", (("step", 0), ("write inside", 2)),
+    ),
+    "a forward writes": Case(PAIR, 2, "FULL_SHARD", (("step", 0), ("write inside", 1))),
+    "ranks start with other weights": Case(PAIR, 2, "FULL_SHARD", (("differ", 1),)),
+    "one rank runs another unit": Case(
+        UNITS, 2, "FULL_SHARD", (("step", 0), ("stray", 1), ("step", 0)),
+    ),
+    "nobody uses a parameter": Case(PAIR, 2, "FULL_SHARD", (("skip", 1), ("step", 0))),
+    "one rank does not use a parameter": Case(
+        PAIR, 2, "FULL_SHARD", (("skip here", 0), ("step", 0)),
+    ),
+    "weights are swapped": Case(TWO, 2, "FULL_SHARD", (("swap", 0), ("step", 0))),
+    "gradients are asked for in a scope": Case(TWO, 2, "FULL_SHARD", (("scope grad", 0),)),
+    "weights are written while kept": Case(
+        TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),
+    ),
+}  # fmt: skip

@@ -1,0 +1,188 @@
+"""Operations of fuzzed programs that read, write, save and load weights and optimizer state."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import fsdp_compose as fc
+from fsdp_compose.base.process import here
+
+from fuzz_mistakes import expect_error
+from fuzz_operations import Run, make_optimizer, operation, recomputes
+
+_folders: list[Path] = []
+
+
+def _folder(run: Run, seed: int) -> Path:
+    """A folder that the simulated ranks share; ``remove_folders`` ends it."""
+    if not _folders:
+        _folders.append(Path(tempfile.mkdtemp(prefix="fuzz-")))
+    return _folders[0] / f"{id(here.simulated)}-{seed}"
+
+
+def remove_folders() -> None:
+    """Remove what a program saved."""
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
+
+
+def _spoil(run: Run) -> None:
+    with torch.no_grad():
+        for param in run.twin.model.parameters():
+            param.mul_(3)
+
+
+def _compare_state(run: Run) -> None:
+    full = fc.state_dict(run.twin.model)
+    for name, wanted in run.twin.reference.state_dict().items():
+        run.compare(name, full[name], wanted)
+
+
+@operation("state")
+def _state_dict(run: Run, n: int, seed: int) -> None:
+    model = run.twin.model
+    kind = ("full", "sharded", "local")[n % 3]
+    saved = copy.deepcopy(fc.state_dict(model, kind=kind))  # type: ignore[arg-type]
+    _spoil(run)
+    fc.load_state_dict(model, saved)
+    _compare_state(run)
+
+
+@operation("torch state")
+def _torch_state_dict(run: Run, n: int, seed: int) -> None:
+    """Torch's own getter gives the whole."""
+    options = StateDictOptions(full_state_dict=True)
+    found = get_model_state_dict(run.twin.model, options=options)
+    for name, wanted in run.twin.reference.state_dict().items():
+        run.compare(name, found[name], wanted)
+
+
+@operation("save")
+def _save(run: Run, n: int, seed: int) -> None:
+    """Model and optimizer come back from a checkpoint; the model alone from an export."""
+    if here.simulated is None:
+        return
+    path = _folder(run, seed)
+    model, optim = run.twin.model, run.twin.optim
+    if n % 2:
+        fc.save_full(path, model)
+        _spoil(run)
+        fc.load_full(path, model)
+    else:
+        fc.save_checkpoint(path, model, optim, {"seed": seed})
+        _spoil(run)
+        fresh = _fresh_optimizer(run)
+        assert fc.load_checkpoint(path, model, fresh) == {"seed": seed}
+        run.twin.optim = fresh
+    _compare_state(run)
+
+
+def _fresh_optimizer(run: Run) -> Any:
+    if run.twin.optim is None:
+        return None
+    params = [p for group in run.twin.optim.param_groups for p in group["params"]]
+    return make_optimizer(run.case.optimizer, params)
+
+
+@operation("optimizer state")
+def _optimizer_state(run: Run, n: int, seed: int) -> None:
+    if run.twin.optim is None:
+        return
+    kind = ("full", "sharded", "local")[n % 3]
+    saved = fc.optim_state_dict(run.twin.model, run.twin.optim, kind=kind)  # type: ignore[arg-type]
+    saved = copy.deepcopy(saved)
+    fresh = _fresh_optimizer(run)
+    fc.load_optim_state_dict(run.twin.model, fresh, saved)
+    run.twin.optim = fresh
+
+
+@operation("write")
+def _write(run: Run, n: int, seed: int) -> None:
+    with torch.no_grad():
+        for model in run.both:
+            for param in model.parameters():
+                param.mul_(0.99)
+
+
+@operation("write local")
+def _write_local(run: Run, n: int, seed: int) -> None:
+    """What is written through a plain tensor over this rank's slice is the parameter's."""
+    name, plain = run.name_of(n), fc.named_local_parameters(run.twin.model)
+    if name not in plain:  # it is frozen
+        return
+    with torch.no_grad():
+        plain[name].mul_(0.98)
+        run.twin.reference.get_parameter(name).mul_(0.98)
+
+
+@operation("write data")
+def _write_data(run: Run, n: int, seed: int) -> None:
+    name = run.name_of(n)
+    for model in run.both:
+        param = model.get_parameter(name)
+        if n % 2:
+            param.data = param.data * 0.97
+        else:
+            param.data.mul_(0.97)
+
+
+@operation("write late")
+def _write_before_backward(run: Run, n: int, seed: int) -> None:
+    """A backward reads what was written through ``.data`` since its forward."""
+    if run.case.compute:
+        return
+    name = run.name_of(n)
+    losses = run.twin.pair(seed)
+    for model in run.both:
+        model.get_parameter(name).data.mul_(1.1)
+    for loss in losses:
+        loss.backward()
+    run.twin.check_grads()
+
+
+@operation("write between")
+def _write_between(run: Run, n: int, seed: int) -> None:
+    """A backward after a write that autograd sees has the old gradients, or raises everywhere."""
+    if recomputes(run) or run.waiting:
+        return
+    name = run.name_of(n)
+    loss, plain = run.twin.pair(seed)
+    plain.backward()
+    with torch.no_grad():
+        for model in run.both:
+            model.get_parameter(name).mul_(1.1)
+    said = expect_error(run, "", None, loss.backward)
+    assert not said or "was written between" in said or "modified by an inplace" in said, said
+    run.twin.check_grads()
+
+
+@operation("swap")
+def _swap(run: Run, n: int, seed: int) -> None:
+    """Other weights for one forward; then the former memory has its values still."""
+    name = run.name_of(n)
+    params = [model.get_parameter(name) for model in run.both]
+    before = [param.data for param in params]
+    for param, data in zip(params, before):
+        param.data = data * 1.5
+    with torch.no_grad():
+        run.infer(seed)
+    for param, data in zip(params, before):
+        param.data = data
+    with torch.no_grad():
+        run.infer(seed)
+
+
+@operation("edit")
+def _edit_in_a_scope(run: Run, n: int, seed: int) -> None:
+    name = run.name_of(n)
+    with torch.no_grad(), fc.gathered(run.twin.model, writeback=True):
+        for model in run.both:
+            param = model.get_parameter(name)
+            param.add_(torch.ones_like(param).tril() if param.ndim == 2 else 0.25)
