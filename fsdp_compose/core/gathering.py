@@ -98,7 +98,7 @@ def take_over_changes(unit: Unit) -> None:
 def renew_bucket(bucket: Bucket) -> None:
     """Copy moved parameters into the bucket's flat shard; gather again what was gathered."""
     if graph_task_id() != -1:
-        if bucket.residence.moved:
+        if bucket.residence.moved and unit_of(bucket).holds != {Hold.PREFETCH}:  # ahead: unread
             raise RuntimeError(moved_before_backward(bucket))
         return
     was_gathered = bucket.phase is not Phase.SHARDED

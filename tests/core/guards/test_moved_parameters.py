@@ -27,6 +27,7 @@ from models import (
     by_block,
     data,
     nested,
+    seeded,
     square,
     units,
     whole,
@@ -398,6 +399,26 @@ def test_a_change_before_backward_is_refused(kind: torch.dtype) -> None:
         assert text is not None
         assert "between forward and backward" in text
         assert "unit 'Tower'" in text  # which was kept for its backward, the first
+
+
+def test_a_change_in_one_model_leaves_the_backward_of_another_alone() -> None:
+    """What another model's backward gathers ahead was not read yet; its own backward refuses."""
+
+    def ranks(rank: int) -> None:
+        first, second = by_block(seeded(Tower)), by_block(seeded(Tower))
+        one, two = square(first, data(0, rank)), square(second, data(0, rank))
+        for param in first.parameters():
+            param.data = param.data * 2
+        two.backward()
+        wanted = [p.grad.full_tensor() for p in second.parameters() if p.grad is not None]
+        with pytest.raises(RuntimeError, match="between forward and backward"):
+            one.backward()
+        second.zero_grad()
+        square(second, data(0, rank)).backward()
+        found = [p.grad.full_tensor() for p in second.parameters() if p.grad is not None]
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+    run_ranks(ranks, 2)
 
 
 def test_after_such_a_refusal_training_goes_on() -> None:
