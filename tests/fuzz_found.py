@@ -60,6 +60,16 @@ FOUND = {
         Node((Leaf("matrix"), Leaf("matrix"))), 2, "FULL_SHARD",
         (("skip", 0), ("toggle", 5), ("step", 0)),
     ),
+    "every operation: a rank that skips a step takes the flags that others wait with": Case(
+        UNITS, 2, "FULL_SHARD", (("toggle", 13), ("skip", 14), ("skippable", 43)),
+    ),
+    "every operation: flags from before a disagreement are not read after it": Case(
+        UNITS, 2, "NO_SHARD",
+        (("toggle", 13), ("skip", 14), ("stray", 37), ("freeze here", 39), ("debug", 44)),
+    ),
+    "every operation: what a failed step left is not put back by one that is skipped": Case(
+        UNITS, 2, "FULL_SHARD", (("freeze here", 39), ("skippable", 43), ("step", 44)),
+    ),
     "seed 699: moved while a reduction of a failed backward was under way": Case(
         Node((Node((Leaf("matrix"),)), Node((Leaf("matrix"),), True))), 1, "FULL_SHARD",
         (("fail backward", 10), ("write data", 11), ("copy", 0)),

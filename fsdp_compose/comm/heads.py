@@ -98,19 +98,23 @@ class Heads:
         return [Offer(*row[OFFER:]) for row in rows]
 
     def _unite(self, flags: Flags, mine: list[int], rows: list[list[int]]) -> None:
+        for part in self.take_flags(mine, rows):
+            flags.add(part)
+        wait_for(self.flag_works, (), self.purpose)
+        if not all(row[FLAGS] for row in rows):
+            flags.bits = (1 << flags.count) - 1
+
+    def take_flags(self, mine: list[int], rows: list[list[int]]) -> list[torch.Tensor]:
+        """Receive the flags behind the heads ``rows``; who sent them waits until they are taken."""
         assert self.group.pg is not None
-        received = []
-        works = list(self.flag_works)
+        received, works = [], []
         for index, row in enumerate(rows):
             if row[FLAGS]:
                 peer = index + (index >= self.group.rank)
                 received.append(torch.empty(row[FLAGS], dtype=torch.uint8))
-                works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(mine)))
+                works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(self.epoch, mine)))
         wait_for(works, (), self.purpose)
-        for part in received:
-            flags.add(part)
-        if not all(row[FLAGS] for row in rows):
-            flags.bits = (1 << flags.count) - 1
+        return received
 
 
 def send_heads(
@@ -142,7 +146,7 @@ def send_heads(
     )
     if flags is not None and is_partial:
         data, peers = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
-        heads.flag_works = [group.pg.send([data], r, _flag_tag(mine)) for r in peers]
+        heads.flag_works = [group.pg.send([data], r, _flag_tag(epoch, mine)) for r in peers]
     return heads
 
 
@@ -151,8 +155,8 @@ def tag_behind(caller: Caller, head: Head, group: Group) -> int:
     return _DATA_TAGS | hash((caller.epoch(group), *head)) & (_DATA_TAGS - 1)
 
 
-def _flag_tag(head: list[int]) -> int:
-    return _FLAG_TAGS | hash(tuple(head[:FLAGS])) & (_FLAG_TAGS - 1)
+def _flag_tag(epoch: int, head: list[int]) -> int:
+    return _FLAG_TAGS | hash((epoch, *head[:FLAGS])) & (_FLAG_TAGS - 1)
 
 
 def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> list[int]:
@@ -194,5 +198,7 @@ def hear(told: Heads, unread: Sequence[Heads]) -> None:
         return
     for heads in unread:
         if heads.group == told.group and heads.epoch == told.epoch:
-            heads.compare(heads.sent, heads.rows())
+            rows = heads.rows()
+            heads.compare(heads.sent, rows)
+            heads.take_flags(heads.sent, rows)
     told.compare(told.sent, told.rows())
