@@ -51,6 +51,13 @@ def test_a_program_with_every_operation(world: int) -> None:
         assert failure_of(case) is None, op
 
 
+def test_a_program_of_all_operations() -> None:
+    """Each operation finds what those before it left behind."""
+    ops = tuple((op, i) for i, op in enumerate([*OPS, "step", "toggle", *OPS, "step"]))
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        assert failure_of(every_operation(2, strategy, "saved", ops)) is None, strategy
+
+
 def every_operation(
     world: int, strategy: str, recompute: str, ops: tuple[tuple[str, int], ...]
 ) -> Case:

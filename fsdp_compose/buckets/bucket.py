@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -303,22 +302,22 @@ class Bucket:
         rank, unit = group.ranks[group.rank], self.entries[0].spec.unit
         logger.debug(line, rank, phase, unit, nbytes, *numbers)
 
-    @cached_property
+    @property
     def every(self) -> int:
         """The bits of all entries."""
         return (1 << len(self.entries)) - 1
 
-    @cached_property
+    @property
     def spread(self) -> Group | None:
         """The ranks that keep it between forward and backward, where fewer than all of them do."""
         return None if self.inner is None or self.inner.source is not None else self.inner.group
 
-    @cached_property
+    @property
     def gathered_nbytes(self) -> int:
         """Bytes that gathering it allocates."""
         return 0 if self.in_place else self.views.nbytes
 
-    @cached_property
+    @property
     def full_nbytes(self) -> int:
         """The bytes of ``full`` while it is gathered."""
         return self.views.nbytes

@@ -77,10 +77,7 @@ def running_task(unit: Unit) -> Task:
 
 
 def show_leaves(task: Task) -> None:
-    """Put the sharded parameters back after a run that ended with an exception.
-
-    ``recover`` does the rest at the next pass, since it communicates.
-    """
+    """Put the leaves back after a run that failed; ``recover``, which communicates, comes later."""
     for unit in task.units:
         if not unit.run.calls:
             install_leaves(unit)
@@ -101,7 +98,8 @@ def end_task(engine: Engine, task_id: int) -> None:
             for mirror in task.mirrors:
                 mirror.join_gradients(None)
     except BaseException:
-        engine.tasks[task_id] = task  # as one that failed before its end: see ``failed``
+        engine.tasks[task_id], task.callback = task, None  # it is over; the error may hold it
+        show_leaves(task)
         raise
     for unit in list(task.open):
         if unit.run.task is task or unit.run.task is None:

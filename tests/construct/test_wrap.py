@@ -199,7 +199,7 @@ def test_every_option_can_be_overridden() -> None:
     import inspect
 
     taken = set(inspect.signature(fully_shard).parameters)
-    never = {"module", "units"}  # of the whole call
+    never = {"module", "units", "deterministic"}  # of the whole call
     assert set(_OVERRIDABLE) == taken - never
 
 

@@ -51,8 +51,8 @@ def test_a_changed_order_is_told_once_and_followed() -> None:
     zero, three = (random.Random(s).sample(range(4), 4 - s % 2) for s in (0, 3))
     assert zero[0] != three[0]
     assert found[0].startswith(
-        f"2: the forward of unit 'Shuffled' ran unit 'blocks.{three[0]}' where unit "
-        f"'blocks.{zero[0]}' was expected"
+        f"2: the forward of unit 'Shuffled' ran unit 'blocks.{three[0]}' where the "
+        f"forward before ran unit 'blocks.{zero[0]}'"
     )
     assert "set_debug" in found[0]
     a, b, c = (f"blocks.{i}" for i in three)
@@ -91,7 +91,7 @@ def test_a_forward_that_ends_early_is_told() -> None:
         twin.train(steps=2)
         for model in (twin.model, *twin.plain):
             model.depth = 1
-        with pytest.warns(UserWarning, match=r"ended where unit 'blocks.1' was expected"):
+        with pytest.warns(UserWarning, match=r"ended where the forward before ran unit 'blocks.1'"):
             twin.train(steps=1)
         assert_at_rest(twin.model)
         twin.train(steps=2)

@@ -401,8 +401,8 @@ def test_a_change_before_backward_is_refused(kind: torch.dtype) -> None:
         assert "unit 'Tower'" in text  # which was kept for its backward, the first
 
 
-def test_a_change_in_one_model_leaves_the_backward_of_another_alone() -> None:
-    """What another model's backward gathers ahead was not read yet; its own backward refuses."""
+def test_another_models_backward_reads_no_moved_one() -> None:
+    """A backward may gather ahead a unit of another model that moved, which refuses its own."""
 
     def ranks(rank: int) -> None:
         first, second = by_block(seeded(Tower)), by_block(seeded(Tower))
