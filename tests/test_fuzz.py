@@ -43,28 +43,15 @@ def test_programs_that_once_failed(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_program_with_every_operation(world: int) -> None:
-    """A fixed model goes through every operation, so that none is left to chance."""
-    for i, op in enumerate(OPS):
-        strategy = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")[i % 3]
-        recompute = "reentrant" if strategy == "SHARD_GRAD_OP" else "saved"
-        case = every_operation(world, strategy, recompute, (("step", 0), (op, i), ("step", 0)))
-        assert failure_of(case) is None, op
-
-
-def test_a_program_of_all_operations() -> None:
-    """Each operation finds what those before it left behind."""
-    ops = tuple((op, i) for i, op in enumerate([*OPS, "step", "toggle", *OPS, "step"]))
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        assert failure_of(every_operation(2, strategy, "saved", ops)) is None, strategy
-
-
-def every_operation(
-    world: int, strategy: str, recompute: str, ops: tuple[tuple[str, int], ...]
-) -> Case:
+    """A fixed model goes through every operation twice, each with what those before left behind."""
     inner = Node((Leaf("matrix", unit=True), Leaf("scalar"), Leaf("matrix", tie=0)), True, "saved")
-    other = Node((Leaf("low rank", frozen=True), Leaf("norm", dtype="float32")), True, recompute)
-    tree = Node((Leaf("transposed"), inner, other, Leaf("matrix", tie=1, unit=True)), True)
-    return Case(tree, world, strategy, ops)
+    ops = tuple((op, i) for i, op in enumerate([*OPS, "step", "toggle", *OPS, "step"]))
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        recompute = "reentrant" if strategy == "SHARD_GRAD_OP" else "saved"
+        leaves_ = (Leaf("low rank", frozen=True), Leaf("norm", dtype="float32"))
+        other = Node(leaves_, True, recompute)
+        tree = Node((Leaf("transposed"), inner, other, Leaf("matrix", tie=1, unit=True)), True)
+        assert failure_of(Case(tree, world, strategy, ops)) is None, strategy
 
 
 def test_every_operation_is_drawn_and_known() -> None:
