@@ -70,6 +70,9 @@ FOUND = {
     "every operation: what a failed step left is not put back by one that is skipped": Case(
         UNITS, 2, "FULL_SHARD", (("freeze here", 39), ("skippable", 43), ("step", 44)),
     ),
+    "seed 20543: what a failed step left is not accumulated by a scope behind it": Case(
+        UNITS, 2, "NO_SHARD", (("fail backward", 7), ("no_sync", 2)),
+    ),
     "seed 699: moved while a reduction of a failed backward was under way": Case(
         Node((Node((Leaf("matrix"),)), Node((Leaf("matrix"),), True))), 1, "FULL_SHARD",
         (("fail backward", 10), ("write data", 11), ("copy", 0)),

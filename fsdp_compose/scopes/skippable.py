@@ -25,11 +25,11 @@ from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
-from fsdp_compose.core.guards.compared_units import did_ranks_differ
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.reducing import get_grad, set_grad
 from fsdp_compose.core.state import Engine, Unit
+from fsdp_compose.scopes.switches import clear_failed
 
 __all__ = ["SkippableStep", "skippable_step"]
 
@@ -128,7 +128,7 @@ def skippable_step(
     """
     units = require_units(module, "skippable_step")
     links, step = _Links.of(units), SkippableStep()
-    links.clear_failed()
+    clear_failed(units)
     before = _State.of(module, units)
     disagreed = links.disagreements()
     try:
@@ -192,13 +192,6 @@ class _Links:
         ]
         heads = [exchange.heads for exchange in exchanges if exchange.heads is not None]
         return sorted(heads, key=lambda one: int(one.sent[2]))
-
-    def clear_failed(self) -> None:
-        """Clear what a step that failed before the scope left: it is not to be put back."""
-        for engine in self.engines:
-            has_failed = engine.tasks and not any(task.alive for task in engine.tasks.values())
-            if has_failed or did_ranks_differ(engine):
-                recover(engine)
 
     def forget(self) -> None:
         """Clear the failed pass; whatever is still under way is never read."""

@@ -14,8 +14,10 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from fsdp_compose.buckets.gradients import discard_packed
+from fsdp_compose.core.guards.compared_units import did_ranks_differ
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.passes import recover
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import Unit
 from fsdp_compose.scopes.unshard import reduce_grads
@@ -46,6 +48,7 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
     units = require_units(module, "set_requires_gradient_sync", recurse)
     if not value:
         refuse_postponing(units, "set_requires_gradient_sync(False)")
+    clear_failed(units)
     for unit in units:
         unit.switches.sync = bool(value)
 
@@ -164,6 +167,17 @@ def set_gradient_divide_factor(
         unit.switches.divide_factor = None if value is None else float(value)
 
 
+def clear_failed(units: list[Unit]) -> None:
+    """Clear what a step that failed left, while switches are as they were in it.
+
+    What it had packed would else be taken for gradients that wait for a later reduction.
+    """
+    for engine in dict.fromkeys(unit.engine for unit in units):
+        has_failed = engine.tasks and not any(task.alive for task in engine.tasks.values())
+        if has_failed or did_ranks_differ(engine):
+            recover(engine)
+
+
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward communicates no gradients: they add up unsharded, in the reduce dtype.
@@ -186,6 +200,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     units = require_units(module, "no_sync")
     refuse_postponing(units, "no_sync")
+    clear_failed(units)
     found = [unit.switches.sync for unit in units]
     for unit in units:
         unit.switches.sync = False
@@ -235,6 +250,7 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     if keep != "sharded":
         refuse_postponing(units, f"accumulate(keep={keep!r})")
     found = [_read_flags(unit.switches) for unit in units]
+    clear_failed(units)
     for unit in units:
         unit.switches.sync = keep != "unsharded"
         unit.switches.all_reduce = keep != "no_all_reduce"
