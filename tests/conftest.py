@@ -47,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("markexpr", "") or ""
     if "cuda" not in wanted.replace("not cuda", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # A build for CUDA counts one, too, once FakeTensorMode was entered; so count them now.
+        torch.ones((), requires_grad=True).backward()
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() without initialising CUDA
 
     # An alarm, not dump_traceback_later: that starts a thread. Stacks first, then death.

@@ -1,4 +1,4 @@
-"""Torch's private state of process groups, which a simulation replaces; tried on torch 2.13."""
+"""Torch's private state of process groups, which a simulation replaces; tried on 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ def groups_of_class(
         for (owner, name, _), value in zip(replaced, before, strict=True):
             setattr(owner, name, value)
         isolate(False)
+
+
+def set_device_guard() -> None:
+    """Let threads that end enter FakeTensorMode, as DTensor does, on a machine without a GPU.
+
+    In a build for CUDA the first entrance registers a device guard that is gone with its thread, and the next one
+    ends the process. The backward comes first, since autograd asks that guard how many GPUs to
+    start threads for, once.
+    """
+    if torch.version.cuda and not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()
+        torch._C._ensureCUDADeviceGuardSet()

@@ -252,7 +252,9 @@ def _swap_bytes(
 def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
     """Every rank's bytes, through collectives on the device that the group serves."""
     device = torch.device("cpu")
-    if group.backend != "gloo" and (accelerator := torch.accelerator.current_accelerator()):
+    if group.backend != "gloo" and torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     size = torch.tensor([own.numel()], device=device)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_groups import groups_of_class
+from fsdp_compose.base.torch_groups import groups_of_class, set_device_guard
 from fsdp_compose.core.state import find_state
 from fsdp_compose.simulation import own
 from fsdp_compose.simulation.faults import Fault, RunOtherUnit
@@ -252,6 +252,7 @@ def _prepared(run: _Run) -> Iterator[None]:
     hook = register_module_forward_pre_hook(run.run_other_unit) if run.strays else None
     try:
         torch.set_num_threads(1)
+        set_device_guard()
         own.share_environment(run.size)
         if freezes:
             gc.freeze()

@@ -26,7 +26,7 @@ from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
 from fsdp_compose.base.process import here
 from fsdp_compose.sharded import ShardedWeightError, as_own_file
 
-from harness import run_ranks
+from harness import TORCH, run_ranks
 from tp_models import (
     MLP,
     STEPS,
@@ -237,6 +237,7 @@ class Normed(nn.Module):
         return self.mlp(self.norm(x))
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="there torch's own tensor parallelism gets it wrong")
 def test_a_gradient_penalty_sees_through_both_axes() -> None:
     """Also through the gradient of a norm, which is a partial sum on each rank of its mesh."""
 

@@ -25,7 +25,7 @@ from compiling import (
     blocks,
     shard_then_compile,
 )
-from harness import run_ranks
+from harness import TORCH, run_ranks
 from models import (
     WIDTH,
     Block,
@@ -346,7 +346,9 @@ def test_a_compiled_optimizer_over_local_parameters() -> None:
             other.zero_grad()
         assert counter.op_count > 0
         for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
-            assert torch.equal(whole(p), whole(q))
+            # Torch 2.11 compiles the step's fused multiply-add as a product and a sum.
+            atol = 0.0 if TORCH >= (2, 13) else 1e-15
+            torch.testing.assert_close(whole(p), whole(q), rtol=0.0, atol=atol)
 
     run_ranks(run, 2)
 

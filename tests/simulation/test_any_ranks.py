@@ -36,6 +36,7 @@ from models import (
     nested,
     seeded,
     square,
+    units,
 )
 
 SLOTS = 8
@@ -92,12 +93,13 @@ def train(
     set_to_none: bool = True,
 ) -> str:
     """A hash of all parameters after some steps."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = seeded(build).float()
     shard(model)
+    mesh = units(model)[0].gathered[0].mesh  # whose order need not be that of the ranks' numbers
+    rank = mesh.replicate_axis.rank * mesh.gather_axis.size + mesh.gather_axis.rank
     optim = optimizer(model)
     for step in range(steps):
-        for slot in range(rank, slots, ranks):
+        for slot in range(rank, slots, mesh.size):
             x = data(100 * step + slot, 0).float()
             loss = fc.participate(model) if skips and slot % 5 == 3 else loss_of(model, x)
             loss.backward()
