@@ -84,9 +84,9 @@ def groups_of_class(
 def set_device_guard() -> None:
     """Let threads that end enter FakeTensorMode, as DTensor does, on a machine without a GPU.
 
-    In a build for CUDA the first entrance registers a device guard that is gone with its thread, and the next one
-    ends the process. The backward comes first, since autograd asks that guard how many GPUs to
-    start threads for, once.
+    In a build for CUDA the first entrance registers a device guard that is gone with its thread,
+    and the next one ends the process. The backward comes first, since autograd asks that guard how
+    many GPUs to start threads for, once.
     """
     if torch.version.cuda and not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()
