@@ -133,7 +133,10 @@ def judge(case: Case, error: SimulationError) -> str | None:
 def is_ours(error: BaseException) -> bool:
     """Whether an error is one that this library words, of a rank that another one left alone."""
     return isinstance(error, RuntimeError) and (
-        "does not answer" in str(error) or "found on rank" in str(error) or " left " in str(error)
+        "does not answer" in str(error)
+        or "found on rank" in str(error)
+        or " left " in str(error)
+        or "was not saved; what it held before is untouched" in str(error)
     )
 
 

@@ -73,6 +73,21 @@ FOUND = {
     "seed 20543: what a failed step left is not accumulated by a scope behind it": Case(
         UNITS, 2, "NO_SHARD", (("fail backward", 7), ("no_sync", 2)),
     ),
+    "seed 20336: a frozen weight written between forward and backward": Case(
+        Node((Leaf("norm"), Leaf("matrix", frozen=True, unit=True)), True), 2, "FULL_SHARD",
+        (("write between", 3),), release=True,
+    ),
+    "seed 20518: a copy of an offloaded shard that inference made": Case(
+        TWO, 2, "SHARD_GRAD_OP", (("inference", 9), ("step", 0), ("step", 0)),
+        offload=("optimizer",),
+    ),
+    "seed 20338: refresh where a step failed before it": Case(
+        TWO, 2, "FULL_SHARD", (("freeze here", 7), ("refresh", 5)),
+    ),
+    "seed 20314: a forward joins another, around one of another model": Case(
+        Node((Leaf("vector"),), recompute="reentrant"), 2, "FULL_SHARD",
+        (("skippable", 2), ("crossed", 3)),
+    ),
     "seed 699: moved while a reduction of a failed backward was under way": Case(
         Node((Node((Leaf("matrix"),)), Node((Leaf("matrix"),), True))), 1, "FULL_SHARD",
         (("fail backward", 10), ("write data", 11), ("copy", 0)),

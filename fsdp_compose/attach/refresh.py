@@ -36,6 +36,7 @@ from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
@@ -83,6 +84,7 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         True
     """
     units = require_units(module, "refresh")
+    clear_failed_steps(units)
     problem: Exception | None = None
     survey: list[_Change] = []
     try:
@@ -100,7 +102,7 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         plan.options = replace(plan.options, param_init_fn=param_init_fn)
     meta = MetaValues(compare_plans(plans, units[0].options.mesh, problem, [module]))
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
-        begin_forward_pass(engine)  # clears what a failed step left
+        begin_forward_pass(engine)
         drain(engine)
     for unit in units:
         for reason in tuple(unit.holds):

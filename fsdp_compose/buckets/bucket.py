@@ -195,6 +195,7 @@ class Arriving:
 
     Attributes:
         packed: whether the flat buffer holds gradients that were not reduced.
+        postponed: whether some of those wait for a later backward, or for ``reduce_grads``.
         used: bits of the entries that have a gradient among these.
         trained: bits of the entries that could have had one when these arrived.
         partial: gradients that were summed over ``shard`` ranks, and not yet over ``replicate``.
@@ -203,6 +204,7 @@ class Arriving:
     """
 
     packed: bool = False
+    postponed: bool = False
     used: int = 0
     trained: int = 0
     partial: torch.Tensor | None = None

@@ -99,7 +99,8 @@ def _resident_shard(bucket: Bucket) -> torch.Tensor:
         return bucket.stored
     stamp = stamp_of(bucket)
     if bucket.device_copy is None:
-        bucket.device_copy = DeviceCopy(torch.empty_like(bucket.views.own))
+        with torch.inference_mode(False):  # it outlives the inference that needs it first
+            bucket.device_copy = DeviceCopy(torch.empty_like(bucket.views.own))
     copy = bucket.device_copy
     if copy.stamp != stamp:
         copy_shard(copy.tensor, bucket.stored)

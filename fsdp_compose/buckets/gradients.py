@@ -102,7 +102,7 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
         if given:
             torch._foreach_add_(views, given)
         return
-    bucket.arriving.packed = True
+    bucket.arriving.packed, bucket.arriving.postponed = True, False
     if given:
         torch._foreach_copy_(views, given)
     if zeros:
@@ -126,18 +126,24 @@ def sum_slots(bucket: Bucket, grad: torch.Tensor, scale: float) -> torch.Tensor 
     return total.mul_(scale)
 
 
-def forget_slots(bucket: Bucket) -> None:
-    """Drop the microbatches of a step that is not complete."""
-    if bucket.arriving.sums.arrived:
-        bucket.arriving.sums.clear()
-        bucket.arriving.used = bucket.arriving.trained = 0
-
-
 def discard_packed(bucket: Bucket) -> None:
     """Drop gradients that were packed and not reduced."""
     bucket.arriving.packed = False
     bucket.arriving.used = bucket.arriving.trained = 0
     close_grad_buffer(bucket)
+
+
+def discard_waiting(bucket: Bucket) -> bool:
+    """Drop gradients that are not in ``.grad`` yet; whether any waited for a later backward."""
+    arriving = bucket.arriving
+    waited = (arriving.packed and arriving.postponed) or arriving.sums.arrived > 0
+    waited = waited or arriving.partial is not None or arriving.waiting is not None
+    if arriving.packed:
+        discard_packed(bucket)
+    arriving.partial = arriving.waiting = None
+    arriving.used = arriving.trained = 0
+    arriving.sums.clear()
+    return waited
 
 
 def zero_gradient(entry: Entry, bucket: Bucket) -> torch.Tensor:

@@ -23,7 +23,9 @@ Files, each importing only from those above it:
     reducing                    packs gradients, reduces them, hands them to the parameters
     guards/compared_units       which units ranks compare; what is forgotten where they differed
     guards/divisors             units over different numbers of ranks
+    guards/waiting_gradients    gradients that wait when a backward fails: dropped with a word
     passes                      begins and ends a forward or backward pass
+    guards/failed_steps         what a failed step left is cleared before it is taken for more
     autograd                    gathering as a function; the one way for gradients to arrive
     guards/added_parameters     parameters added to a unit since it was sharded (D5)
     guards/callers              threads, child processes and recorders that may not run a unit

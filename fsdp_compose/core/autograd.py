@@ -159,6 +159,8 @@ class EngineWork:
     def postpone(self, part: Arrival) -> None:
         if unit_of(part.bucket).switches.sync:
             next(iter(self.engine.tasks.values())).packed.append(part.bucket)
+        else:
+            part.bucket.arriving.postponed = True
 
     def reduce(self, part: Arrival) -> None:
         self.engine.reductions.append(start_reduce(part.bucket))
@@ -382,7 +384,9 @@ class Boundary(torch.autograd.Function):
     @staticmethod
     @untraced
     def forward(ctx: Any, unit_ref: weakref.ref[Unit], *inputs: torch.Tensor) -> Any:
-        ctx.unit_ref = unit_ref
+        unit = unit_ref()
+        assert unit is not None
+        ctx.unit_ref, ctx.versions = unit_ref, read_versions(unit)
         ctx.set_materialize_grads(False)
         return tuple([tensor.view_as(tensor) for tensor in inputs])
 
@@ -391,6 +395,7 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         unit = ctx.unit_ref()
         if unit is not None:
+            check_unwritten(unit, ctx.versions)
             if torch.is_grad_enabled():
                 _retain_frozen(unit, grads)
             close_backward(unit)

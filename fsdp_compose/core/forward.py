@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.torch_private import graph_task_id
+from fsdp_compose.base.torch_private import graph_task_id, next_node_number
 from fsdp_compose.base.tree import map_tensors
 from fsdp_compose.core.autograd import bound_inputs, is_current, trained_entries, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
@@ -127,6 +127,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     live = unit.run.live
     if trained and live and live.pass_id == engine.pass_id and is_current(unit, live):
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
+        live.joined_at = next_node_number()
     else:
         tensors = view_parameters(unit, trained)
     if is_functional:

@@ -106,17 +106,21 @@ def renew_bucket(bucket: Bucket) -> None:
     if bucket.residence.moved:
         copy_moved_parameters(bucket)
     if was_gathered:
-        _gather_again(unit_of(bucket).engine, bucket)
+        _gather_again(unit_of(bucket), [bucket], "again, since it was moved")
 
 
-def _gather_again(engine: Engine, bucket: Bucket) -> None:
-    """Gather a held bucket again; one that was kept for a later pass stays kept."""
-    kept = bucket.fill.stamp is not None
-    if bucket.phase is Phase.GATHERING:
-        _finish_gather(engine, bucket)
-    _start_gather(engine, bucket)
-    if kept:
-        bucket.fill.stamp = stamp_of(bucket)
+def _gather_again(unit: Unit, buckets: list[Bucket], why: str) -> None:
+    """Gather held buckets again; one that was kept for a later pass stays kept."""
+    for bucket, events, code in unit.links.gather_events if buckets else ():
+        if bucket in buckets:
+            _note(events, bucket, code, unit.name, why)
+    for bucket in buckets:
+        kept = bucket.fill.stamp is not None
+        if bucket.phase is Phase.GATHERING:
+            _finish_gather(unit.engine, bucket)
+        _start_gather(unit.engine, bucket)
+        if kept:
+            bucket.fill.stamp = stamp_of(bucket)
 
 
 def wait_gathered(unit: Unit) -> None:
@@ -141,11 +145,7 @@ def refresh_stale(unit: Unit) -> None:
     for bucket in kept:
         if bucket.residence.is_shared and bucket not in stale:
             check_lent(unit, bucket)
-    for bucket, events, code in unit.links.gather_events if stale else ():
-        if bucket in stale:
-            _note(events, bucket, code, unit.name, "again, since it was changed")
-    for bucket in stale:
-        _gather_again(unit.engine, bucket)
+    _gather_again(unit, stale, "again, since it was changed")
 
 
 def refresh_handed_out(unit: Unit) -> None:
@@ -155,10 +155,7 @@ def refresh_handed_out(unit: Unit) -> None:
     """
     for bucket in unit.gathered:
         if bucket.fill.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
-            for other, events, code in unit.links.gather_events:
-                if other is bucket:
-                    _note(events, bucket, code, unit.name, "again, since p.data was handed out")
-            _gather_again(unit.engine, bucket)
+            _gather_again(unit, [bucket], "again, since p.data was handed out")
         elif bucket.residence.is_shared and bucket.fill.stamp is not None:
             check_lent(unit, bucket)
 

@@ -99,12 +99,9 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
 
 def clear_failed(unit: Unit, module: nn.Module) -> None:
     """Clear up after a forward or a backward that was interrupted."""
-    engine = unit.engine
-    if engine.schedule.active:
-        has_failed = engine.schedule.active[0] is unit and not is_running(module)
-    else:
-        has_failed = bool(engine.tasks) and not any(task.alive for task in engine.tasks.values())
-    if has_failed:
+    engine, active = unit.engine, unit.engine.schedule.active
+    is_left = active and active[0] is unit and not is_running(module)
+    if is_left or (not active and engine.has_failed):
         with outside_transforms():
             recover(engine)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.loops import for_each
 from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
-from fsdp_compose.buckets.gradients import discard_packed, forget_slots
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors
@@ -20,14 +20,15 @@ from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
 from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
-from fsdp_compose.core.reducing import Arrival, accumulate, discard_reduction, land
+from fsdp_compose.core.guards.waiting_gradients import drop_waiting_gradients
+from fsdp_compose.core.reducing import Arrival, accumulate, finish_reduce, land
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 
 
 def begin_forward_pass(engine: Engine) -> None:
     """Begin an outermost forward: clear what a failed step left, then count the pass."""
-    if engine.tasks and not any(task.alive for task in engine.tasks.values()):
+    if engine.has_failed:
         recover(engine)
     if engine.retained:
         drop_unread(engine)
@@ -45,13 +46,12 @@ def _start_over_if_ranks_differed(engine: Engine) -> None:
 def running_task(unit: Unit) -> Task:
     """The autograd run that has reached ``unit``; a new task if it is the run's first unit."""
     engine, task_id = unit.engine, graph_task_id()
-    engine.reached.update(unit.links.logs)
     task = engine.tasks.get(task_id)
+    if task is None and engine.has_failed:
+        recover(engine)
+    engine.reached.update(unit.links.logs)
     if task is not None:
         return task
-    if engine.tasks and not any(task.alive for task in engine.tasks.values()):
-        recover(engine)
-        engine.reached.update(unit.links.logs)
     outermost = not engine.tasks
     if outermost:
         _start_over_if_ranks_differed(engine)
@@ -204,11 +204,15 @@ def show_leaves_after_backward(unit: Unit) -> None:
 
 
 def recover(engine: Engine) -> None:
-    """After an exception: release every unit, clear its run, and drop gradients under way."""
-    if did_ranks_differ(engine):  # others take part in no reduction of this rank any more
-        engine.reductions.clear()
-    for reduction in engine.reductions:
-        discard_reduction(reduction)
+    """After an exception: release every unit and clear its run.
+
+    A backward that failed drops what waits for a later reduction: its own gradients are among it,
+    and clearing ``.grad`` does not reach it. A forward that failed has added nothing.
+    """
+    differed = did_ranks_differ(engine)
+    drops = differed or bool(engine.tasks or engine.reductions)
+    # Where ranks differed, others take part in no reduction of this rank any more.
+    for_each(finish_reduce, () if differed else engine.reductions)
     engine.reductions.clear()
     engine.landing.clear()
     engine.wait_for_host_reads()
@@ -228,6 +232,5 @@ def recover(engine: Engine) -> None:
         for bucket in unit.buckets:
             if not bucket.arriving.packed:
                 bucket.grads = None  # what others still send or read of it is for nobody
-            elif unit.switches.sync:
-                discard_packed(bucket)
-            forget_slots(bucket)
+    if drops:
+        drop_waiting_gradients(units)

@@ -34,7 +34,8 @@ class Live:
     pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
     trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
     versions: list[tuple[int, ...]] = field(default_factory=list)  # of the shards they are from
-    closed_at: int = -1  # when the last node of its outputs was made, see kept_views.py
+    joined_at: int = -1  # when the last forward began that computed with them again
+    span: tuple[int, int] = (-1, -1)  # first and last node of the last forward, see kept_views.py
 
 
 @dataclass

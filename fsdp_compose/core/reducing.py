@@ -233,13 +233,6 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
     return reduction.result
 
 
-def discard_reduction(reduction: Reduction) -> None:
-    """End a reduction of a backward that failed; gradients of earlier backwards still wait."""
-    arriving, partial = reduction.bucket.arriving, reduction.bucket.arriving.partial
-    finish_reduce(reduction)
-    arriving.partial = partial
-
-
 def drain(engine: Engine) -> None:
     """Finish every reduction under way, and set or add to ``.grad`` of its parameters."""
     while engine.reductions:

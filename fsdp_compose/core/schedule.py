@@ -357,8 +357,7 @@ class Schedule(Generic[U, P]):
     def fail(self, units: Iterable[U]) -> None:
         """After an exception: release every unit that the user does not hold."""
         self.active.clear()
-        self.prefetched.clear()
-        self.carried.clear()
+        self.drop_prefetched()
         for order in (self.forward_order, self.backward_order, self.eval_order):
             if order is not None:
                 order.forget()

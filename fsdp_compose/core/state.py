@@ -357,6 +357,11 @@ class Engine:
     def __post_init__(self, make_work: Callable[[Engine], Work[Unit, Any]]) -> None:
         self.schedule = Schedule(make_work(self))
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward ended with an error, and what it left was not cleared."""
+        return bool(self.tasks) and not any(task.alive for task in self.tasks.values())
+
     def wait_for_host_reads(self) -> None:
         """Have the host wait until no copy reads its shards, which the caller may then write."""
         mark, self.host_reads = self.host_reads, None

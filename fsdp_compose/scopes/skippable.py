@@ -25,11 +25,11 @@ from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.reducing import get_grad, set_grad
 from fsdp_compose.core.state import Engine, Unit
-from fsdp_compose.scopes.switches import clear_failed
 
 __all__ = ["SkippableStep", "skippable_step"]
 
@@ -128,7 +128,7 @@ def skippable_step(
     """
     units = require_units(module, "skippable_step")
     links, step = _Links.of(units), SkippableStep()
-    clear_failed(units)
+    clear_failed_steps(units)
     before = _State.of(module, units)
     disagreed = links.disagreements()
     try:

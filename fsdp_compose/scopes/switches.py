@@ -13,13 +13,10 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from fsdp_compose.buckets.gradients import discard_packed
-from fsdp_compose.core.guards.compared_units import did_ranks_differ
+from fsdp_compose.buckets.gradients import discard_waiting
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.passes import recover
 from fsdp_compose.core.records import Switches
-from fsdp_compose.core.state import Unit
 from fsdp_compose.scopes.unshard import reduce_grads
 
 Keep: TypeAlias = Literal["sharded", "unsharded", "no_all_reduce"]
@@ -48,7 +45,6 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
     units = require_units(module, "set_requires_gradient_sync", recurse)
     if not value:
         refuse_postponing(units, "set_requires_gradient_sync(False)")
-    clear_failed(units)
     for unit in units:
         unit.switches.sync = bool(value)
 
@@ -167,17 +163,6 @@ def set_gradient_divide_factor(
         unit.switches.divide_factor = None if value is None else float(value)
 
 
-def clear_failed(units: list[Unit]) -> None:
-    """Clear what a step that failed left, while switches are as they were in it.
-
-    What it had packed would else be taken for gradients that wait for a later reduction.
-    """
-    for engine in dict.fromkeys(unit.engine for unit in units):
-        has_failed = engine.tasks and not any(task.alive for task in engine.tasks.values())
-        if has_failed or did_ranks_differ(engine):
-            recover(engine)
-
-
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward communicates no gradients: they add up unsharded, in the reduce dtype.
@@ -185,7 +170,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     The first backward after the scope reduces them with its own, or ``reduce_grads(module)`` does.
     An optimizer step before that raises. ``zero_grad`` does not reach them, since they are not in
     ``.grad`` yet: to drop them, call ``reduce_grads`` first, or let an exception leave an
-    ``accumulate`` scope. Memory: one flat gradient buffer per bucket.
+    ``accumulate`` scope. A backward that fails drops them, with a warning, since its own
+    gradients are among them; a forward that fails leaves them. Memory: one flat gradient buffer per bucket.
 
     Raises:
         ValueError: ``module`` contains no unit.
@@ -200,7 +186,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     units = require_units(module, "no_sync")
     refuse_postponing(units, "no_sync")
-    clear_failed(units)
     found = [unit.switches.sync for unit in units]
     for unit in units:
         unit.switches.sync = False
@@ -250,7 +235,6 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     if keep != "sharded":
         refuse_postponing(units, f"accumulate(keep={keep!r})")
     found = [_read_flags(unit.switches) for unit in units]
-    clear_failed(units)
     for unit in units:
         unit.switches.sync = keep != "unsharded"
         unit.switches.all_reduce = keep != "no_all_reduce"
@@ -262,19 +246,11 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
         for unit, (sync, all_reduce) in zip(units, found, strict=True):
             unit.switches.sync, unit.switches.all_reduce = sync, all_reduce
             if not done:
-                _discard_gradients(unit)
+                for bucket in unit.buckets:
+                    discard_waiting(bucket)
     if all(sync and all_reduce for sync, all_reduce in found):
         reduce_grads(module)
 
 
 def _read_flags(switches: Switches) -> tuple[bool, bool]:
     return switches.sync, switches.all_reduce
-
-
-def _discard_gradients(unit: Unit) -> None:
-    for bucket in unit.buckets:
-        if bucket.arriving.packed:
-            discard_packed(bucket)
-        bucket.arriving.partial = bucket.arriving.waiting = None
-        bucket.arriving.used = bucket.arriving.trained = 0
-        bucket.arriving.sums.clear()

@@ -15,6 +15,7 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Opened
@@ -256,6 +257,7 @@ def reduce_grads(module: nn.Module) -> None:
         tensor([1., 1.])
     """
     units = require_units(module, "reduce_grads")
+    clear_failed_steps(units)
     engines: dict[int, Engine] = {}
     for unit in units:
         engines[id(unit.engine)] = unit.engine

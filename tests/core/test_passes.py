@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, gathered
+from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, gathered, int8_codec, simulate
 from fsdp_compose.base.process import here
 
 from harness import run_ranks
@@ -385,6 +387,40 @@ def test_an_optimizer_in_backward_after_two_uses() -> None:
         twin.check()
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_policy": Offload(optimizer=True)},
+        {"offload_policy": Offload(params=True)},
+        {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": (2, 2)},
+        {"strategy": ShardingStrategy.ZERO1},
+        {"mp_policy": MixedPrecision(gather_codec=int8_codec(64))},
+        {"reshard_after_forward": 2},
+    ],
+    ids=["optimizer", "params", "hybrid", "zero1", "codec", "inner"],
+)
+def test_what_inference_made_does_not_break_training(options: dict[str, Any]) -> None:
+    """What the first use of a unit makes and keeps is made while inference runs."""
+
+    def ranks() -> None:
+        given = dict(options)
+        if "mesh" in given:
+            given["mesh"] = init_device_mesh("cpu", given["mesh"])
+        model = by_block(seeded(two_blocks), **given)
+        optim = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            with torch.inference_mode():
+                before = model(data(0, 0))
+            for _ in range(2):
+                square(model, data(0, dist.get_rank())).backward()
+                optim.step()
+                optim.zero_grad()
+            with torch.inference_mode():
+                assert not torch.equal(before, model(data(0, 0)))
+
+    simulate(ranks, 4)
 
 
 def test_a_model_sharded_in_inference_mode_trains() -> None:

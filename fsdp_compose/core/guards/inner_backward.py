@@ -126,8 +126,8 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
                 continue  # an input passed through: its gradient comes after the unit's backward
             hook_for_good(tensor, unit.checks.trigger or trigger_of(unit))
             watched, closed = True, max(closed, made_at(node))
-    if watched and unit.run.live is not None:
-        unit.run.live.closed_at = closed
+    if watched and (live := unit.run.live) is not None:
+        live.span = max(opened_at(unit), live.joined_at), closed
     is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
     if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)

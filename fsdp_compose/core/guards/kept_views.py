@@ -153,7 +153,7 @@ KEPT = "kept"
 
 def watch_inside(units: Iterable[Unit]) -> None:
     """Gather units where a backward begins at a tensor that was made inside their last forward."""
-    spans = [(opened_at(u), u.run.live.closed_at, u) for u in units if u.run.live is not None]
+    spans = [(*u.run.live.span, u) for u in units if u.run.live is not None]
     spans = [span for span in spans if 0 <= span[0] < span[1]]
     for value in gc.get_objects() if spans else ():
         node = _node_of(value)

@@ -207,6 +207,27 @@ def test_a_counted_write_after_data_raises() -> None:
         assert text is not None and "'blocks.0.up.weight'" in text and "written between" in text
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("unit", [True, False])
+def test_a_frozen_weight_written_before_backward(unit: bool, world: int) -> None:
+    """Its value is in the gradients of what is in front of it; nothing trained is in its unit."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(lambda: Tower(2))
+        model.blocks[1].requires_grad_(False)
+        if unit:
+            by_block(model, strategy=ShardingStrategy.FULL_SHARD)
+        else:
+            fully_shard(model, reshard_after_forward=True)
+        loss = square(model, data(0, rank))
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(2.0)
+        loss.backward()
+
+    for text in rank_errors(ranks, world):
+        assert text is not None and "'blocks.1.up.weight'" in text and "written between" in text
+
+
 @pytest.mark.parametrize("shard", [one_unit, by_block])
 def test_a_forward_whose_backward_never_comes(shard: Any) -> None:
     """Forward, write, forward, backward: legal, as only the second forward is part of the loss."""

@@ -1,0 +1,24 @@
+"""Gradients that wait for a later reduction when a backward fails: dropped, and never silently."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from fsdp_compose.buckets.gradients import discard_waiting
+from fsdp_compose.core.state import Unit
+
+_logger = logging.getLogger("fsdp_compose")
+
+
+def drop_waiting_gradients(units: Iterable[Unit]) -> None:
+    """Drop what ``units`` hold that is not in ``.grad``; say so where earlier backwards lose it."""
+    lost = [unit.name for unit in units if sum(map(discard_waiting, unit.buckets))]
+    if lost:
+        _logger.warning(
+            "a backward failed: the gradients of this step that waited for a later reduction "
+            "(no_sync, set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward) "
+            "are dropped, in %d units, such as %r. Clear .grad and run the whole step again.",
+            len(lost),
+            lost[0],
+        )
