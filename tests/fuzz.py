@@ -136,6 +136,7 @@ def is_ours(error: BaseException) -> bool:
         "does not answer" in str(error)
         or "found on rank" in str(error)
         or " left " in str(error)
+        or "which did not call it" in str(error)
         or "was not saved; what it held before is untouched" in str(error)
     )
 

@@ -73,6 +73,19 @@ FOUND = {
     "seed 20543: what a failed step left is not accumulated by a scope behind it": Case(
         UNITS, 2, "NO_SHARD", (("fail backward", 7), ("no_sync", 2)),
     ),
+    "seed 222: ranks disagree about a gather while one waits for the next": Case(
+        Node(
+            (
+                Leaf("empty", dtype="float32", unit=True),
+                Leaf("vector", dtype="float32", frozen=True),
+                Node((Node((Leaf("matrix", unit=True), Leaf("single", dtype="float32"),
+                            Leaf("norm", unit=True)), recompute="reentrant"),)),
+            ),
+            True, calls=2,
+        ),
+        2, "FULL_SHARD", (("fail backward", 9), ("freeze here", 7)), prefetch=(1, 1),
+        granularity="tensor",
+    ),
     "seed 20336: a frozen weight written between forward and backward": Case(
         Node((Leaf("norm"), Leaf("matrix", frozen=True, unit=True)), True), 2, "FULL_SHARD",
         (("write between", 3),), release=True,

@@ -219,7 +219,9 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
     """The case of ``seed`` for ``world`` ranks; large worlds have small programs."""
     rng = random.Random(f"{seed} {world}")
     hybrid = world >= 4 and world % 2 == 0 and rng.random() < 0.3
+    sharers = world // 2 if hybrid else world
     spreads = world >= 4 and world % 2 == 0 and rng.random() < 0.15
+    spreads = spreads and sharers > 2 and sharers % 2 == 0
     strategy = rng.choice(HYBRID if hybrid else STRATEGIES)
     longest = 5 if world >= LARGE else 9
     return Case(

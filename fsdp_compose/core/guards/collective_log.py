@@ -253,17 +253,18 @@ class Log:
     def disagree(self, group: Group, meets: bool) -> NoReturn:
         """Raise where a message ahead of data differed, which only the ranks of ``group`` know.
 
-        They tell the other groups, whose ranks hear of it where they wait for data of these, or
-        will, and tell others in turn; then all compare what they did. Where a rank ``meets`` the
-        others, at the end of a skippable step, it tells its groups itself.
+        They tell all groups, whose ranks hear of it where they wait for data of these, or will, and
+        tell others in turn; then all compare what they did. A rank of ``group`` may hear of it so
+        too, where it waits for a later exchange than the one that differed. Where a rank ``meets``
+        the others, at the end of a skippable step, it tells its groups itself.
 
         Raises:
             RuntimeError: always.
         """
         if meets:
             self._raise((group,), self.step, self.events, late=False)
-        others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
-        self.told = [comm.tell(self, _DISAGREED, other) for other in others]
+        everyone = dict.fromkeys((*self.channels, *self.groups, group))
+        self.told = [comm.tell(self, _DISAGREED, one) for one in everyone]
         self._raise(self.groups, self.step, self.events, late=False)
 
     def _raise(
