@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,10 @@ HOME = ROOT / "build" / "mutants"
 PROGRAMS = {1: range(12), 2: range(60), 3: range(12), 4: range(6)}
 FILES = ("tests/core", "tests/scopes", "tests/test_fuzz.py")
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
-ROUNDS = (1.5, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
+ROUNDS = (1.5, 6.0, 20.0)  # seconds of tests that are tried first; then the rest, up to the limit
+OVERHEAD = 0.1  # seconds that each test costs besides, so that one that costs nothing is no bargain
+AGAIN = 0.8  # how much less than the one before it a further test of the same file is worth
 OF_FUZZER = "fuzz "
-FIRST = 16  # programs that run before the tests that cost more
 IMPORT, LIMIT, CRASH = "an error at import", "the time limit", "a crash"
 
 
@@ -166,7 +167,8 @@ def pytest_run(files: Iterable[str], watch: Watch, *options: str) -> None:
 
     unwanted = ["-p", "no:cacheprovider", "-m", "not cuda and not models"]
     code = pytest.main(["-q", *unwanted, *options, *files], plugins=[watch])
-    if code != pytest.ExitCode.OK and watch.failed is None:
+    expected = pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED  # where all need a GPU
+    if code not in expected and watch.failed is None:
         raise RuntimeError(f"pytest ended with {code!r}")
 
 
@@ -266,13 +268,12 @@ class Reach:
         self.path.write_text(json.dumps(known))
         self._index()
 
-    def of(self, mutant: Mutant, limit: float, passed: set[str]) -> list[str]:
-        """Tests that run the changed statement and have not ``passed``, cheapest first.
+    def of(self, mutant: Mutant, limit: float, passed: set[str], history: History) -> list[str]:
+        """Tests that run the changed statement and have not ``passed``.
 
-        All of them together cost at most ``limit`` seconds.
-
-        For a statement that was not there when tests were measured, those of its function; for
-        what is outside any function, all.
+        Those come first that are likely to notice a mutant for what they cost; all of them
+        together cost at most ``limit`` seconds. For a statement that was not there when tests were
+        measured, those of its function; for what is outside any function, all.
         """
         if mutant.statement in self.numbers:
             found = self.tests[mutant.statement]
@@ -281,16 +282,50 @@ class Reach:
             found = {
                 t for key, tests in self.tests.items() if key.startswith(around) for t in tests
             }
-        order = sorted(found - passed, key=lambda test: (self.costs[test], test))
-        programs = [test for test in order if test.startswith(OF_FUZZER)]
-        late = set(programs[FIRST:])  # what a few programs do not notice, more rarely do
         chosen: list[str] = []
-        for test in [*(t for t in order if t not in late), *programs[FIRST:]]:
-            limit -= self.costs[test]
-            if limit < 0:
-                break
-            chosen.append(test)
+        for test in self._in_order(found - passed, history.chances(mutant)):
+            if self.costs[test] <= limit:
+                limit -= self.costs[test]
+                chosen.append(test)
         return chosen
+
+    def _in_order(self, tests: set[str], chance: Callable[[str], float]) -> list[str]:
+        """By chance per second, where each further test of a file counts less than the last."""
+        worth = {test: chance(test) / (OVERHEAD + self.costs[test]) for test in tests}
+        taken: Counter[str] = Counter()
+        for test in sorted(tests, key=lambda test: (-worth[test], test)):
+            file = test.split(":")[0]
+            worth[test] *= AGAIN ** taken[file]
+            taken[file] += 1
+        return sorted(tests, key=lambda test: (-worth[test], test))
+
+
+class History:
+    """How often each test noticed a mutant that it ran on: of one function, and of all."""
+
+    def __init__(self, outcomes: Iterable[dict[str, Any]] = ()) -> None:
+        self.kills: Counter[tuple[str, str]] = Counter()
+        self.tries: Counter[tuple[str, str]] = Counter()
+        for outcome in outcomes:
+            self.add(outcome)
+
+    def add(self, outcome: dict[str, Any]) -> None:
+        around = outcome["mutant"].rpartition(" | ")[0]
+        killer = outcome["killer"]
+        for place in ("", around):
+            self.kills[place, killer] += bool(killer)
+            self.tries.update([(place, test) for test in {*outcome["passed"], killer}])
+
+    def chances(self, mutant: Mutant) -> Callable[[str], float]:
+        """How likely a test is to notice ``mutant``, as far as others tell."""
+        around = mutant.key.removesuffix(f" | {mutant.change}")
+
+        def chance(test: str) -> float:
+            kills, tries = self.kills["", test], self.tries["", test]
+            of_all = (kills + 1) / (tries + 10)
+            return (self.kills[around, test] + 2 * of_all) / (self.tries[around, test] + 2)
+
+        return chance
 
 
 def run_programs(watch: Watch) -> None:
@@ -366,7 +401,8 @@ def in_rounds(tests: Sequence[str], costs: dict[str, float]) -> Iterator[list[st
             rounds.pop(0)
             yield part
             part = []
-    yield part
+    if part or not tests:  # the module is imported in any case
+        yield part
 
 
 def check_unchanged(tree: ast.Module, reach: Reach) -> None:
@@ -389,24 +425,28 @@ def run_mutant(
     tree: ast.Module,
     reach: Reach,
     budget: float,
+    history: History,
     passed: Sequence[str] = (),
     given: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the tests that reach a mutant until one fails; what there is to note about it.
 
     Args:
+        history: of the mutants that were run before, which tells the good tests.
         passed: tests that passed on it in an earlier run.
         given: files of tests to run instead of those that are known to reach it.
     """
     started, killer = time.monotonic(), ""
-    tests = given or reach.of(mutant, budget, set(passed))
+    tests = given or reach.of(mutant, budget, set(passed), history)
     path = FOLDER / mutant.file
     name = module_of(path)
+    kept = list(passed)
     for part in [tests] if given else in_rounds(tests, reach.costs):
-        limit = 60.0 + 10.0 * (60.0 if given else sum(reach.costs[test] for test in part))
+        limit = 40.0 + 8.0 * (60.0 if given else sum(reach.costs[test] for test in part))
         killer = judge(mutant, tree, name, path, partial(check_engine, name, part), limit)
         if killer:
+            kept += part[: part.index(killer)] if killer in part else []
             break
+        kept += part
     seconds = round(time.monotonic() - started, 1)
-    kept = [] if killer else [*passed, *tests]
     return {"mutant": mutant.key, "killer": killer, "passed": kept, "seconds": seconds}

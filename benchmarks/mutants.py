@@ -7,8 +7,9 @@
 
 Each mutant runs in a process of its own, forked from this one, which has imported torch and not the
 package: a finder gives it the changed module, and no file is touched. The tests that reach the
-changed statement run, cheap ones before dear ones, until one fails. What reaches a statement is
-measured once (--map), by a mark before every statement.
+changed statement run until one fails; those come first that noticed most other mutants, of the
+same function above all, for what they cost. What reaches a statement is measured once (--map), by a
+mark before every statement.
 
 What a mutant came to is kept in build/mutants, so that a run goes on where it was ended. Survivors
 are explained in mutants_explained.json: each says whether the change can be observed at all. The
@@ -36,6 +37,7 @@ from mutant_tests import (
     IMPORT,
     LIMIT,
     OF_FUZZER,
+    History,
     Reach,
     check_unchanged,
     name_in,
@@ -206,14 +208,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         waiting = []
     if waiting:
         check_unchanged(trees["schedule.py"], reach)
-    started = time.monotonic()
+    started, history = time.monotonic(), History(done.values())
     for i, mutant in enumerate(waiting):
         if options.minutes and time.monotonic() - started > 60 * options.minutes:
             break
         passed = done.get(mutant.key, {}).get("passed", ())
         outcome = run_mutant(
-            mutant, trees[mutant.file], reach, options.budget, passed, options.tests
+            mutant, trees[mutant.file], reach, options.budget, history, passed, options.tests
         )
+        history.add(outcome)
         with path.open("a") as file:
             file.write(json.dumps(outcome) + "\n")
         if not outcome["killer"]:

@@ -139,7 +139,12 @@ def assert_at_rest(model: nn.Module) -> None:
     for unit in units(model):
         assert not unit.holds, f"unit {unit.name!r} is still held: {unit.holds}"
         assert unit.run.calls == 0 and unit.run.task is None and not unit.run.finished
+        assert not unit.run.modes and unit.run.shield is None
+        assert unit.opened is None or not unit.opened.for_call, "a functional call is not closed"
         for bucket in unit.buckets:
+            inner = bucket.inner
+            if inner is not None and inner.source is None:
+                assert inner.store is None, f"{unit.name!r} keeps a part for a backward"
             if not bucket.in_place:
                 assert bucket.full.untyped_storage().nbytes() == 0, f"{unit.name!r} is gathered"
             assert not bucket.arriving.packed
@@ -151,7 +156,11 @@ def assert_at_rest(model: nn.Module) -> None:
             not engine.schedule.active
             and not engine.tasks
             and not engine.reductions
+            and not engine.landing
+            and not engine.reached
             and not engine.schedule.prefetched
+            and not engine.schedule.carried
+            and engine.schedule.eval_order is None
         )
     for name, param in model.named_parameters():
         assert isinstance(param, nn.Parameter), f"{name} is a {type(param).__name__}"

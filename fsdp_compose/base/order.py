@@ -123,9 +123,9 @@ class Order:
         self.place, self.cursor = len(self.recorded) - 1, 1
 
     def forget(self) -> None:
-        """Forget the pass under way, which was interrupted."""
-        self.end(complete=False)
-        self.place, self.cursor = None, 0
+        """Forget the sequence under way, a pass or the backward of which was interrupted."""
+        self.current.clear()
+        self.place, self.cursor, self.is_open = None, 0, False
 
     def visited(self) -> list[Any]:
         """The visitors of the sequence under way, or of the last one."""

@@ -67,6 +67,20 @@ def test_checkpointing_under_each_strategy(where: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+def test_a_checkpoint_inside_a_recomputed_unit(reentrant: bool) -> None:
+    """A part of the unit is recomputed when the unit itself has been, in the same backward."""
+
+    def build() -> nn.Module:
+        model = Checkpointed("outside", reentrant, depth=2)
+        for block in model.blocks:
+            down = block.down.forward
+            block.down.forward = lambda x, down=down: model.again(down, x)
+        return model
+
+    simulate_ranks(lambda rank: Twin(rank, 2, build).train(steps=2))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
 @pytest.mark.parametrize("where", WHERE)
 def test_checkpointing_gathers_no_more_than_without(where: str, reentrant: bool) -> None:
     """Two gathers (forward, backward) and one reduction per unit; the outermost stays gathered."""

@@ -1,0 +1,301 @@
+"""What a step does between its ends: when gradients are there, what names show, what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fsdp_compose import (
+    MixedPrecision,
+    Offload,
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    set_is_last_backward,
+)
+from fsdp_compose.base.process import here
+from fsdp_compose.sharded import is_sharded
+
+from harness import run_ranks, simulate_ranks
+from models import (
+    WIDTH,
+    Block,
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    mesh_of_replicas,
+    one_unit,
+    seeded,
+    sgd,
+    square,
+    two_blocks,
+    whole,
+)
+
+
+def test_a_block_is_done_before_the_backward_ends() -> None:
+    """Its names show the parameters again, and its gradients are set, as code in hooks expects."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), prefetch=Prefetch(backward=0))
+        seen = []
+
+        def look(*_: Any) -> None:
+            last = model.blocks[2]
+            seen.append((is_sharded(last.up.weight), last.up.weight.grad is not None))
+
+        x = data(0, rank).requires_grad_()
+        x.register_hook(look)  # all blocks have had their backward when it has a gradient
+        square(model, x).backward()
+        assert seen == [(True, True)]
+
+    simulate_ranks(ranks)
+
+
+class Again(nn.Module):
+    """Calls itself, and reads its own weights behind the inner call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(self.before(x))
+        return self.behind(self(x, depth - 1) if depth else x)
+
+
+def test_a_unit_stays_open_behind_a_call_of_itself() -> None:
+    simulate_ranks(lambda rank: Twin(rank, 2, Again, one_unit).train(steps=2))
+
+
+def test_an_interrupted_functional_call_is_forgotten() -> None:
+    """Its tensors are not read by the next forward; an interrupt runs no forward hook."""
+
+    class Interrupted(Tower):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Interrupted)
+        given = {name: whole(p) * 2 for name, p in twin.model.named_parameters()}
+        twin.model.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            functional_call(twin.model, given, (data(0, rank),))
+        twin.model.fails = False
+        twin.train(steps=2)
+
+    run_ranks(ranks)
+
+
+def test_ranks_outside_a_step_are_not_asked() -> None:
+    """A step of all ranks fails; then two of them train a model of theirs, and compare alone."""
+
+    def ranks(rank: int) -> None:
+        pair = dist.new_group([0, 1])
+        everyone = by_block(seeded(two_blocks))
+        hook = everyone.blocks[0].register_full_backward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            square(everyone, data(0, rank)).backward()
+        hook.remove()
+        if rank < 2:
+            model = by_block(seeded(two_blocks), mesh=pair)
+            for seed in range(2):
+                square(model, data(seed, rank)).backward()
+            assert_at_rest(model)
+        dist.barrier()
+        square(everyone, data(1, rank)).backward()
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    simulate_ranks(ranks, 3)
+
+
+@pytest.mark.parametrize("frozen", [("up.weight", "norm.weight"), ("norm.weight", "")])
+def test_ranks_that_freeze_differently_in_a_later_step(frozen: tuple[str, str]) -> None:
+    """As many parameters on each rank or not, also the first of the bucket (D17)."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        for step in range(3):
+            if step == 2 and frozen[rank]:
+                model.blocks[1].get_parameter(frozen[rank]).requires_grad_(False)
+            square(model, data(step, rank)).backward()
+
+    with pytest.raises(
+        RuntimeError, match=r"trained in step 3: parameter 'blocks\.1\.norm\.weight'"
+    ):
+        simulate_ranks(ranks)
+
+
+class TwoKinds(nn.Sequential):
+    """Layers in single and in double precision: two buckets in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x.float()).double())
+
+
+def test_a_read_of_data_on_one_rank_is_told() -> None:
+    """``p.data`` of the second bucket, between forward and backward: that rank gathers again."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fully_shard(TwoKinds(), reshard_after_forward=False)
+        loss = square(model, data(0, rank))
+        if rank:
+            model[1].weight.data.mul_(1.0)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match=r"again, since p\.data was handed out"):
+        simulate_ranks(ranks)
+
+
+def test_a_write_on_one_replica_is_told() -> None:
+    """It alone gathers over the replicas before it gathers over its shard group."""
+
+    def ranks(rank: int) -> None:
+        options = {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER}
+        model = by_block(seeded(two_blocks), mesh=mesh_of_replicas(2, 2), **options)
+        with torch.no_grad():
+            model(data(0, rank))
+            if rank == 3:
+                model.blocks[1].up.weight.mul_(1.0)
+            model(data(0, rank))
+
+    with pytest.raises(RuntimeError, match=r", over the replicas too\)"):
+        simulate_ranks(ranks, 4)
+
+
+class Choice(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.chosen: Sequence[int] = (0,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layers[i](x) for i in self.chosen]).sum(0)
+
+
+@pytest.mark.parametrize("grads", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("params", [False, True], ids=["params", "offloaded"])
+def test_the_last_backward_sets_what_any_used(params: bool, grads: bool) -> None:
+    """Gradients wait in between, on the device or on the host; no earlier one is there before."""
+
+    def ranks(rank: int) -> None:
+        policy = Offload(params=params, grads=grads, pin_memory=False)
+        shard = lambda m: fully_shard(m, offload_policy=policy)  # noqa: E731
+        twin = Twin(rank, 2, Choice, shard)
+        for _ in range(2):
+            for seed, chosen in enumerate([(0,), (1,), (1,)]):
+                for module in (twin.model, *twin.plain):
+                    module.chosen = chosen
+                set_is_last_backward(twin.model, seed == 2)
+                twin.backward(square, seed)
+                if params or grads:
+                    found = [p.grad is not None for p in twin.model.parameters()]
+                    assert found == [seed == 2] * 4 + [False] * 2
+            twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
+
+
+def test_half_precision_sums_keep_large_and_small() -> None:
+    """Gradients are divided by the root of the number of ranks before the sum, the rest after."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Linear(1, 2, bias=False).half()
+        fully_shard(model, mp_policy=MixedPrecision(reduce_dtype=torch.float16))
+        slopes = torch.tensor([30000.0, 2.0**-21], dtype=torch.float16)
+        (model(torch.ones(1, 1, dtype=torch.float16)) * slopes).sum().backward()
+        assert model.weight.grad is not None
+        assert torch.equal(whole(model.weight.grad).flatten(), slopes)
+
+    simulate_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize(("hooked", "reduces"), [(False, 2 * 3), (True, 3)])
+def test_two_forwards_reduce_apart_unless_watched(hooked: bool, reduces: int) -> None:
+    """So that one flat buffer lives at a time; a hook on a parameter sees the sum, once."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks)
+        seen = []
+        if hooked:
+            for name, param in twin.model.named_parameters():
+                param.register_hook(lambda grad, name=name: seen.append(name))
+        (a, b), (c, d) = twin.losses(square, 0), twin.losses(square, 1)
+        here.traffic.reset()
+        (a + c).backward()
+        (b + d).backward()
+        assert here.traffic.reduces == reduces
+        if hooked:
+            assert sorted(seen) == sorted(name for name, _ in twin.model.named_parameters())
+        twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
+
+
+def test_one_rank_alone_evaluates_what_is_not_sharded() -> None:
+    """Nothing is gathered for it, so the others have nothing to compare."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks), strategy=ShardingStrategy.NO_SHARD)
+        optim = sgd(model.parameters())
+        for seed in range(3):
+            square(model, data(seed, rank)).backward()
+            optim.step()
+            optim.zero_grad()
+            if rank == 1:
+                with torch.no_grad():
+                    model(data(9, rank))
+
+    simulate_ranks(ranks)
+
+
+class Borrower(nn.Module):
+    """Its block shares a weight with each of two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden=WIDTH) for _ in range(3))
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[2].down.weight = self.blocks[1].down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_weights_lent_by_two_units_are_reduced_once() -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Borrower)
+        for seed in range(3):
+            here.traffic.reset()
+            loss, plain = twin.losses(square, seed)
+            loss.backward()
+            assert here.traffic.reduces == 3
+            plain.backward()
+            twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
