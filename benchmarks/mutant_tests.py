@@ -34,9 +34,10 @@ HOME = ROOT / "build" / "mutants"
 PROGRAMS = {1: range(12), 2: range(60), 3: range(12), 4: range(6)}
 FILES = ("tests/core", "tests/scopes", "tests/test_fuzz.py")
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
-ROUNDS = (1.5, 6.0, 20.0)  # seconds of tests that are tried first; then the rest, up to the limit
+ROUNDS = (2.0, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
 OVERHEAD = 0.1  # seconds that each test costs besides, so that one that costs nothing is no bargain
 AGAIN = 0.8  # how much less than the one before it a further test of the same file is worth
+SELDOM = 30.0  # how much more at most a test is worth that leads where few others do
 OF_FUZZER = "fuzz "
 IMPORT, LIMIT, CRASH = "an error at import", "the time limit", "a crash"
 
@@ -283,7 +284,12 @@ class Reach:
                 t for key, tests in self.tests.items() if key.startswith(around) for t in tests
             }
         chosen: list[str] = []
-        for test in self._in_order(found - passed, history.chances(mutant)):
+        chance = history.chances(mutant)
+        for key in mutant.inner:  # few tests may lead there, and they tell most about the change
+            inner = self.tests[key] & found
+            seldom = min(SELDOM, len(found) / max(1, len(inner)))
+            chance = partial(_raised, chance, inner, seldom)
+        for test in self._in_order(found - passed, chance):
             if self.costs[test] <= limit:
                 limit -= self.costs[test]
                 chosen.append(test)
@@ -298,6 +304,10 @@ class Reach:
             worth[test] *= AGAIN ** taken[file]
             taken[file] += 1
         return sorted(tests, key=lambda test: (-worth[test], test))
+
+
+def _raised(chance: Callable[[str], float], tests: set[str], factor: float, test: str) -> float:
+    return chance(test) * (factor if test in tests else 1.0)
 
 
 class History:

@@ -42,6 +42,7 @@ class Mutant:
         line: where it is.
         statement: the innermost statement of a function that contains it, as ``statement_key`` has
             it; "" outside any function.
+        inner: the statements that it leads to, where it is a loop, a condition or a ``with``.
         holder, slot, value: ``value`` goes into the list or field that ``holder`` has at ``slot``.
     """
 
@@ -54,6 +55,7 @@ class Mutant:
     holder: Any = field(repr=False, compare=False)
     slot: Any = field(repr=False, compare=False)
     value: Any = field(repr=False, compare=False)
+    inner: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -109,6 +111,7 @@ class _Finder:
         self.names: list[str] = []
         self.is_inside = False  # a function
         self.statement = ""
+        self.inner: tuple[str, ...] = ()
 
     def add(self, kind: str, change: str, node: ast.AST, holder: Any, slot: Any, new: Any) -> None:
         for made in new if isinstance(new, list) else [new]:
@@ -118,7 +121,7 @@ class _Finder:
         self.found.append(
             Mutant(
                 self.file, ".".join(self.names), change, kind, line, self.statement,
-                holder, slot, new,
+                holder, slot, new, self.inner,
             )
         )  # fmt: skip
 
@@ -143,7 +146,12 @@ class _Finder:
             self.visit_function(node)
         else:
             here = self.statement
+            parts = [getattr(node, name, None) for name in ("body", "orelse")]
+            self.inner = tuple(
+                statement_key(self.file, ".".join(self.names), part[0]) for part in parts if part
+            )
             self.change_statement(body, index, node)
+            self.inner = ()
             for name in ("body", "orelse", "finalbody"):
                 if not isinstance(node, ast.IfExp) and getattr(node, name, None):
                     self.visit_body(node, name)

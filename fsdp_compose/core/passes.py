@@ -199,7 +199,7 @@ def show_leaves_after_backward(unit: Unit) -> None:
         if not unit.run.calls:
             install_leaves(unit)
     if unit.run.task is not None:
-        unit.run.task.open.pop(unit, None)
+        del unit.run.task.open[unit]
         unit.run.task = None
 
 

@@ -12,6 +12,7 @@ import torch
 
 from fsdp_compose import (
     Prefetch,
+    fully_shard,
     set_backward_prefetch,
     set_forward_prefetch,
 )
@@ -19,7 +20,7 @@ from fsdp_compose.core import gathering as residency
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine
 
-from harness import run_ranks, single_process
+from harness import run_ranks, simulate_ranks, single_process
 from models import (
     Tower,
     Twin,
@@ -131,6 +132,30 @@ def test_a_rule_is_told_next_units_and_bytes_held() -> None:
         return asked
 
     run_ranks(ranks)
+
+
+def test_a_rule_is_not_asked_where_there_is_no_room() -> None:
+    """The root gathers two blocks ahead; the blocks may have one ahead, which is there then."""
+
+    def ranks(rank: int) -> list[Any]:
+        asked: list[Any] = []
+
+        def rule(upcoming: Any, held: int) -> int:
+            asked.append([name for name, _ in upcoming])
+            return len(upcoming)
+
+        model = seeded(lambda: Tower(3))
+        for block in model.blocks:
+            fully_shard(block, prefetch=Prefetch(forward=1, rule=rule))
+        fully_shard(model, prefetch=Prefetch(forward=2, rule=rule))
+        with torch.no_grad():
+            for _ in range(2):
+                asked.clear()
+                square(model, data(0, rank))
+        return asked
+
+    first = ["blocks.0", "blocks.1"], ["blocks.2"]
+    assert simulate_ranks(ranks) == [[*first], [*first]]
 
 
 def test_a_rule_that_is_malformed() -> None:

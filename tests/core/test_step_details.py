@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     MixedPrecision,
@@ -20,6 +21,7 @@ from fsdp_compose import (
     set_is_last_backward,
 )
 from fsdp_compose.base.process import here
+from fsdp_compose.core import gathering
 from fsdp_compose.sharded import is_sharded
 
 from harness import run_ranks, simulate_ranks
@@ -37,6 +39,7 @@ from models import (
     sgd,
     square,
     two_blocks,
+    units,
     whole,
 )
 
@@ -76,6 +79,27 @@ def test_a_unit_stays_open_behind_a_call_of_itself() -> None:
     simulate_ranks(lambda rank: Twin(rank, 2, Again, one_unit).train(steps=2))
 
 
+class Recomputed(nn.Module):
+    """Recomputes its second layer where asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, again: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return checkpoint(self.second, x, use_reentrant=True) if again else self.second(x)
+
+
+def test_a_part_recomputed_while_the_unit_is_reduced() -> None:
+    """The gradients of the recomputed part may not go where the other forward's are read."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x, True).square() + model(2 * x, False).square()).mean()
+
+    run_ranks(lambda rank: Twin(rank, 2, Recomputed, one_unit).train(loss))
+
+
 def test_an_interrupted_functional_call_is_forgotten() -> None:
     """Its tensors are not read by the next forward; an interrupt runs no forward hook."""
 
@@ -97,6 +121,31 @@ def test_an_interrupted_functional_call_is_forgotten() -> None:
         twin.train(steps=2)
 
     run_ranks(ranks)
+
+
+def test_an_evaluation_that_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for what is gathered ahead of the first unit: training follows its own order."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks)
+        with torch.no_grad():
+            twin.model(data(0, rank))
+            with monkeypatch.context() as patch:
+                patch.setattr(gathering, "_start_gather", start_first)
+                with pytest.raises(MemoryError):
+                    twin.model(data(0, rank))
+        schedule = units(twin.model)[0].engine.schedule
+        assert schedule.eval_order is None and not schedule.active
+        twin.train(steps=1)
+
+    start = gathering._start_gather
+
+    def start_first(engine: Any, bucket: Any) -> None:
+        if bucket.entries[0].spec.unit.startswith("blocks"):
+            raise MemoryError
+        start(engine, bucket)
+
+    simulate_ranks(ranks)
 
 
 def test_ranks_outside_a_step_are_not_asked() -> None:
@@ -177,7 +226,7 @@ def test_a_write_on_one_replica_is_told() -> None:
                 model.blocks[1].up.weight.mul_(1.0)
             model(data(0, rank))
 
-    with pytest.raises(RuntimeError, match=r", over the replicas too\)"):
+    with pytest.raises(RuntimeError, match=r"rank 3 gathers unit 'blocks\.1' \(.*, over the"):
         simulate_ranks(ranks, 4)
 
 

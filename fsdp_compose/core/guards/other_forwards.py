@@ -133,8 +133,8 @@ def _leave_apart(unit: Unit) -> None:
     close_functional_call(unit)
     while schedule.active and schedule.active.pop() is not unit:
         pass
-    if not schedule.active and not transforms_active():
-        if schedule.order.is_open:
+    if not schedule.active:
+        if schedule.order.is_open and not transforms_active():
             end_pass(unit, failed=sys.exc_info()[0] is not None)
         schedule.eval_order = None
 
