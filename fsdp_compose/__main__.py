@@ -13,14 +13,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 from fsdp_compose.cli.completion import SHELLS, write_completion
 from fsdp_compose.cli.errors import UserError
 from fsdp_compose.cli.launch import launch
 
 __all__ = ["main"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Handler: TypeAlias = Callable[[argparse.Namespace], int]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DEMO = _ROOT / "examples" / "demo.py"
@@ -29,7 +33,7 @@ _DEMO = _ROOT / "examples" / "demo.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args = build_parser().parse_args(argv)
-    handler = cast(Callable[[argparse.Namespace], int], args.handler)
+    handler = cast(Handler, args.handler)
     try:
         return handler(args)
     except UserError as error:
@@ -61,35 +65,42 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "demo",
-        help="train a small GPT on local ranks and check it against one process",
-        description="Runs examples/demo.py on local ranks. Its own options go after --, as "
-        "in: fsdp-compose demo --nproc 2 -- --steps 50",
-    )
+def _add(
+    commands: Commands, name: str, handler: Handler, text: str, description: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=description)
+    command.set_defaults(handler=handler)
+    return command
+
+
+def _add_demo(commands: Commands) -> None:
+    command = _add(
+        commands, "demo", _demo,
+        "train a small GPT on local ranks and check it against one process",
+        "Runs examples/demo.py on local ranks. Its own options go after --, as in: "
+        "fsdp-compose demo --nproc 2 -- --steps 50",
+    )  # fmt: skip
     _add_nproc(command)
     command.add_argument("args", nargs="*", metavar="ARG", help="options for the script, after --")
-    command.set_defaults(handler=_demo)
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "run",
-        help="run a script on local ranks",
-        description="Starts local ranks of a script with the environment variables of torchrun.",
-    )
+def _add_run(commands: Commands) -> None:
+    command = _add(
+        commands, "run", _run, "run a script on local ranks",
+        "Starts local ranks of a script with the environment variables of torchrun.",
+    )  # fmt: skip
     _add_nproc(command)
-    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
     command.add_argument(
-        "--simulate", type=_positive, metavar="N", help="N ranks in one process, as for pdb"
+        "--simulate",
+        type=_positive,
+        metavar="N",
+        help="N ranks in one process, as for pdb, in place of --nproc",
     )
     command.add_argument("--seed", type=int, default=0, help="of the simulation's order")
     _add_script(command)
-    command.set_defaults(handler=_run)
 
 
-def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_checkpoint(commands: Commands) -> None:
     command = commands.add_parser("checkpoint", help="look into a checkpoint, or convert it")
     command.set_defaults(handler=_checkpoint)
     actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
@@ -121,16 +132,16 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "plan",
-        help="say what sharding a model costs, and whether it fits",
-        description="Plans without memory and without a process group. The exit code is 1 where "
-        "the model does not fit.",
-    )
+def _add_plan(commands: Commands) -> None:
+    command = _add(
+        commands, "plan", _plan, "say what sharding a model costs, and whether it fits",
+        "Plans without memory and without a process group. The exit code is 1 where the model does "
+        "not fit.",
+    )  # fmt: skip
     add = command.add_argument
-    add("model", metavar="MODEL", help="PATH:NAME of a Python file, or package.module:NAME, a "
-        "function without arguments that returns a module; or a config.json")  # fmt: skip
+    add("model", metavar="MODEL", help="PATH:NAME of a Python file, which is imported, or "
+        "package.module:NAME, a function without arguments that returns a module; or a "
+        "config.json")  # fmt: skip
     add("--world-size", default="8", metavar="N", help="ranks; 4x8 for replicas x shards")
     add("--units", action="append", metavar="NAME", help="class of modules that become units, or a "
         "pattern of names, such as layers.*; may be repeated")  # fmt: skip
@@ -145,7 +156,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     for name, what in (("memory", "memory over a step"), ("shards", "who owns which rows"),
                        ("picture", "units and peaks")):  # fmt: skip
         add(f"--{name}", type=Path, metavar="FILE", help=f"draw {what} (.png, .svg, .pdf)")
-    command.set_defaults(handler=_plan)
 
 
 STRATEGIES = (
@@ -154,49 +164,44 @@ STRATEGIES = (
 )  # fmt: skip
 
 
-def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "trace",
-        help="run a script on local ranks and record a timeline",
-        description="Runs as `run` does, and writes trace.json for Perfetto, and timeline.svg and "
-        "memory.svg of the last step of rank 0 where matplotlib is installed.",
-    )
+def _add_trace(commands: Commands) -> None:
+    command = _add(
+        commands, "trace", _trace, "run a script on local ranks and record a timeline",
+        "Runs as `run` does, and writes trace.json for Perfetto, and timeline.svg and memory.svg "
+        "of the last step of rank 0 where matplotlib is installed; also of a script that fails.",
+    )  # fmt: skip
     _add_nproc(command)
-    command.add_argument("--out", type=Path, default=Path("trace"), metavar="FOLDER")
-    _add_script(command)
-    command.set_defaults(handler=_trace)
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "bench",
-        help="run a benchmark of a checkout",
-        description="Runs one of the benchmarks with one thread; without NAME, lists them.",
+    command.add_argument(
+        "--out", type=Path, default=Path("trace"), metavar="FOLDER", help="default: trace"
     )
+    _add_script(command)
+
+
+def _add_bench(commands: Commands) -> None:
+    command = _add(
+        commands, "bench", _bench, "run a benchmark of a checkout",
+        "Runs one of the benchmarks with one thread; without NAME, lists them.",
+    )  # fmt: skip
     command.add_argument("name", nargs="?", metavar="NAME")
     command.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
-    command.set_defaults(handler=_bench)
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "doctor",
-        help="check torch, backends, devices, network and a gather between two ranks",
-        description="Looks at this machine; the exit code is 1 where something is wrong.",
-    )
-    command.add_argument("--json", action="store_true")
-    command.set_defaults(handler=_doctor)
+def _add_doctor(commands: Commands) -> None:
+    command = _add(
+        commands, "doctor", _doctor,
+        "check torch, backends, devices, network and a gather between two ranks",
+        "Looks at this machine; the exit code is 1 where something is wrong.",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="what was found as JSON")
 
 
-def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "completion",
-        help="print what lets a shell complete these commands",
-        description="For bash, in ~/.bashrc: source <(fsdp-compose completion bash). The scripts "
-        "for zsh and fish are sourced likewise.",
-    )
+def _add_completion(commands: Commands) -> None:
+    command = _add(
+        commands, "completion", _completion, "print what lets a shell complete these commands",
+        "For bash, in ~/.bashrc: source <(fsdp-compose completion bash). The scripts for zsh and "
+        "fish are sourced likewise.",
+    )  # fmt: skip
     command.add_argument("shell", choices=sorted(SHELLS))
-    command.set_defaults(handler=_completion)
 
 
 def _add_nproc(command: argparse.ArgumentParser) -> None:
@@ -206,7 +211,8 @@ def _add_nproc(command: argparse.ArgumentParser) -> None:
 
 
 def _add_script(command: argparse.ArgumentParser) -> None:
-    command.add_argument("script", type=Path)
+    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
+    command.add_argument("script", metavar="SCRIPT")
     rest = command.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments"
     )
@@ -241,17 +247,16 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    if not args.script.is_file():
-        raise UserError(f"no such script: {args.script}")
+    _check_script(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    script = [str(args.out), str(args.script), *args.args]
+    script = [str(args.out), *(["-m"] if args.module else []), args.script, *args.args]
     module = "fsdp_compose.cli.traced"
     code = launch(module, script, nproc=args.nproc, env=_environment(), is_module=True)
-    if code:
-        return code
-    from fsdp_compose.cli.look import finish_trace
+    from fsdp_compose.cli.traced import finish_trace
 
-    return finish_trace(args.out, args.nproc)
+    if not finish_trace(args.out, args.nproc) and not code:
+        raise UserError("nothing was recorded: the script sharded no module, or ran no forward.")
+    return code
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -284,17 +289,29 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.module:
-        return launch(
-            str(args.script), args.args, nproc=args.nproc, env=_environment(), is_module=True
-        )
-    if not args.script.is_file():
-        raise UserError(f"no such script: {args.script}")
+    _check_script(args)
     if args.simulate:
         from fsdp_compose.cli.simulate import run_simulated  # which imports torch
 
-        return run_simulated(args.script, args.args, args.simulate, args.seed)
-    return launch(args.script, args.args, nproc=args.nproc, env=_environment())
+        return run_simulated(args.script, args.args, args.simulate, args.seed, args.module)
+    env = _environment()
+    return launch(args.script, args.args, nproc=args.nproc, env=env, is_module=args.module)
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    """Raise where the script, or the package of the module, is not there."""
+    if not args.module:
+        if not Path(args.script).is_file():
+            raise UserError(f"no such script: {args.script}")
+        return
+    package = args.script.partition(".")[0]
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        found = package in sys.modules or (package and find_spec(package))
+    finally:
+        sys.path.pop(0)
+    if not found:
+        raise UserError(f"no such module: {args.script}; it is looked for here and in {sys.prefix}")
 
 
 def _environment() -> dict[str, str]:

@@ -7,8 +7,9 @@ Files, each importing only from those above it:
     progress    how far something is, on a terminal
     launch      starts the ranks of a script and leaves none behind
     checkpoint  fsdp-compose checkpoint show|convert
+    program     a script or a module, run in this process
     simulate    fsdp-compose run --simulate
-    traced      what each rank of fsdp-compose trace runs
-    look        fsdp-compose plan, and the end of fsdp-compose trace
+    traced      what each rank of fsdp-compose trace runs, and how recordings are joined
+    look        fsdp-compose plan
     doctor      fsdp-compose doctor
 """

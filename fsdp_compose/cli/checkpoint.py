@@ -134,6 +134,8 @@ def _check_exists(path: Path) -> None:
 
 def _convert(args: argparse.Namespace) -> None:
     _check_exists(args.source)
+    if args.target.exists() and not args.target.is_dir():
+        raise UserError(f"{args.target} is a file; name a folder that is not there yet.")
     if args.target.exists() and not _is_free(args.target):
         raise UserError(f"{args.target}: not empty; name a folder that is not there yet.")
     for left in args.target.iterdir() if args.target.exists() else ():
@@ -160,7 +162,8 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
     """Write the model of a sharded checkpoint as safetensors files with an index.
 
     Raises:
-        RuntimeError: the source is not whole, or has no model at ``prefix``.
+        RuntimeError: the source is not whole.
+        UserError: it has nothing at ``prefix``.
         ValueError: the model holds what safetensors cannot.
     """
     metadata = read_metadata(source)
@@ -170,7 +173,7 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
     keys = {str(path[-1]): key for path, key in reader.below(place).items()}
     if not keys:
         tops = sorted({str(path[0]) for path in reader.paths})
-        raise RuntimeError(f"{source}: nothing below {prefix!r}; it has {tops[:8]}.")
+        raise UserError(f"{source}: nothing below --prefix {prefix!r}; it has {tops[:8]}.")
     outlines: dict[str, Outline] = {}
     for name, key in keys.items():
         entry = metadata.state_dict_metadata[key]

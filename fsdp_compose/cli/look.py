@@ -1,12 +1,12 @@
-"""``fsdp-compose plan`` and ``trace``: plans of a model that is named, recordings of a script."""
+"""``fsdp-compose plan``: plans of a model that is named."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,8 @@ from fsdp_compose.cli.errors import UserError
 from fsdp_compose.construct.wrap import Policy, by_class, by_name
 from fsdp_compose.report import Plan, plan, plot_memory, plot_plan, plot_shards
 
-_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "long": torch.int64,
-}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_INPUTS = {**_DTYPES, "long": torch.int64, "int": torch.int32, "bool": torch.bool}
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -35,12 +31,18 @@ def run_plan(args: argparse.Namespace) -> int:
     model = _build(args.model)
     units = _choose_units(model, args.units)
     mp = MixedPrecision(_dtype(args.dtype), _dtype(args.reduce_dtype))
+    world, strategy = _world(args.world_size), args.strategy
+    if strategy is not None and strategy.startswith("hybrid") != isinstance(world, tuple):
+        wanted = "replicas x shards, as 2x4" if isinstance(world, int) else "a number of ranks"
+        raise UserError(
+            f"--world-size is {args.world_size!r}; wanted {wanted}, for --strategy {strategy}."
+        )
     try:
         found = plan(
             model,
-            world_size=_world(args.world_size),
+            world_size=world,
             units=units,
-            strategy=None if args.strategy is None else ShardingStrategy(args.strategy),
+            strategy=None if strategy is None else ShardingStrategy(strategy),
             mp_policy=mp,
             optimizer=args.optimizer,
             device_memory=args.device_memory,
@@ -111,7 +113,10 @@ def _load(place: str) -> Any:
     assert spec is not None and spec.loader is not None
     source = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = source
-    spec.loader.exec_module(source)
+    try:
+        spec.loader.exec_module(source)
+    except Exception as error:
+        raise UserError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
     return source
 
 
@@ -123,9 +128,15 @@ def _build_from_config(path: Path) -> nn.Module:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise UserError("a config.json needs transformers: pip install transformers.") from error
-    config = transformers.AutoConfig.from_pretrained(str(path.parent))
-    with torch.device("meta"):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path.parent))
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise UserError(
+            f"{path} raised {type(error).__name__}: {error}; name a configuration of a causal "
+            "language model that transformers knows, or a function that builds the model."
+        ) from error
     return model
 
 
@@ -158,28 +169,10 @@ def _sample(text: str) -> torch.Tensor:
     if not all(part.isdecimal() for part in shape.split("x")):
         raise UserError(f"--sample is {text!r}; wanted a shape and a dtype, as 8x2048:long.")
     sizes = [int(part) for part in shape.split("x")]
-    return torch.empty(sizes, dtype=_dtype(dtype or "fp32"), device="meta")
+    return torch.empty(sizes, dtype=_dtype(dtype or "fp32", _INPUTS), device="meta")
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in _DTYPES:
-        raise UserError(f"dtype {name!r} is not known; wanted one of {', '.join(_DTYPES)}.")
-    return None if name is None else _DTYPES[name]
-
-
-def finish_trace(out: Path, ranks: int) -> int:
-    """Join the recordings of all ranks into one file, and say what is where."""
-    events: list[Any] = []
-    for rank in range(ranks):
-        part = out / f"rank{rank}.json"
-        if part.is_file():
-            events += json.loads(part.read_text("utf-8"))["traceEvents"]
-            part.unlink()
-    if not events:
-        raise UserError("nothing was recorded: the script sharded no module, or ran no forward.")
-    (out / "trace.json").write_text(json.dumps({"traceEvents": events}), "utf-8")
-    print(f"{out / 'trace.json'}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")
-    for name in ("timeline.svg", "memory.svg"):
-        if (out / name).is_file():
-            print(out / name)
-    return 0
+def _dtype(name: str | None, known: Mapping[str, torch.dtype] = _DTYPES) -> torch.dtype | None:
+    if name is not None and name not in known:
+        raise UserError(f"dtype {name!r} is not known; wanted one of {', '.join(known)}.")
+    return None if name is None else known[name]

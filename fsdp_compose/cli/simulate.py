@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
+from fsdp_compose.cli.program import as_main
 from fsdp_compose.simulation.simulate import SimulationError, run_program
 
 
-def run_simulated(script: Path, args: Sequence[str], ranks: int, seed: int) -> int:
+def run_simulated(
+    script: str, args: Sequence[str], ranks: int, seed: int, is_module: bool = False
+) -> int:
     """Run ``script`` on simulated ranks; 0, or 1 where a rank failed."""
-    sys.argv = [str(script), *args]
-    sys.path.insert(0, str(script.resolve().parent))
+    program = as_main(script, args, is_module)
 
     def run() -> None:
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            program()
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise RuntimeError(f"the script ended with {end.code!r}") from end

@@ -294,7 +294,7 @@ def _memory(plan: Plan) -> str:
     memory, measured = plan.memory, plan.activations
     rows = [
         ("parameter shards", size(memory.shards), ""),
-        ("gradient shards", size(memory.gradients), ""),
+        ("gradient shards", size(memory.gradients), "after backward, until they are cleared"),
         ("optimizer state", size(memory.optimizer), plan.optimizer or "no optimizer was named"),
         ("buffers", size(memory.buffers), ""),
     ]
@@ -306,14 +306,14 @@ def _memory(plan: Plan) -> str:
         if getattr(memory, name):
             rows.append((name.replace("_", " "), size(getattr(memory, name)), comment))
     for title, peak in (("peak in forward", memory.forward), ("peak in backward", memory.backward)):
-        rows.append((title, size(peak.total), "besides:"))
+        rows.append((title, size(peak.total), "on top of shards, state and buffers:"))
         rows += [(f"  {_PARTS[n]}", size(v), "") for n in _PARTS if (v := getattr(peak, n))]
     if measured is not None:
         rows.append(("activations in forward", size(measured.forward), "measured"))
         rows.append(("activations in backward", size(measured.backward), "measured"))
-    rows.append(
-        ("total", size(plan.needed), "" if measured else "activations not counted: pass sample=")
-    )
+    else:
+        rows.append(("activations", "-", "not counted: pass sample="))
+    rows.append(("total", size(plan.needed), "with the larger of both peaks"))
     if plan.device_memory is not None:
         rows.append(("device memory", size(plan.device_memory), _verdict(plan)))
     return "memory per rank\n" + table(rows, left=(0, 2))

@@ -83,7 +83,7 @@ def plot_memory(source: Plan | Timeline, path: str | PathLike[str]) -> None:
         axes.text(at, 0.03, f"{number} alike", rotation=90, ha="center", transform=place, size=7)
     axes.set_xlabel(curve.label)
     axes.set_title(curve.title, fontsize="medium")
-    _legend(axes)
+    _legend(axes, reverse=True)  # in the order in which they lie on each other
     figure.savefig(path, dpi=130)
 
 
@@ -245,14 +245,15 @@ def _draw_bucket(axes: Any, run: Sequence[PlannedBucket]) -> None:
         axes.barh(
             1, right - left, left=left, height=0.8, color=_rank_color(rank), edgecolor="white"
         )
-        if shown <= 16:
-            axes.text((left + right) / 2, 1, f"rank {rank}", ha="center", va="center", fontsize=7)
+        first = rank * bucket.ranks // shown  # of the ranks that this color stands for
+        text = f"rank {rank}" if shown <= 16 else str(first)
+        axes.text((left + right) / 2, 1, text, ha="center", va="center", fontsize=7 - shown // 32)
     for name, offset, shape in zip(bucket.parameters, bucket.offsets, bucket.shapes, strict=True):
         numel = math.prod(shape)
         axes.barh(
             0, numel, left=offset, height=0.8, color="#f4f1ea", edgecolor="#555555", linewidth=0.6
         )
-        if numel > total / 14:
+        if numel > total / 11:
             text = f"{name.removeprefix(bucket.unit + '.')}\n{_rows(bucket, offset, shape)}"
             axes.text(offset + numel / 2, 0, text, ha="center", va="center", fontsize=6.5)
     axes.set_xlim(0, max(total, 1))
@@ -263,12 +264,13 @@ def _draw_bucket(axes: Any, run: Sequence[PlannedBucket]) -> None:
         side.set_visible(False)
     alike = f" and {len(run) - 1} alike" if len(run) > 1 else ""
     of = f", padding {bucket.padding}" if bucket.padding else ""
-    title = f"{shortened(bucket.unit, 50)}{alike}: {bucket.numel:,} elements{of}"
+    each = f", a color for each {bucket.ranks / shown:.3g} ranks" if shown < bucket.ranks else ""
+    title = f"{shortened(bucket.unit, 50)}{alike}: {bucket.numel:,} elements{of}{each}"
     axes.set_title(title, fontsize="small", loc="left", pad=2)
 
 
 def _rows(bucket: PlannedBucket, offset: int, shape: tuple[int, ...]) -> str:
-    """Which ranks own which rows, ``'r0: 0-511, r1: 511-1023'``; few ranks only."""
+    """Which ranks own which rows, a line for each of few, as ``rank 0: rows 0-511``."""
     if not shape or not bucket.shard_numel:
         return ""
     width = max(1, math.prod(shape[1:]))
@@ -280,8 +282,8 @@ def _rows(bucket: PlannedBucket, offset: int, shape: tuple[int, ...]) -> str:
     for rank in range(first, last + 1):
         start = max(0, rank * bucket.shard_numel - offset)
         stop = min(math.prod(shape), (rank + 1) * bucket.shard_numel - offset)
-        parts.append(f"r{rank}: {start // width}-{(stop - 1) // width}")
-    return "rows " + ", ".join(parts)
+        parts.append(f"rank {rank}: rows {start // width}-{(stop - 1) // width}")
+    return "\n".join(parts)
 
 
 def _rank_color(rank: int) -> Any:
@@ -408,6 +410,7 @@ def _tick(value: float) -> str:
     return f"{float(number):g} {unit}"
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, reverse: bool = False) -> None:
     """Beside the picture, where it covers nothing."""
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    axes.legend(fontsize="small", frameon=False, reverse=reverse, **place)

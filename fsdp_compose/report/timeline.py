@@ -57,6 +57,7 @@ class Moment:
     """What units had in this rank's memory at a time, in bytes, besides shards.
 
     Attributes:
+        phase: ``forward`` or ``backward``; ``end`` of the last, when the recording was over.
         gathered: full parameters.
         packed: full gradients that are packed or being reduced.
         gradients: reduced gradients in ``.grad``.
@@ -100,19 +101,19 @@ class Timeline:
 
     def last_step(self) -> Timeline:
         """The last forward and backward that were recorded whole."""
-        starts = [0.0]
-        before = "backward"
-        for moment in self.moments:
-            if moment.phase == "forward" and before == "backward":
-                starts.append(moment.time)
-            before = moment.phase
-        ends = [m.time for m in self.moments if m.phase == "backward"]
-        end = max(ends, default=self.seconds)
-        start = max((start for start in starts if start < end), default=0.0)
+        phases = [moment.phase for moment in self.moments]
+        stop = max((i + 1 for i, name in enumerate(phases) if name == "backward"), default=None)
+        phases = phases[:stop]
+        begins = [i for i, name in enumerate(phases) if name == "forward" != phases[max(0, i - 1)]]
+        first = begins[-1] if begins else 0
+        # A moment is noted when a call ends. So the step's first gather began before its first
+        # moment, and after the moment before that.
+        start = self.moments[first - 1].time if first else 0.0
+        end = self.moments[stop - 1].time if stop else self.seconds
         return replace(
             self,
             spans=[s for s in self.spans if start <= s.start <= end],
-            moments=[m for m in self.moments if start <= m.time <= end],
+            moments=self.moments[first:stop],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -287,7 +288,7 @@ class _Recorder:
         self.timeline.moments.append(Moment(now, phase, name, gathered, packed, self.gradients))
 
     def close(self) -> None:
-        self.measure(self.now(), "backward", None)
+        self.measure(self.now(), "end", None)
 
 
 def _phase() -> str:

@@ -539,9 +539,9 @@ def test_show_and_convert_without_a_process_group(
     assert "not empty" in capsys.readouterr().err
     assert (
         main(["checkpoint", "convert", "--prefix", "x", str(tmp_path / "c"), str(tmp_path / "h")])
-        == 1
+        == 2
     )
-    assert "nothing below 'x'" in capsys.readouterr().err
+    assert "nothing below --prefix 'x'" in capsys.readouterr().err
     damage(next((tmp_path / "c").rglob("__1_0.distcp")), "damaged")
     assert main(["checkpoint", "show", "--verify", str(tmp_path / "c")]) == 1
     assert "__1_0.distcp" in capsys.readouterr().err

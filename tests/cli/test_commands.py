@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fsdp_compose.cli import doctor, progress
 from fsdp_compose.cli.checkpoint import _fold
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 MODEL = """
 from torch import nn
 class Block(nn.Sequential):
@@ -67,7 +70,14 @@ WRONG = {
     "config.json does not exist": ["config.json"],
     "--world-size is '8x'": ["{file}:model", "--world-size", "8x"],
     "--sample is '8by8'": ["{file}:model", "--sample", "8by8"],
-    "dtype 'fp12' is not known": ["{file}:model", "--dtype", "fp12"],
+    "'long' is not known; wanted one of fp32, bf16, fp16.": [
+        "{file}:model",
+        "--dtype",
+        "long",
+    ],
+    "bad.py: cannot be imported: SyntaxError": ["{folder}/bad.py:model"],
+    "wanted replicas x shards, as 2x4": ["{file}:model", "--strategy", "hybrid_shard"],
+    "wanted a number of ranks": ["{file}:model", "--strategy", "zero1", "--world-size", "2x4"],
     "device_memory is '80 gigs'": ["{file}:model", "--device-memory", "80 gigs"],
     "optimizer 'adamv' is not known": ["{file}:model", "--optimizer", "adamv"],
     "matches no submodule": ["{file}:model", "--units", "Blok"],
@@ -81,7 +91,9 @@ def test_wrong_plans_are_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plan", *(word.format(file=file) for word in WRONG[said])]) == 2
+    (file.parent / "bad.py").write_text("def model:")
+    words = [word.format(file=file, folder=file.parent) for word in WRONG[said]]
+    assert main(["plan", *words]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("fsdp-compose: ") and said in errors, errors
     assert errors.count("\n") == 1
@@ -99,10 +111,10 @@ def test_trace_records_every_rank(tmp_path: Path) -> None:
         "for _ in range(2): model(torch.ones(1, 8)).sum().backward()\n"
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "fsdp_compose", "trace", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "fsdp_compose", "trace", "--out", "out", "-m", "script"]
     done = subprocess.run(
-        [*command, str(script), "--steps", "2"],
-        check=False, cwd=ROOT, text=True, capture_output=True, timeout=120,
+        [*command, "--steps", "2"],
+        check=False, cwd=tmp_path, env=ENVIRONMENT, text=True, capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
@@ -111,6 +123,24 @@ def test_trace_records_every_rank(tmp_path: Path) -> None:
         "memory.svg", "timeline.svg", "trace.json",
     ]  # fmt: skip
     assert "Perfetto" in done.stdout
+
+
+def test_trace_of_a_script_that_fails(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was recorded until then is joined; where nothing was, that is said."""
+    codes = [7, 0]
+
+    def launch(module: str, words: list[str], **options: Any) -> int:
+        if codes[0]:
+            (Path(words[0]) / "rank1.json").write_text('{"traceEvents": [{"pid": 1}]}')
+        return codes.pop(0)
+
+    monkeypatch.setattr("fsdp_compose.__main__.launch", launch)
+    command = ["trace", "--out", str(tmp_path / "out"), str(file)]
+    assert main(command) == 7
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["trace.json"]
+    assert main(command) == 2 and "nothing was recorded" in capsys.readouterr().err
 
 
 def test_doctor_finds_nothing_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +208,9 @@ def test_show_folds_names_that_are_alike(
     assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 2
     assert "nowhere does not exist." in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "g")]) == 2
+    (tmp_path / "file").touch()
+    assert main(["convert", str(tmp_path / "s"), str(tmp_path / "file")]) == 2
+    assert "file is a file; name a folder" in capsys.readouterr().err
     rows = [("a.0", "x"), ("a.1", "x"), ("a.3", "x"), ("b.0", "x"), ("b.1", "y"), ("b.2", "x")]
     assert [row[0] for row in _fold(rows)] == ["a.0", "a.1", "a.3", "b.0", "b.2", "b.1"]
 
@@ -199,9 +232,28 @@ def test_a_bar_is_shown_after_two_seconds(
     assert "3/4" in seen(True, clock(1.1))
 
 
-def test_run_takes_a_module_and_its_arguments(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc=1", "-m", "platform"]
-    done = subprocess.run(
-        command, check=False, cwd=ROOT, text=True, capture_output=True, timeout=60
+@pytest.mark.parametrize("how", ["--nproc", "--simulate"])
+def test_run_takes_a_module_and_its_arguments(how: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "inside.py").touch()
+    (tmp_path / "mine" / "program.py").write_text(
+        "import os, sys, mine.inside\n"
+        "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], __name__, sys.argv[1:])\n"
     )
-    assert done.returncode == 0 and "Linux" in done.stdout + "Linux" * (sys.platform != "linux")
+    command = [sys.executable, "-m", "fsdp_compose", "run", how, "2", "-m", "mine.program", "-x"]
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, env=ENVIRONMENT, text=True, capture_output=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"{rank} of 2 __main__ ['-x']" in done.stdout
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "trace"):
+        assert main([command, "nowhere.py"]) == 2
+        assert main([command, "-m", "no_such_package.train"]) == 2
+        said = capsys.readouterr().err
+        assert "no such script: nowhere.py" in said
+        assert "no such module: no_such_package.train; it is looked for here" in said

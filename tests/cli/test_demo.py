@@ -284,7 +284,7 @@ def test_command_line_refuses_what_it_cannot_run(tmp_path, capsys):
     assert "no such script" in capsys.readouterr().err
     for wrong, says in (
         ([], "required: COMMAND"),
-        (["run"], "required: script\n"),
+        (["run"], "required: SCRIPT\n"),
         (["run", "--nproc", "0", "x.py"], "--nproc: wants a whole number of at least 1, found '0'"),
         (["run", "--nproc", "two", "x.py"], "at least 1, found 'two'"),
         (["unheard-of"], "invalid choice: 'unheard-of'"),

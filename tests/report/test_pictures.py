@@ -43,8 +43,7 @@ def test_a_recording_has_every_gather_and_reduction() -> None:
         step = timeline.last_step()
         assert 0 < step.seconds <= timeline.seconds and timeline.rank == rank
         of = {lane: [s for s in step.spans if s.lane == lane] for lane in ("gather", "reduce")}
-        # The outermost unit is gathered while the step before is still being cleared.
-        assert plan.step.gathers - 1 <= len(of["gather"]) <= plan.step.gathers
+        assert len(of["gather"]) == plan.step.gathers
         assert len(of["reduce"]) == plan.step.reduces
         assert {s.unit for s in of["reduce"]} == {unit.name for unit in plan.units}
         assert all(s.start <= s.end and s.nbytes > 0 for s in (*of["gather"], *of["reduce"]))
@@ -103,6 +102,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
             fc.plot_memory(timeline, tmp_path / "recorded.svg")
             fc.plot_timeline(timeline, tmp_path / "timeline.svg")
             fc.plot_shards(plan, tmp_path / "shards.svg")
+            fc.plot_shards(fc.plan(nn.Linear(64, 64), world_size=128), tmp_path / "many.svg")
             fc.plot_plan(plan, tmp_path / "plan.svg", timeline)
 
     run_ranks(ranks)
@@ -110,7 +110,8 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     for word in ("gathered", "packed", "gradients", "shards", "backward"):
         assert f"<!-- {word}" in texts["planned"] or f"<!--  {word}" in texts["planned"], word
     assert "rank 0" in texts["shards"] and "blocks.0 and 2 alike" in texts["shards"]
-    assert "rows r0" in texts["shards"] and "backward, measured" in texts["plan"]
+    assert "rank 0: rows 0-" in texts["shards"] and "backward, measured" in texts["plan"]
+    assert "a color for each 2 ranks" in texts["many"] and "<!-- 126 -->" in texts["many"]
     assert "blocks.2" in texts["timeline"] and "waiting for ranks" in texts["timeline"]
 
 

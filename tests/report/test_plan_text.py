@@ -134,7 +134,13 @@ def test_the_text() -> None:
     assert rows[1].split()[:6] == ["blocks.1", *dtypes, "66.0k", "66.0k"]
     assert "blocks.2 .. 3 (2 alike)" in rows[2]
     assert len(text.split("\n")) < 60 and max(map(len, text.split("\n"))) <= 100
-    for word in ("optimizer state", "peak in backward", "gathers", "activations not counted"):
+    for word in (
+        "optimizer state",
+        "peak in backward",
+        "gathers",
+        "on top of shards",
+        "pass sample=",
+    ):
         assert word in text
     assert "sharded Model" in str(plan(by_block(Model())))
     replicas = plan(Model(), world_size=(4, 8), strategy=S.HYBRID_SHARD)
