@@ -42,10 +42,12 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "build/site/index.html"
 
-# The wheel with its declared dependencies alone in an empty environment runs the README's example.
+# The sdist, and the wheel that is built from it alone. The wheel with its declared dependencies in
+# an empty environment runs the README's example.
 wheel: $(READY)
 	rm -rf build dist && mkdir -p $(EMPTY)
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')" >/dev/null
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist dist/*.tar.gz
 	$(BIN)/python -m venv $(EMPTY)/venv
 	$(EMPTY)/venv/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl
 	$(BIN)/python tests/docs_pages.py > $(EMPTY)/train.py
@@ -89,14 +91,14 @@ clean:
 KEEP := import torch; assert [int(n) for n in torch.__version__.split(".")[:2]] >= [2, 11]
 
 $(READY): pyproject.toml
-	$(BIN)/python -m pip --version >/dev/null 2>&1 \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 \
 	  || $(BIN)/python -m ensurepip >/dev/null 2>&1 \
 	  || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) \
 	  || { echo "$(PYTHON) has no working venv module; on Debian: apt install python3-venv" >&2; exit 1; }
 	@echo "installing torch and what the tests and the demo need into $(VENV)"
 	@$(BIN)/python -c '$(KEEP)' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet -e ".[dev,demo,safetensors]"
-	touch $@
+	@touch $@
 
 $(DOCS): $(READY)
 	$(BIN)/python -m pip install --quiet -e ".[docs]"

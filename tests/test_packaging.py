@@ -1,4 +1,4 @@
-"""The wheel: what it says of itself, what is in it, and that the README's example runs on it."""
+"""The source archive, the wheel that is built from it, and the README's example on that."""
 
 from __future__ import annotations
 
@@ -21,17 +21,35 @@ from docs_pages import README, ROOT
 HOSTS = re.compile(r"(pypi|pythonhosted|anaconda|conda-forge)\.(org|com|io)", re.IGNORECASE)
 
 
+FOLDERS = ("fsdp_compose", "tests", "docs", "examples", "benchmarks")
+FILES = [path.name for path in ROOT.iterdir() if path.is_file() and path.name[0] != "."]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing is left in the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("sdist")
+    left_out = shutil.ignore_patterns("__pycache__", "results")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=left_out)
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    subprocess.run(
+        [sys.executable, "-c", build], check=True, cwd=source, capture_output=True, timeout=200
+    )
+    (found,) = out.glob("*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Built from the source archive alone, as whoever installs from that does."""
+    out = sdist.parent
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    # A copy, so that nothing is left in the checkout.
-    source = out / "source"
-    source.mkdir()
-    for name in ("fsdp_compose", "pyproject.toml", "README.md", "LICENSE"):
-        os.symlink(ROOT / name, source / name)
     done = subprocess.run(
-        [*build, "--wheel-dir", str(out), str(source)],
+        [*build, "--wheel-dir", str(out), str(sdist)],
         check=False, text=True, capture_output=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,26 +77,15 @@ def test_what_the_wheel_says_and_holds(wheel: Path) -> None:
     assert metadata.get_payload().strip().startswith("# fsdp_compose")
 
 
-def test_the_source_archive_can_be_tested_and_read(tmp_path: Path) -> None:
+def test_the_source_archive_can_be_tested_and_read(sdist: Path) -> None:
     """It has what a checkout has, so that whoever packages it can run its tests."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    folders = ("fsdp_compose", "tests", "docs", "examples", "benchmarks")
-    left_out = shutil.ignore_patterns("__pycache__", "results")
-    for name in folders:
-        shutil.copytree(ROOT / name, source / name, ignore=left_out)
-    files = [path.name for path in ROOT.iterdir() if path.is_file() and path.name[0] != "."]
-    for name in files:
-        shutil.copy(ROOT / name, source)
-    out.mkdir()
-    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
-    subprocess.run(
-        [sys.executable, "-c", build], check=True, cwd=source, capture_output=True, timeout=200
-    )
-    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+    with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {name for name in files if name not in names} == set()
-    for folder in folders:
-        wanted = {p.relative_to(source).as_posix() for p in (source / folder).rglob("*.*")}
+    assert set(FILES) <= names
+    for folder in FOLDERS:
+        files = [path for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+        wanted = {path.relative_to(ROOT).as_posix() for path in files}
+        wanted = {name for name in wanted if not re.search("__pycache__|/results/", name)}
         assert not wanted - names
 
 
