@@ -67,6 +67,7 @@ class Scheduler:
         self.generator = random.Random(seed)
         self.now = 0.0
         self.tasks: list[Task] = []
+        self.threads: list[threading.Thread] = []  # that may still be ending
         self.running: Task | None = None
         self.flying: list[Flying] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
@@ -96,13 +97,19 @@ class Scheduler:
         task.baton.acquire()
         self.tasks.append(task)
         task.thread = threading.Thread(target=body, name=task.name, daemon=True)
+        self.threads = [*filter(threading.Thread.is_alive, self.threads), task.thread]
         task.thread.start()
 
     def run(self) -> None:
-        """Run all tasks to their end."""
+        """Run all tasks to their end, and wait for what their threads still free.
+
+        A thread that frees tensors while the process exits would abort it.
+        """
         if self.tasks:
             self._hand_over(None, self._choose())
             self.finished.wait()
+            for thread in self.threads:
+                thread.join()
 
     def make_thread(
         self, target: Callable[[], None], name: str = "", daemon: bool = False

@@ -192,6 +192,23 @@ def test_nothing_of_a_simulation_is_left() -> None:
     assert [t for t in threading.enumerate() if t.name.startswith("rank ")] == []
 
 
+def test_threads_of_ranks_have_ended() -> None:
+    """With all they free: a thread that frees tensors while the process exits aborts it."""
+    freed = []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.1)
+            freed.append(self)
+
+    def program() -> None:
+        local.kept = Slow()  # until the thread is over
+
+    local = threading.local()
+    simulate(program, 3)
+    assert len(freed) == 3
+
+
 def main() -> float:
     dist.init_process_group("gloo", init_method="env://")
     dist.all_reduce(total := torch.ones(1))
