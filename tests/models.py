@@ -25,6 +25,7 @@ from fsdp_compose import (
     wrap,
 )
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, raw
+from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.comm.shared_memory import all_segments
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of
@@ -146,7 +147,8 @@ def assert_at_rest(model: nn.Module) -> None:
             if inner is not None and inner.source is None:
                 assert inner.store is None, f"{unit.name!r} keeps a part for a backward"
             if not bucket.in_place:
-                assert bucket.full.untyped_storage().nbytes() == 0, f"{unit.name!r} is gathered"
+                held = 0 if bucket.static else bucket.full.untyped_storage().nbytes()
+                assert not held and bucket.phase is Phase.SHARDED, f"{unit.name!r} is gathered"
             assert not bucket.arriving.packed
             if bucket.grads is not None:
                 assert bucket.grads.flat.untyped_storage().nbytes() == 0

@@ -32,6 +32,7 @@ from fsdp_compose.checkpoint import metadata
 from fsdp_compose.checkpoint.optimizer import agree as optim_agree
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
+from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.core.guards import scope_parameters
 from fsdp_compose.core.schedule import Schedule
@@ -471,6 +472,12 @@ def check_any_ranks(rank: int) -> None:
     assert all(map(torch.equal, *found))
 
 
+def check_turns(rank: int) -> None:
+    """More is to be gathered ahead than there are buffers, and none is overwritten."""
+    ahead = {"prefetch": Prefetch(3, 3), "static_buffers": 2, "transport": PAIRS}
+    Twin(rank, 2, lambda: Tower(4), lambda m: by_block(m, **ahead)).train()
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "sum for mean": (sum_for_mean, check_training, 2),
     "a contribution lost": (drop_a_rank, check_training, 2),
@@ -513,6 +520,9 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     ),
     "uncut state not compared": (
         lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
+    ),
+    "gathered over what is read": (
+        lambda: replace("_user_of", lambda of: lambda place, unit: None), check_turns, 2,
     ),
     "start not verified": (
         lambda: replace("sum_bytes", lambda of: lambda t: of(torch.zeros(1))),

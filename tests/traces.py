@@ -29,7 +29,7 @@ EVENTS = (
     "enter_backward", "look_back", "receive", "leave_backward", "reduce_rest", "end_backward",
     "prefetch", "drop_prefetched", "fail",
 )  # fmt: skip
-ANSWERS = ("reads_gathered", "is_complete", "gathered_nbytes", "held_nbytes")
+ANSWERS = ("reads_gathered", "is_complete", "gathered_nbytes", "held_nbytes", "has_room")
 COMMANDS = (
     "announce", "gather", "wait", "release", "note_kept", "reread", "spread", "forget_spread",
     "pack", "postpone", "reduce", "finish_reductions",
@@ -280,7 +280,7 @@ class _Checker:
     def answer(self, *_: Any) -> Any:
         return self.answers.pop(0)
 
-    reads_gathered = is_complete = gathered_nbytes = answer
+    reads_gathered = is_complete = gathered_nbytes = has_room = answer
 
     def held_nbytes(self) -> Any:
         return self.answers.pop(0)

@@ -30,6 +30,7 @@ from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.guards.added_parameters import remember
 from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.guards.static_buffers import is_static, use_static_buffers
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import (
     Checks,
@@ -127,6 +128,8 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
         module.__dict__[STATE_KEY] = _FSDPState(unit, {})
         attach(module, plan.options.methods)
     remember(unit)
+    if is_static(unit):
+        use_static_buffers(unit.engine)
     meta.values.update((value.key, (unit, value)) for value in made_here)
     cast_buffers(plan, unit.mp)
 

@@ -73,6 +73,7 @@ def fully_shard(
     layout: PlanLayout = plan_layout,
     transport: Transport | None = None,
     deterministic: int | None = None,
+    static_buffers: bool | int = False,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -127,6 +128,15 @@ def fully_shard(
             one backward for each of ``microbatches[r::W]``; ``.grad`` is the average over all
             ``M``, set by the last one. A page of the documentation, "Promises", says what else is
             to be the same, and what it costs.
+        static_buffers: gather units, and pack their gradients, in buffers that keep their addresses
+            for the whole run, for CUDA graphs. Units of one model that run one after the other take
+            turns in two gather buffers (one more than ``prefetch`` is deep, or the number given, 2
+            or more) and two gradient buffers, each as large as the largest unit in it. A unit that
+            stays gathered from forward to backward, or shares a parameter with another unit, has a
+            gather buffer of its own; units that contain units take turns among themselves. Nothing
+            is gathered ahead into a buffer that is in use, and a unit that must be gathered there
+            raises ``RuntimeError``. Gradients that wait for more (``no_sync``) and what reductions
+            receive are allocated as they are needed, as is what ``gathered`` shows.
 
     Returns:
         ``module``.
@@ -170,6 +180,7 @@ def fully_shard(
             layout=layout,
             transport=transport,
             deterministic=deterministic,
+            static_buffers=static_buffers,
         )
         if is_on_meta(modules):
             options = replace(options, device=compute_device(mesh, options.device))

@@ -105,9 +105,10 @@ raw = torch._C.DisableTorchFunctionSubclass
 
 read_version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 """How often a tensor was written in a way autograd can see."""
+set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
+"""``(tensors, versions)``, both tuples: as if they had been written so often."""
 
-_plain: Any = torch.Tensor
-read_base: Callable[[torch.Tensor | None], torch.Tensor | None] = _plain._base.__get__
+read_base: Callable[[Any], torch.Tensor | None] = torch.Tensor._base.__get__  # type: ignore[union-attr]
 """What a tensor is a view of; use under ``raw``."""
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled

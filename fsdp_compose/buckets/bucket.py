@@ -99,7 +99,7 @@ class GradBuffer:
     parts: Sequence[torch.Tensor]  # by rank of the axis that sums first
     views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     gaps: list[torch.Tensor]  # where no parameter lies
-    lease: Any = None  # of memory that other ranks read, see Transport.lend; None: of its own
+    lease: Any = None  # of memory that others have too, see Transport.lend; None: of its own
 
 
 @dataclass(eq=False, repr=False)
@@ -122,6 +122,19 @@ class Inner:
     source: Group | None = None
     store: torch.Tensor | None = None
     stamp: object = None
+
+
+class Lender(Protocol):
+    """Memory at fixed addresses that a bucket shares with others; see static.py."""
+
+    def lend(self, bucket: Bucket) -> GradBuffer | None:
+        """Memory to pack the bucket's gradients in; None where others use all of it now."""
+
+    def refuse_reads(self, bucket: Bucket) -> None:
+        """Have backward raise where it reads the bucket, which was released."""
+
+    def allow_reads(self, bucket: Bucket) -> None:
+        """Let backward read the bucket, which is gathered again."""
 
 
 class Mirror(Protocol):
@@ -219,6 +232,7 @@ class Users:
     unit: weakref.ref[Any] | None = None
     borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     is_lent: bool = False  # whether it has had borrowers
+    holders: int = 0  # units that hold it gathered
     caller: Caller | None = None  # compares its collectives between ranks; None where none do
 
 
@@ -268,7 +282,7 @@ class Bucket:
     grads: GradBuffer | None = None  # made on first use
     device_copy: DeviceCopy | None = None
     phase: Phase = Phase.SHARDED
-    holders: int = 0
+    static: Lender | None = None  # its buffers keep their addresses; None: freed after each use
     fill: Fill = field(default_factory=Fill)
     arriving: Arriving = field(default_factory=Arriving)
     users: Users = field(default_factory=Users)

@@ -57,6 +57,15 @@ def make_bucket(
     return bucket
 
 
+def view_full(bucket: Bucket) -> None:
+    """Make the views of ``full`` again, which lies elsewhere now."""
+    full, mesh, inner = bucket.full, bucket.mesh, bucket.inner
+    bucket.views = _make_views(bucket.entries, full, bucket.stored, bucket.layout, mesh.shard.rank)
+    if inner is not None:
+        inner.parts = cut_by_rank(full.view(torch.uint8), inner.group.size)
+        inner.own = cut_by_rank(full, inner.group.size)[inner.group.rank]
+
+
 def bind(bucket: Bucket, entry: Entry, index: int) -> None:
     """Put ``entry`` at ``index`` of the bucket."""
     entry.owner, entry.index = weakref.ref(bucket), index

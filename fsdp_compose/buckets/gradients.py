@@ -20,7 +20,7 @@ def open_grad_buffer(bucket: Bucket) -> GradBuffer:
     buffer = bucket.grads
     if buffer is not None and bucket.arriving.packed:
         return buffer
-    lent = _lend_grad_buffer(bucket) if bucket.mesh.device.type == "cpu" else None
+    lent = _lend_grad_buffer(bucket)
     if lent is not None:
         buffer = lent
     elif buffer is None or buffer.lease is not None:
@@ -34,7 +34,9 @@ def open_grad_buffer(bucket: Bucket) -> GradBuffer:
 def _lend_grad_buffer(bucket: Bucket) -> GradBuffer | None:
     """A buffer in memory that the transport lends, whose views are made once for each place."""
     group = bucket.mesh.gather_axis
-    lend = lender_of(group)
+    if bucket.static is not None:
+        return bucket.static.lend(bucket)
+    lend = lender_of(group) if bucket.mesh.device.type == "cpu" else None
     if lend is None or not bucket.layout.numel:
         return None
     dtype = bucket.dtypes.reduce

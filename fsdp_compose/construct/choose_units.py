@@ -129,10 +129,24 @@ def _check_options(options: Options, where: str) -> None:
     if callable(options.granularity):
         check_function(where, "granularity", options.granularity, "(fqn, parameter)")
     check_number(options.deterministic, where)
+    _check_static_buffers(options.static_buffers, where)
     if options.init not in INITS:
         raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")
     if options.param_init_fn is not None:
         check_function(where, "param_init_fn", options.param_init_fn, "(module)")
+
+
+def _check_static_buffers(found: Any, where: str) -> None:
+    if not isinstance(found, bool | int):
+        raise TypeError(
+            f"{where}: static_buffers is {found!r}; wanted True, False, or in how many buffers "
+            "units are gathered in turn."
+        )
+    if not isinstance(found, bool) and found < 2:
+        raise ValueError(
+            f"{where}: static_buffers is {found}; wanted 2 or more, so that one unit is gathered "
+            "while another computes, or False."
+        )
 
 
 def _check_patterns(plans: Sequence[UnitPlan]) -> None:
@@ -269,6 +283,7 @@ _OVERRIDABLE = (
     "methods",
     "layout",
     "transport",
+    "static_buffers",
 )
 
 
@@ -293,6 +308,7 @@ def _override_options(options: Options, overrides: dict[str, Any], name: str) ->
             ("methods", "methods"),
             ("layout", "layout"),
             ("transport", "transport"),
+            ("static_buffers", "static_buffers"),
         )
         if option in overrides
     }

@@ -252,6 +252,7 @@ _COMPARED = {
     "methods": "methods",
     "transport": "transport",
     "deterministic": "deterministic",
+    "static_buffers": "static_buffers",
 }
 """Options that are the same on every rank as they are written, and the arguments they came as."""
 

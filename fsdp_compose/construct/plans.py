@@ -45,12 +45,20 @@ class Options:
     layout: PlanLayout = plan_layout
     transport: Transport | None = None
     deterministic: int | None = None  # microbatches of a step, added up in one tree
+    static_buffers: bool | int = False  # gathered at fixed addresses, in so many by turns
 
     def __post_init__(self) -> None:
         for name, option in (("mp", "mp_policy"), ("granularity", "granularity")):
             value: Any = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, ByName(option, dict(value)))
+
+    @property
+    def buffers_in_turn(self) -> int:
+        """In how many static buffers units are gathered in turn: with what is gathered ahead."""
+        if self.static_buffers is True:
+            return max(2, 1 + self.prefetch.forward, 1 + self.prefetch.backward)
+        return int(self.static_buffers)
 
 
 @dataclass

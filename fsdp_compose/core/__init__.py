@@ -27,6 +27,7 @@ Files, each importing only from those above it:
     passes                      begins and ends a forward or backward pass
     guards/failed_steps         what a failed step left is cleared before it is taken for more
     autograd                    gathering as a function; the one way for gradients to arrive
+    guards/static_buffers       units at fixed addresses take turns
     guards/added_parameters     parameters added to a unit since it was sharded (D5)
     guards/callers              threads, child processes and recorders that may not run a unit
     guards/connect              full tensors at hand, connected to the sharded parameters

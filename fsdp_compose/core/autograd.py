@@ -143,6 +143,9 @@ class EngineWork:
         buckets = {b for unit in self.engine.units if unit.holds for b in unit.gathered}
         return sum(b.gathered_nbytes for b in buckets if b.phase is not Phase.SHARDED)
 
+    def has_room(self, unit: Unit) -> bool:
+        return True
+
     def reread(self, unit: Unit, in_backward: bool) -> None:
         (refresh_handed_out if in_backward else refresh_stale)(unit)
 

@@ -37,28 +37,19 @@ from fsdp_compose.core.guards.weight_versions import check_lent
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, resting, unit_of
 
-_PURPOSE = {
-    Hold.FORWARD: "forward",
-    Hold.BACKWARD: "backward",
-    Hold.KEPT: "to keep it",
-    Hold.PREFETCH: "ahead of its use",
-    Hold.RETAINED: "for a second backward",
-    Hold.USER: "asked for by the caller",
-}
-
 
 def announce(unit: Unit, reason: Hold) -> None:
     """Tell the other ranks what is about to be gathered; raises before anything is changed."""
     for bucket, events, code in unit.links.gather_events:
         if bucket.phase is Phase.SHARDED:
-            _note(events, bucket, code, unit.name, _PURPOSE[reason])
+            _note(events, bucket, code, unit.name, reason.value)
 
 
 def gather(unit: Unit, is_first: bool) -> None:
     """Start gathering the unit's buckets; ``is_first``: nobody held the unit before."""
     if is_first:
         for bucket in unit.gathered:
-            bucket.holders += 1
+            bucket.users.holders += 1
     for bucket in unit.gathered:
         if bucket.residence.moved or bucket.fill.is_superseded:
             renew_bucket(bucket)
@@ -69,8 +60,8 @@ def gather(unit: Unit, is_first: bool) -> None:
 def release(unit: Unit) -> None:
     """Free the unit's buckets that no other unit holds."""
     for bucket in unit.gathered:
-        bucket.holders -= 1
-        if bucket.holders == 0:
+        bucket.users.holders -= 1
+        if bucket.users.holders == 0:
             _release(unit.engine, bucket)
 
 
@@ -222,12 +213,14 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         return
     bucket.log("release", bucket.full_nbytes)
     if streams.gather is None:
-        bucket.full.untyped_storage().resize_(0)
+        if bucket.static is None:
+            bucket.full.untyped_storage().resize_(0)
         return
     # Freed on the stream that allocated it, behind the compute that read it: the allocator gives
     # the memory only to later gathers, so no other kernel writes it while compute still reads.
     with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
-        bucket.full.untyped_storage().resize_(0)
+        if bucket.static is None:
+            bucket.full.untyped_storage().resize_(0)
 
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

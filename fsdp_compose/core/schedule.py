@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from fsdp_compose.base.order import Change, Order
@@ -18,16 +18,16 @@ Backward = Literal["seen", "hidden", "none"]
 
 
 class Hold(Enum):
-    """Why a unit must stay gathered."""
+    """Why a unit must stay gathered, with the words in which errors say it."""
 
     __hash__ = object.__hash__  # looked up several times a pass; Enum's own is written in Python
 
-    FORWARD = auto()  # its forward is running
-    BACKWARD = auto()  # its backward is running, or a recomputation for it
-    KEPT = auto()  # from forward to backward, by strategy
-    PREFETCH = auto()  # gathered ahead, not used yet
-    RETAINED = auto()  # a graph over its weights was created in backward (create_graph)
-    USER = auto()  # between the user's unshard and reshard
+    FORWARD = "forward"  # it is running
+    BACKWARD = "backward"  # it is running, or a recomputation for it
+    KEPT = "to keep it"  # from forward to backward, by strategy
+    PREFETCH = "ahead of its use"
+    RETAINED = "for a second backward"  # create_graph made a graph over its weights
+    USER = "asked for by the caller"  # between the user's unshard and reshard
 
 
 class Ahead(Protocol):
@@ -102,6 +102,9 @@ class Work(Protocol[U_in, P_in]):
 
     def held_nbytes(self) -> int:
         """Bytes of gathered parameters on the device now."""
+
+    def has_room(self, unit: U_in) -> bool:
+        """Whether the unit can be gathered ahead; where buffers are static, others may use its."""
 
     def wait(self, unit: U_in) -> None:
         """Make what was gathered readable."""
@@ -341,7 +344,7 @@ class Schedule(Generic[U, P]):
         for unit in units:
             if limit is not None and len(self.prefetched) >= limit:
                 break
-            if not unit.holds:
+            if not unit.holds and self.work.has_room(unit):
                 self.hold(unit, Hold.PREFETCH)
                 self.prefetched.append(unit)
 

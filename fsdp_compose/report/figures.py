@@ -39,6 +39,7 @@ class Memory:
         outside: parameters of no unit, whole on every rank, with gradients and optimizer state.
         weight_copies: kept in the compute dtype beside the shards, for gathers to read: of shards
             in host memory by ``Offload(optimizer=True)``, and by HYBRID_SHARD_OPTIMIZER.
+        static_buffers: that ``static_buffers=`` keeps; what is in them is not counted as transient.
         host: how much of ``shards`` and ``optimizer`` is in host memory, as are the gradients then.
         forward, backward: what is transient when it is most.
     """
@@ -49,6 +50,7 @@ class Memory:
     buffers: int
     outside: int
     weight_copies: int
+    static_buffers: int
     host: int
     forward: Peak
     backward: Peak
@@ -59,7 +61,7 @@ class Memory:
     def persistent(self) -> int:
         """What is always in device memory: all but gradients and what the passes need."""
         kept = self.shards + self.optimizer + self.buffers + self.outside + self.weight_copies
-        return kept - self.host
+        return kept + self.static_buffers - self.host
 
     @property
     def total(self) -> int:
@@ -301,6 +303,7 @@ def _memory(plan: Plan) -> str:
     for name, comment in (
         ("outside", "parameters of no unit, with gradients and state"),
         ("weight_copies", "in the compute dtype, for gathers to read"),
+        ("static_buffers", "for gathers and packed gradients, not counted below"),
         ("host", "of these in host memory"),
     ):
         if getattr(memory, name):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.report.buckets import PlannedBucket
+from fsdp_compose.report.static_buffers import find_static_buffers
 from fsdp_compose.report.survey import Record, Survey
 from fsdp_compose.report.text import count, dtype_name, plural, size
 from fsdp_compose.sharded import part_of
@@ -26,6 +27,7 @@ def notes_on(survey: Survey) -> tuple[str, ...]:
         *_dtypes(survey),
         *_frozen(survey),
         *_owners(survey),
+        *_static_buffers(survey),
         *_padding(survey),
     )
 
@@ -37,6 +39,7 @@ def odd_notes_on(survey: Survey) -> tuple[str, ...]:
         *(note for note in _largest(survey) if ";" in note),
         *_far_apart(survey),
         *_frozen(survey),
+        *_static_buffers(survey),
         *_padding(survey),
     )
 
@@ -62,6 +65,19 @@ def _left_out(survey: Survey) -> Iterator[str]:
 
 def _own(survey: Survey, record: Record) -> list[PlannedBucket]:
     return [survey.buckets[i] for i in record.held]
+
+
+def _static_buffers(survey: Survey) -> Iterator[str]:
+    """Note which units are gathered at fixed addresses, and which have a buffer to themselves."""
+    found = find_static_buffers(survey)
+    if found.place:
+        alone = f", {quote_names(found.alone)} alone in one" if found.alone else ""
+        yield (
+            f"static buffers: {plural(len(found.place), 'unit')} in "
+            f"{plural(len(found.gather_nbytes), 'gather buffer')}{alone}; "
+            f"{plural(len(found.grad_nbytes), 'gradient buffer')}; {size(found.nbytes)} in all, "
+            "which are kept."
+        )
 
 
 def _split(survey: Survey) -> Iterator[str]:

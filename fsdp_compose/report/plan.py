@@ -44,6 +44,7 @@ from fsdp_compose.report.advice import Question, Trial, advise, price_accumulati
 from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.notes import notes_on
 from fsdp_compose.report.schedule import Step, play
+from fsdp_compose.report.static_buffers import find_static_buffers
 from fsdp_compose.report.survey import (
     Record,
     Survey,
@@ -88,6 +89,7 @@ def plan(
     ignored: Iterable[nn.Parameter | nn.Module] = (),
     granularity: GranularityLike = 1,
     prefetch: Prefetch = _NEXT_UNIT,
+    static_buffers: bool | int = False,
     optimizer: str | int | torch.optim.Optimizer | None = None,
     backend: str = "nccl",
     device_memory: str | int | None = None,
@@ -105,7 +107,7 @@ def plan(
         world_size: ranks to plan for, or (replicas, shards) for the hybrid strategies, without a
             process group. None: those of ``mesh``, or of the default group.
         mesh, units, strategy, reshard_after_forward, mp_policy, offload_policy, ignored,
-            granularity, prefetch: as for ``fully_shard``.
+            granularity, prefetch, static_buffers: as for ``fully_shard``.
         optimizer: a name out of ``STATES``, the number of tensors of a parameter's size that it
             keeps, an optimizer of ``torch.optim``, or None for no state.
         backend: which one ``world_size`` ranks use: on ``"gloo"`` a reduction receives every
@@ -144,6 +146,7 @@ def plan(
         "ignored": list(ignored),
         "granularity": granularity,
         "prefetch": prefetch,
+        "static_buffers": static_buffers,
     }
     if isinstance(module, nn.Module) and (known := list(iter_units(module))):
         _check_nothing_passed(module, {"world_size": world_size, **chosen, "sample": sample})
@@ -172,6 +175,7 @@ def _survey(modules: Sequence[nn.Module], chosen: Mapping[str, Any]) -> Survey:
         mp=chosen["mp_policy"],
         granularity=chosen["granularity"],
         prefetch=chosen["prefetch"],
+        static_buffers=chosen["static_buffers"],
         init="as_is",
         device=torch.device("cpu"),
     )
@@ -239,6 +243,7 @@ _UNSAID: Mapping[str, Any] = {
     "ignored": [],
     "granularity": 1,
     "prefetch": _NEXT_UNIT,
+    "static_buffers": False,
 }
 
 
@@ -340,6 +345,7 @@ def _memory(survey: Survey, step: Step, states: int) -> Memory:
         buffers=survey.buffer_bytes,
         outside=outside,
         weight_copies=sum(b.weight_copy_bytes for b in buckets),
+        static_buffers=find_static_buffers(survey).nbytes,
         host=sum(b.shard_bytes + state[id(b)] for b in buckets if b.on_host),
         forward=step.forward,
         backward=step.backward,

@@ -25,6 +25,7 @@ _COLORS = {
     "shards": "#4c5b73",
     "optimizer state": "#8fa3bf",
     "buffers": "#c3cfdf",
+    "static buffers": "#9fb7c9",
     "gathered": "#3b82c4",
     "kept in part": "#9ecae8",
     "gradients": "#e08e2b",
@@ -105,6 +106,7 @@ def _planned_curve(source: Plan) -> _Curve:
     count = max(1, len(moments))
     kept = memory.shards + memory.outside + memory.weight_copies - memory.host
     fixed = {"shards": kept, "optimizer state": memory.optimizer, "buffers": memory.buffers}
+    fixed["static buffers"] = memory.static_buffers
     parts = {name: [v] * count for name, v in fixed.items() if v > 0 or name == "shards"}
     for name, attributes in (
         ("gathered", ("gathered",)),

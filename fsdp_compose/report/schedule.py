@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.core.schedule import Backward, Expected, Hold, Schedule
+from fsdp_compose.report.static_buffers import find_static_buffers
 from fsdp_compose.report.survey import Event, Record, Survey
 from fsdp_compose.report.traffic import TrafficReport
 
@@ -106,8 +107,10 @@ class _Ledger:
     """Carries out what a schedule decides, in bytes: memory and traffic of one rank."""
 
     def __init__(self, survey: Survey, makers: Sequence[_Node]) -> None:
-        self.buckets = survey.buckets
+        self.buckets, self.static = survey.buckets, find_static_buffers(survey)
+        self.users: dict[tuple[int, int], _Node] = {}  # of static buffers, who was last there
         count = len(self.buckets)
+        self.schedule: Schedule[_Node, tuple[int, _Node]] = Schedule(self)
         self.holders = [0] * count
         self.is_full = [False] * count
         self.is_spread = [False] * count
@@ -144,14 +147,25 @@ class _Ledger:
     # Gathering
 
     def announce(self, node: _Node, reason: Hold) -> None:
-        pass
+        place = self.static.place.get(id(node.record))
+        if place is None:
+            return
+        other = self.users.get(place)
+        if other not in (None, node) and other.holds == {Hold.PREFETCH}:
+            self.schedule.drop(other, Hold.PREFETCH)
+        self.users[place] = node
+
+    def has_room(self, node: _Node) -> bool:
+        place = self.static.place.get(id(node.record))
+        other = None if place is None else self.users.get(place)
+        return other in (None, node) or not other.holds
 
     def gather(self, node: _Node, is_first: bool) -> None:
         for i in node.record.gathered:
             self.holders[i] += is_first
             if not self.is_full[i]:
                 self.is_full[i], self.kept_in[i] = True, None
-                self.change(gathered=self.buckets[i].full_bytes + self.buckets[i].staged_bytes)
+                self.change(gathered=self._gathered_bytes(i) + self.buckets[i].staged_bytes)
                 self.change(gathered=-self.buckets[i].staged_bytes)
                 self._count_gather(i)
                 if self._is_encoded(i):
@@ -159,6 +173,14 @@ class _Ledger:
                     self.change(encoded=self.buckets[i].encoded_buffer_bytes)
                     if not self.buckets[i].point_to_point:
                         self._decode(i)  # at once, in the order of the stream
+
+    def _gathered_bytes(self, i: int) -> int:
+        """What gathering a bucket allocates."""
+        return 0 if i in self.static.gathered else self.buckets[i].full_bytes
+
+    def _packed_bytes(self, i: int) -> int:
+        """What packing a bucket's gradients allocates."""
+        return 0 if i in self.static.packed else self.buckets[i].flat_bytes
 
     def _is_encoded(self, i: int) -> bool:
         """Whether a gather reads what a codec makes of the shards, not what was kept of them."""
@@ -186,7 +208,7 @@ class _Ledger:
             if not self.holders[i] and self.is_full[i]:
                 self.is_full[i] = False
                 self._decode(i)
-                self.change(gathered=-self.buckets[i].full_bytes)
+                self.change(gathered=-self._gathered_bytes(i))
 
     def note_kept(self, node: _Node) -> None:
         for i in node.record.gathered:
@@ -238,7 +260,7 @@ class _Ledger:
         self.received.add((node, i))
         if not self.is_packed[i]:
             self.is_packed[i] = True
-            self.change(packed=self.buckets[i].flat_bytes)
+            self.change(packed=self._packed_bytes(i))
 
     def is_complete(self, part: tuple[int, _Node]) -> bool:
         i = part[0]
@@ -271,7 +293,7 @@ class _Ledger:
             bucket = self.buckets[i]
             arrived = 0 if i in self.arrived or bucket.on_host else bucket.grad_shard_bytes
             self.arrived.add(i)
-            freed = {"received": -bucket.received_bytes, "packed": -bucket.flat_bytes}
+            freed = {"received": -bucket.received_bytes, "packed": -self._packed_bytes(i)}
             summed = bucket.grad_shard_bytes * bucket.fused
             if bucket.fused > 1:
                 sums = summed if bucket.converts_gradients else 0
@@ -300,7 +322,7 @@ class _Player:
                     setattr(node.expected, name, [partial(_same, node) for node in nodes])
         makers = {id(e.record) for e in survey.events if e.use is not None and e.use.grad_bytes}
         self.ledger = _Ledger(survey, [self.nodes[key] for key in makers])
-        self.schedule = Schedule(self.ledger)
+        self.schedule = self.ledger.schedule
 
     def play(self) -> Step:
         """Three steps: the first records the order, the last is like every later one."""

@@ -47,6 +47,7 @@ class Record:
     keep: bool | None
     reshard_after_backward: bool
     prefetch: Prefetch
+    static_buffers: int  # how many such units take turns in; 0: it has none
     places: dict[tuple[int, str], Use]
     forward_list: list[Record] | None = None
     backward_list: list[Record] | None = None
@@ -135,6 +136,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             keep=unit.switches.keep_after_forward,
             reshard_after_backward=unit.switches.reshard_after_backward,
             prefetch=unit.prefetch,
+            static_buffers=0 if unit.options is None else unit.options.buffers_in_turn,
         )
     survey.records += records.values()
     for unit in units:
@@ -179,6 +181,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
                 keep=plan.options.placement.keep_after_forward,
                 reshard_after_backward=True,
                 prefetch=plan.options.prefetch,
+                static_buffers=plan.options.buffers_in_turn,
             )
         )
     _walk(modules, survey, set(owned))
@@ -205,6 +208,7 @@ def _record(
     keep: bool | None,
     reshard_after_backward: bool,
     prefetch: Prefetch,
+    static_buffers: int,
 ) -> Record:
     used = dict.fromkeys(read.use.bucket for read in reads)
     return Record(
@@ -222,6 +226,7 @@ def _record(
         keep=keep,
         reshard_after_backward=reshard_after_backward,
         prefetch=prefetch,
+        static_buffers=static_buffers,
         places={(id(s.values), s.name): read.use for read in reads for s in read.slots},
     )
 

@@ -278,8 +278,8 @@ class _Recorder:
         """Note the bytes that buckets hold."""
         gathered = packed = 0
         for bucket in [bucket for known in self.units.values() for bucket in known.buckets]:
-            if not bucket.in_place:
-                gathered += bucket.full.untyped_storage().nbytes()
+            if not bucket.in_place and bucket.phase is not Phase.SHARDED:
+                gathered += bucket.full_nbytes
             if bucket.grads is not None:
                 packed += bucket.grads.flat.untyped_storage().nbytes()
         if unit is None or phase == "forward":  # reductions have arrived, or were cleared

@@ -41,6 +41,7 @@ class KeptView(Tensor):
     """A view of a gathered weight that outlived the forward it was made in."""
 
     _kept_from: str
+    _kept_in: weakref.ref[Bucket]
 
     @classmethod
     def __torch_function__(
@@ -49,16 +50,23 @@ class KeptView(Tensor):
         if func not in _HARMLESS:
             with raw():
                 for value in _views((*args, *(kwargs or {}).values())):
-                    if value.numel() and not value.untyped_storage().nbytes():
+                    if value.numel() and _is_released(value):
                         raise RuntimeError(value._kept_from)
         return call_raw(func, types, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with raw():
-            if self.untyped_storage().nbytes():
+            if not _is_released(self):
                 text: str = super().__repr__()
                 return text
             return f"KeptView({tuple(self.shape)}, released)"
+
+
+def _is_released(view: KeptView) -> bool:
+    """Whether what ``view`` reads is gone; static buffers then hold other weights."""
+    bucket = view._kept_in()
+    is_static = bucket is not None and bucket.static is not None and bucket.phase is Phase.SHARDED
+    return is_static or not view.untyped_storage().nbytes()
 
 
 _HARMLESS: frozenset[Callable[..., Any]] = frozenset(
@@ -270,6 +278,7 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
     if any(value is alias for alias in bucket.aliases):
         value = value.detach()  # the library goes on using that object
     value.__class__ = KeptView
+    value._kept_in = weakref.ref(bucket)
     value._kept_from = (
         f"a tensor of shape {tuple(value.shape)} that was kept from a forward is a view of "
         f"parameter {entry.spec.fqn!r} of unit {entry.spec.unit!r}, whose gathered weights were "

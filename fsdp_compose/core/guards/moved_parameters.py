@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.state import Unit, engine_of, units_with
 from fsdp_compose.sharded import tag, to_local
 
-_TAKEN = ("mesh dtypes stored full views aliases in_place inner counts").split()
+_TAKEN = ("mesh dtypes stored full views aliases in_place inner counts static").split()
 """What a rebuilt bucket takes from the bucket that was made around its new shard."""
 
 
@@ -119,7 +120,11 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
         entry.owner = weakref.ref(bucket)
     for unit in units_with(bucket):
         unit.engine.units.discard(unit)
-        unit.engine = engine_of(mesh.device, type(unit.engine.schedule.work))
+        kind: Any = type(unit.engine.schedule.work)
+        unit.engine = engine_of(mesh.device, kind)
+        known = type(unit.engine.schedule.work)
+        if known is not kind and issubclass(kind, known):  # kind looks after static buffers, too
+            unit.engine.schedule.work = kind(unit.engine)
         unit.checks.epoch, unit.checks.trigger, unit.run.live = unit.checks.epoch + 1, None, None
         unit.link()
 
