@@ -145,9 +145,7 @@ def _close_forward(unit: Unit, backward: Backward) -> None:
     recomputing = graph_task_id() != -1
     if recomputing:  # in a backward that needs it, and releases it when its gradients arrive
         note_opened(unit, running_task(unit))
-    if recomputing and unit.run.task is not None and unit.run.live is not None:
-        install(unit, unit.run.live.tensors)
-    else:
+    if not recomputing or unit.run.task is None:  # else a part may be recomputed in its backward
         install_leaves(unit)
     if unit.opened is not None and unit.opened.for_call:
         close_functional_call(unit)
@@ -180,7 +178,6 @@ def end_pass(unit: Unit, failed: bool) -> None:
             warn_of_change(engine, change, unit)
         else:
             engine.reached.update(*(visited.links.logs for visited in order.visited()))
-            schedule.eval_order = None
             if not failed:
                 note_users(order.visited())
                 end_step(engine, trained=False)

@@ -302,7 +302,7 @@ class Reuser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Tower(1)  # with another block, its end would put right what the first left
+        self.inner = Tower(2)
         self.again = self.inner.blocks[0].up
 
     def forward(self, x: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_a_rule_is_told_next_units_and_bytes_held() -> None:
 
 
 def test_a_rule_is_not_asked_where_there_is_no_room() -> None:
-    """The root gathers two blocks ahead; the blocks may have one ahead, which is there then."""
+    """The root gathers the last block ahead, and the blocks may have one unit ahead."""
 
     def ranks(rank: int) -> list[Any]:
         asked: list[Any] = []
@@ -144,18 +144,18 @@ def test_a_rule_is_not_asked_where_there_is_no_room() -> None:
             asked.append([name for name, _ in upcoming])
             return len(upcoming)
 
-        model = seeded(lambda: Tower(3))
+        model = seeded(lambda: Tower(4))
         for block in model.blocks:
             fully_shard(block, prefetch=Prefetch(forward=1, rule=rule))
-        fully_shard(model, prefetch=Prefetch(forward=2, rule=rule))
+        fully_shard(model)
+        set_forward_prefetch(model, [model.blocks[2]])
         with torch.no_grad():
             for _ in range(2):
                 asked.clear()
                 square(model, data(0, rank))
         return asked
 
-    first = ["blocks.0", "blocks.1"], ["blocks.2"]
-    assert simulate_ranks(ranks) == [[*first], [*first]]
+    assert simulate_ranks(ranks) == [[["blocks.3"]]] * 2
 
 
 def test_a_rule_that_is_malformed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,16 +19,21 @@ from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
     fully_shard,
+    get_state,
+    set_forward_prefetch,
     set_is_last_backward,
+    set_requires_all_reduce,
 )
 from fsdp_compose.base.process import here
 from fsdp_compose.core import gathering
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.sharded import is_sharded
 
 from harness import run_ranks, simulate_ranks
 from models import (
     WIDTH,
     Block,
+    Checkpointed,
     Tower,
     Twin,
     assert_at_rest,
@@ -346,5 +352,135 @@ def test_weights_lent_by_two_units_are_reduced_once() -> None:
             plain.backward()
             twin.step()
         twin.check()
+
+    simulate_ranks(ranks)
+
+
+def test_a_part_kept_for_backward_is_freed() -> None:
+    """After it, and after one that failed."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 4, two_blocks, lambda m: by_block(m, reshard_after_forward=2))
+        twin.train(steps=2)
+        hook = twin.model.blocks[0].register_forward_hook(lambda *given: fail_behind(given[-1]))
+        loss = square(twin.model, data(0, rank))
+        hook.remove()
+        stores = [b.inner.store for u in units(twin.model)[1:] for b in u.buckets if b.inner]
+        assert len(stores) == 2 and None not in stores
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        with torch.no_grad():
+            twin.model(data(0, rank))
+        assert_at_rest(twin.model)
+
+    def fail_behind(output: Tensor) -> None:
+        output.register_hook(fail)
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    simulate_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_gradients_on_their_way_to_the_host_are_dropped(grads: bool) -> None:
+    """Those of a backward that fails before they are set."""
+
+    def ranks(rank: int) -> None:
+        policy = Offload(params=True, grads=grads, pin_memory=False)
+        twin = Twin(rank, 2, two_blocks, lambda m: by_block(m, offload_policy=policy))
+
+        def fail(grad: Tensor) -> None:
+            raise ZeroDivisionError
+
+        x = data(0, rank).requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            square(twin.model, x).backward()
+        twin.zero_grad()
+        twin.train(steps=2)
+
+    simulate_ranks(ranks)
+
+
+def test_gradients_that_add_up_keep_their_graphs() -> None:
+    """``.grad`` of two backwards with ``create_graph`` can be differentiated, through both."""
+
+    def slope(model: nn.Module) -> Tensor:
+        return sum(p.grad.square().sum() for p in model.parameters())
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks)
+        for seed in range(2):
+            loss, plain = twin.losses(square, seed)
+            loss.backward(create_graph=True)
+            plain.backward(create_graph=True)
+        twin.check_grads()
+        found, wanted = slope(twin.model), slope(twin.reference)
+        torch.testing.assert_close(found.detach(), wanted.detach())
+        weight = lambda m: m.blocks[0].up.weight  # noqa: E731
+        ours = torch.autograd.grad(found, weight(twin.model))[0]
+        theirs = torch.autograd.grad(wanted, weight(twin.reference))[0]
+        torch.testing.assert_close(whole(ours), theirs)
+        twin.zero_grad()
+
+    with warnings.catch_warnings():  # of a reference cycle
+        warnings.simplefilter("ignore")
+        simulate_ranks(ranks)
+
+
+def test_a_parameter_added_before_backward_is_told_later() -> None:
+    """The recomputation of a unit computes what its forward did; the next forward raises."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Checkpointed("outside", reentrant=False, depth=2))
+        loss, plain = twin.losses(square, 0)
+        twin.model.blocks[1].added = nn.Parameter(torch.ones(2))
+        loss.backward()
+        plain.backward()
+        with pytest.raises(RuntimeError, match="added"):
+            square(twin.model, data(1, rank))
+        del twin.model.blocks[1].added
+        twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
+
+
+def test_an_all_reduce_that_was_put_off_happens_once() -> None:
+    """What the shard groups summed before is added to the next backward alone, in every step."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2)
+        twin = Twin(rank, 4, two_blocks, lambda m: by_block(m, mesh=mesh))
+        for step in range(2):
+            for last in (False, True):
+                set_requires_all_reduce(twin.model, last)
+                twin.backward(square, 2 * step + last)
+            twin.step()
+        twin.check()
+
+    simulate_ranks(ranks, 4)
+
+
+def test_what_forward_gathered_in_vain_goes_at_once() -> None:
+    """A backward begins without what the forward gathered ahead and nobody used."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), prefetch=Prefetch(0, 0))
+        set_forward_prefetch(model.blocks[2], [model.blocks[0]])
+        first, seen = get_state(model.blocks[0]).unit, []
+
+        def look(grad: Tensor) -> None:
+            seen.append(set(first.holds))
+
+        def watch(x: Tensor) -> None:
+            x.register_hook(look)
+
+        model.blocks[2].register_forward_pre_hook(lambda _, given: watch(given[0]))
+        loss = square(model, data(0, rank))
+        assert first.holds == {Hold.PREFETCH}
+        loss.backward()
+        assert seen == [set()]
 
     simulate_ranks(ranks)
