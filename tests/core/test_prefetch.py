@@ -134,7 +134,7 @@ def test_a_rule_is_told_next_units_and_bytes_held() -> None:
     run_ranks(ranks)
 
 
-def test_a_rule_is_not_asked_where_there_is_no_room() -> None:
+def test_a_rule_is_not_asked_without_room() -> None:
     """The root gathers the last block ahead, and the blocks may have one unit ahead."""
 
     def ranks(rank: int) -> list[Any]:

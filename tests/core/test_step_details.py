@@ -383,7 +383,7 @@ def test_a_part_kept_for_backward_is_freed() -> None:
 
 
 @pytest.mark.parametrize("grads", [False, True])
-def test_gradients_on_their_way_to_the_host_are_dropped(grads: bool) -> None:
+def test_gradients_on_their_way_to_host_are_dropped(grads: bool) -> None:
     """Those of a backward that fails before they are set."""
 
     def ranks(rank: int) -> None:
@@ -429,7 +429,7 @@ def test_gradients_that_add_up_keep_their_graphs() -> None:
         simulate_ranks(ranks)
 
 
-def test_a_parameter_added_before_backward_is_told_later() -> None:
+def test_a_parameter_added_before_backward() -> None:
     """The recomputation of a unit computes what its forward did; the next forward raises."""
 
     def ranks(rank: int) -> None:
