@@ -86,6 +86,24 @@ FOUND = {
         2, "FULL_SHARD", (("fail backward", 9), ("freeze here", 7)), prefetch=(1, 1),
         granularity="tensor",
     ),
+    "seed 31642: a rank skips a step where others wait for a gather behind a reduction": Case(
+        Node(
+            (
+                Node(
+                    (
+                        Leaf("single", tie=0),
+                        Node((Leaf("transposed", frozen=True, unit=True), Leaf("low rank"),
+                              Leaf("matrix", dtype="float32", unit=True))),
+                        Leaf("vector"),
+                    ),
+                    True,
+                ),
+            ),
+            calls=2,
+        ),
+        3, "FULL_SHARD", (("torch clip", 0), ("skippable", 11)), prefetch=(1, 3),
+        granularity="row",
+    ),
     "seed 20336: a frozen weight written between forward and backward": Case(
         Node((Leaf("norm"), Leaf("matrix", frozen=True, unit=True)), True), 2, "FULL_SHARD",
         (("write between", 3),), release=True,

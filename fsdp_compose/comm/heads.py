@@ -7,7 +7,8 @@ receiver says so instead of waiting for ever or reading what is not meant for it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -32,7 +33,13 @@ _FLAG_TAGS = 1 << 29
 
 
 class Caller(Protocol):
-    """Issues collectives, and compares them between ranks; see core/guards/collective_log.py."""
+    """Issues collectives, and compares them between ranks; see core/guards/collective_log.py.
+
+    Attributes:
+        unread: by process group, exchanges whose heads were not read yet, in the order sent.
+    """
+
+    unread: dict[Any, deque[Heads]]
 
     def epoch(self, group: Group) -> int:
         """Counts disagreements in ``group``: what was sent before one is never read after it."""
@@ -65,10 +72,30 @@ class Heads:
     epoch: int  # of the caller, when it was sent
     flags: Flags | None = None
     flag_works: Sequence[Any] = ()  # of sending them
+    is_read: bool = False  # whether it is gone from the caller's ``unread``
 
     def rows(self) -> list[list[int]]:
+        """The heads of the other ranks, once they have arrived, and those before them."""
+        for earlier in self.take_earlier():
+            earlier.compare(earlier.sent, earlier.wait())
+        return self.wait()
+
+    def take_earlier(self) -> Iterator[Heads]:
+        """The exchanges whose answers come before those to this one, each once.
+
+        A rank that does something else in one of them may have nothing to send after it.
+        """
+        unread = self.caller.unread[self.group.pg]
+        while unread and not self.is_read:
+            one = unread.popleft()
+            one.is_read = True
+            if one is not self and one.epoch == self.epoch:
+                yield one
+
+    def wait(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived."""
-        wait_for(self.works, self.peers, self.purpose)
+        works, self.works = self.works, ()
+        wait_for(works, self.peers, self.purpose)
         return self.received.tolist()
 
     def check(self) -> bool:
@@ -144,6 +171,7 @@ def send_heads(
     heads = Heads(
         caller, group, mine, received, started.works, started.peers, purpose, epoch, flags
     )
+    caller.unread.setdefault(group.pg, deque()).append(heads)
     if flags is not None and is_partial:
         data, peers = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
         heads.flag_works = [group.pg.send([data], r, _flag_tag(epoch, mine)) for r in peers]
@@ -186,19 +214,19 @@ def tell(caller: Caller, code: int, group: Group) -> Heads | None:
     return send_heads(caller, head, group, "end a skippable step", kind=MEETING)
 
 
-def hear(told: Heads, unread: Sequence[Heads]) -> None:
+def hear(told: Heads) -> None:
     """Return when every rank of the group meets with the same code; else the ranks disagree.
+
+    Where a peer went to meet first, its message is the answer to what this rank sent before, and
+    flags that others sent are taken, since they wait for that.
 
     Args:
         told: what ``tell`` returned; nothing is heard if the ranks have disagreed since.
-        unread: what this rank sent over the group and has not read the answers to, in order. Where
-            a peer went to meet first, its message is the answer to one of them.
     """
     if told.caller.epoch(told.group) != told.epoch:
         return
-    for heads in unread:
-        if heads.group == told.group and heads.epoch == told.epoch:
-            rows = heads.rows()
-            heads.compare(heads.sent, rows)
-            heads.take_flags(heads.sent, rows)
-    told.compare(told.sent, told.rows())
+    for earlier in told.take_earlier():
+        rows = earlier.wait()
+        earlier.compare(earlier.sent, rows)
+        earlier.take_flags(earlier.sent, rows)
+    told.compare(told.sent, told.wait())

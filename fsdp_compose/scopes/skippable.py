@@ -181,18 +181,6 @@ class _Links:
         """Groups in which the ranks were not told yet that one discards the step."""
         return [(log, group) for (log, group), n in self.epochs.items() if log.epoch(group) == n]
 
-    def unread(self) -> list[comm.Heads]:
-        """What this rank sent ahead of data and has not read the answers to, in order."""
-        exchanges = [r.scatter.exchange for e in self.engines for r in e.reductions if r.scatter]
-        exchanges += [
-            bucket.fill.exchange
-            for engine in self.engines
-            for unit in engine.units
-            for bucket in unit.buckets
-        ]
-        heads = [exchange.heads for exchange in exchanges if exchange.heads is not None]
-        return sorted(heads, key=lambda one: int(one.sent[2]))
-
     def forget(self) -> None:
         """Clear the failed pass; whatever is still under way is never read."""
         for log in self.logs:
@@ -211,7 +199,6 @@ def _agree(step: SkippableStep, links: _Links) -> None:
     if step._own:
         step.reasons[dist.get_rank() if dist.is_initialized() else 0] = step._own
     if links.can_tell:
-        unread = [] if step._own is None else links.unread()
         code = _KEPT if step._own is None else _DISCARDED
         told = [(log, comm.tell(log, code, group)) for log, group in links.unsettled()]
         for log, heads in told:
@@ -219,7 +206,7 @@ def _agree(step: SkippableStep, links: _Links) -> None:
                 if step._own is not None:
                     log.announce_discard(step._own)
                 if heads is not None:
-                    comm.hear(heads, unread)
+                    comm.hear(heads)
             except StepDiscarded as found:
                 step._hear(found)
     if len(links.epochs) > 1 or (links.epochs and not links.can_tell):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -129,6 +130,7 @@ class Log:
     doubts: int = 0  # guesses whose bucket used other entries here than when ranks last compared
     channels: dict[Group, None] = field(default_factory=dict)  # groups that data travels over
     told: Sequence[Any] = ()  # of the last disagreement, on its way
+    unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
 
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
@@ -253,18 +255,17 @@ class Log:
     def disagree(self, group: Group, meets: bool) -> NoReturn:
         """Raise where a message ahead of data differed, which only the ranks of ``group`` know.
 
-        They tell all groups, whose ranks hear of it where they wait for data of these, or will, and
-        tell others in turn; then all compare what they did. A rank of ``group`` may hear of it so
-        too, where it waits for a later exchange than the one that differed. Where a rank ``meets``
-        the others, at the end of a skippable step, it tells its groups itself.
+        They tell the other groups, whose ranks hear of it where they wait for data of these, or
+        will, and tell others in turn; then all compare what they did. Where a rank ``meets`` the
+        others, at the end of a skippable step, it tells its groups itself.
 
         Raises:
             RuntimeError: always.
         """
         if meets:
             self._raise((group,), self.step, self.events, late=False)
-        everyone = dict.fromkeys((*self.channels, *self.groups, group))
-        self.told = [comm.tell(self, _DISAGREED, one) for one in everyone]
+        others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
+        self.told = [comm.tell(self, _DISAGREED, other) for other in others]
         self._raise(self.groups, self.step, self.events, late=False)
 
     def _raise(
