@@ -104,6 +104,15 @@ FOUND = {
         3, "FULL_SHARD", (("torch clip", 0), ("skippable", 11)), prefetch=(1, 3),
         granularity="row",
     ),
+    "seed 32158: units are gathered by name where ranks failed in other places": Case(
+        Node(
+            (
+                Node((Leaf("matrix", unit=True), Leaf("scalar", unit=True), Leaf("single")), True),
+                Leaf("matrix", unit=True),
+            )
+        ),
+        2, "SHARD_GRAD_OP", (("freeze here", 11), ("unshard", 1)), prefetch=(0, 0),
+    ),
     "seed 20336: a frozen weight written between forward and backward": Case(
         Node((Leaf("norm"), Leaf("matrix", frozen=True, unit=True)), True), 2, "FULL_SHARD",
         (("write between", 3),), release=True,

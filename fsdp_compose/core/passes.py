@@ -28,18 +28,18 @@ from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 
 def begin_forward_pass(engine: Engine) -> None:
     """Begin an outermost forward: clear what a failed step left, then count the pass."""
-    if engine.has_failed:
-        recover(engine)
+    clear_failed_step(engine)
     if engine.retained:
         drop_unread(engine)
     engine.pass_id += 1
-    _start_over_if_ranks_differed(engine)
 
 
-def _start_over_if_ranks_differed(engine: Engine) -> None:
-    """After ranks differed: clear the engine and its recorded orders, which may differ too."""
-    if did_ranks_differ(engine):
+def clear_failed_step(engine: Engine) -> None:
+    """Clear what a backward that failed left; after ranks differed, the recorded orders too."""
+    differed = did_ranks_differ(engine)
+    if differed or engine.has_failed:
         recover(engine)
+    if differed:
         forget_orders(engine)
 
 
@@ -47,14 +47,12 @@ def running_task(unit: Unit) -> Task:
     """The autograd run that has reached ``unit``; a new task if it is the run's first unit."""
     engine, task_id = unit.engine, graph_task_id()
     task = engine.tasks.get(task_id)
-    if task is None and engine.has_failed:
-        recover(engine)
+    if task is None and (not engine.tasks or engine.has_failed):
+        clear_failed_step(engine)
     engine.reached.update(unit.links.logs)
     if task is not None:
         return task
     outermost = not engine.tasks
-    if outermost:
-        _start_over_if_ranks_differed(engine)
     task = engine.tasks[task_id] = Task(task_id)
     engine_ref = weakref.ref(engine)
 

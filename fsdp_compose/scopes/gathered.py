@@ -20,6 +20,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
@@ -94,6 +95,7 @@ def gathered(
     connected = torch.is_grad_enabled() and not leaf_mode
     options = ScopeOptions(writeback, with_grads, rank0_only, offload_to_cpu, connected)
     units = _find_units(module, recurse)
+    clear_failed_steps(units)
     _check_entry(units, options)
     with torch.inference_mode(False):
         scopes = open_units(units, options)

@@ -28,7 +28,9 @@ from fsdp_compose.sharded import ShardSpec
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
     """The unit of ``module``, or of what is in it when it is not a unit itself."""
     advice = "For the parameters of a part of a unit, use fsdp_compose.gathered(module)."
-    return require_units(module, caller, find_state(module) is None, advice)
+    units = require_units(module, caller, find_state(module) is None, advice)
+    clear_failed_steps(units)
+    return units
 
 
 @dataclass(eq=False)

@@ -136,7 +136,9 @@ def test_an_ordinary_failure_loses_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert not [r for r in caplog.records if "waited" in r.getMessage()]
 
 
-@pytest.mark.parametrize("then", ["reduce_grads", "refresh", "skippable", "no_sync", "accumulate"])
+@pytest.mark.parametrize(
+    "then", ["reduce_grads", "refresh", "skippable", "gathered", "unshard", "no_sync", "accumulate"]
+)
 def test_what_follows_a_failed_backward_directly(then: str) -> None:
     """No forward comes in between that would clear what the failure left."""
 
@@ -155,6 +157,12 @@ def test_what_follows_a_failed_backward_directly(then: str) -> None:
             elif then == "skippable":
                 with fc.skippable_step(twin.model) as step:
                     step.discard("it is a bad batch")
+            elif then == "gathered":
+                with fc.gathered(twin.model, writeback=True):
+                    pass
+            elif then == "unshard":
+                fc.unshard(twin.model)
+                fc.reshard(twin.model)
             elif then == "no_sync":
                 with fc.no_sync(twin.model):
                     twin.backward(square, 7)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_compose.core.guards.compared_units import did_ranks_differ
-from fsdp_compose.core.passes import recover
+from fsdp_compose.core.passes import clear_failed_step
 from fsdp_compose.core.state import Unit
 
 
 def clear_failed_steps(units: Iterable[Unit]) -> None:
     """Clear what steps that failed left in the engines of ``units``.
 
-    Whoever reads or reduces gradients that wait calls this first.
+    Whoever gathers or releases units between passes, or reads or reduces gradients that wait, calls
+    this first: where one rank failed alone, its units are in other phases than those of the others.
     """
     for engine in dict.fromkeys(unit.engine for unit in units):
-        if engine.has_failed or did_ranks_differ(engine):
-            recover(engine)
+        clear_failed_step(engine)
