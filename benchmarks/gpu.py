@@ -59,7 +59,9 @@ def fsdp2(model: Llama, mesh: DeviceMesh, *, reshard_after_forward: bool | None)
     return model
 
 
-def ours(model: Llama, mesh: DeviceMesh, *, strategy: str) -> nn.Module:
+def ours(
+    model: Llama, mesh: DeviceMesh, *, strategy: str, static_buffers: bool = False
+) -> nn.Module:
     precision = fsdp_compose.MixedPrecision(torch.bfloat16, torch.float32)
     for module in (*model.blocks, model):
         fsdp_compose.fully_shard(
@@ -67,6 +69,7 @@ def ours(model: Llama, mesh: DeviceMesh, *, strategy: str) -> nn.Module:
             mesh=mesh,
             mp_policy=precision,
             strategy=fsdp_compose.ShardingStrategy[strategy],
+            static_buffers=static_buffers,
         )
     return model
 
@@ -77,7 +80,11 @@ SIDES: dict[str, Callable[[Llama, DeviceMesh], nn.Module]] = {
     "FSDP2 kept": partial(fsdp2, reshard_after_forward=False),
     "ours": partial(ours, strategy="FULL_SHARD"),
     "ours kept": partial(ours, strategy="SHARD_GRAD_OP"),
+    "ours static": partial(ours, strategy="FULL_SHARD", static_buffers=True),
+    "ours captured": partial(ours, strategy="FULL_SHARD", static_buffers=True),
 }
+CAPTURED = "ours captured"
+"""The side whose forward and backward are replayed as one CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,25 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
     return loss.detach()
 
 
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Any:
+    """A training step whose forward and backward are captured here, and replayed in each call.
+
+    The graph writes its own gradients anew each time, so they are not cleared between steps.
+    """
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss: Tensor = model(tokens)
+        loss.backward()
+
+    def step() -> Tensor:
+        graph.replay()
+        optimizer.step()
+        return loss.detach().clone()
+
+    return step
+
+
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -134,6 +160,9 @@ def measure(
     step = partial(train_step, model, optimizer, tokens)
     losses = [step() for _ in range(options.warmup)]
     wait(device.type)
+    if side == CAPTURED and device.type == "cuda":
+        step = capture(model, optimizer, tokens)
+        wait(device.type)
     started, host = time.perf_counter(), 0.0
     for _ in range(options.steps):
         before = time.perf_counter()
@@ -292,7 +321,8 @@ def report(options: argparse.Namespace, cells: list[Cell]) -> list[str]:
         f"Batch {options.batch} × {options.seq} tokens, bfloat16 with float32 shards, fused AdamW, "
         f"{options.steps} steps a round, {options.rounds} rounds. Worlds above 1 are one rank of "
         "the fake process group, whose collectives take no time. In a world of one FSDP1 shards "
-        "nothing, and keeps its weights gathered."
+        "nothing, and keeps its weights gathered. The captured side replays forward and backward "
+        "as one CUDA graph; elsewhere than on CUDA it is the static one again."
     )
     sections = [about, common.table(headers, body), "\n".join(failures)]
     if strays:

@@ -48,7 +48,7 @@ def start_fill(bucket: Bucket) -> comm.Exchange:
     """Allocate ``full`` and start filling it from every rank's shard."""
     storage = bucket.full.untyped_storage()
     if storage.nbytes() == 0:
-        storage.resize_(bucket.full_nbytes)
+        storage.resize_(bucket.views.nbytes)
     group, parts, inner = bucket.mesh.shard, bucket.views.part_bytes, bucket.inner
     purpose, caller, codec = purpose_of(bucket), bucket.users.caller, bucket.mp.gather_codec
     whole, own = bucket.views.whole_bytes, bucket.views.shard_bytes

@@ -42,7 +42,7 @@ def announce(unit: Unit, reason: Hold) -> None:
     """Tell the other ranks what is about to be gathered; raises before anything is changed."""
     for bucket, events, code in unit.links.gather_events:
         if bucket.phase is Phase.SHARDED:
-            _note(events, bucket, code, unit.name, reason.value)
+            _note(events, bucket, code, unit.name, reason._value_)
 
 
 def gather(unit: Unit, is_first: bool) -> None:
@@ -164,7 +164,7 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
         return
     fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
     work = partial(_fill, engine, bucket)
-    issue(engine.streams, engine.streams.gather, "gather", bucket, bucket.full_nbytes, work)
+    issue(engine.streams, engine.streams.gather, "gather", bucket, bucket.views.nbytes, work)
     if fill.mark is not None:
         waiting.watch_mark(purpose_of(bucket), bucket.mesh.shard.ranks, fill.mark)
         if bucket.offload.shards:
@@ -211,7 +211,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
     fill.is_superseded = False
     if bucket.in_place:
         return
-    bucket.log("release", bucket.full_nbytes)
+    bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
             bucket.full.untyped_storage().resize_(0)

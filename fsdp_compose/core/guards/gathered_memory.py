@@ -21,7 +21,7 @@ def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
     except RuntimeError:
         return False  # a tensor without memory of its own: fake, functional, or not strided
     start = bucket.full.data_ptr()
-    return start <= pointer < start + bucket.full_nbytes
+    return start <= pointer < start + bucket.views.nbytes
 
 
 def any_lies_in(buckets: Iterable[Bucket], grads: Iterable[torch.Tensor | None]) -> bool:
@@ -32,6 +32,6 @@ def any_lies_in(buckets: Iterable[Bucket], grads: Iterable[torch.Tensor | None])
         if not bucket.in_place:
             start = bucket.full.data_ptr()
             first = bisect_left(pointers, start)
-            if first < len(pointers) and pointers[first] < start + bucket.full_nbytes:
+            if first < len(pointers) and pointers[first] < start + bucket.views.nbytes:
                 return True
     return False
