@@ -16,13 +16,14 @@ from fsdp_compose import (
     ShardingStrategy,
     fully_shard,
     set_debug,
+    set_gradient_divide_factor,
 )
 from fsdp_compose.base.process import Process, here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.collective_log import TRIAL_PASSES, explain
 
-from harness import fake_world, rank_errors, run_ranks, single_process
+from harness import fake_world, rank_errors, run_ranks, simulate_ranks, single_process
 from models import (
     WIDTH,
     Block,
@@ -159,6 +160,27 @@ def test_a_later_step_on_two_axes(options: dict[str, Any]) -> None:
         for error in rank_errors(ranks, 4, timeout=20):
             assert error is not None and "ranks run different units in step 4" in error
             assert "found at the end" not in error
+
+
+@pytest.mark.filterwarnings("ignore:the forward of unit")
+def test_units_over_a_part_of_the_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a step over each group; the ranks of the other half hear of it."""
+    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+
+    def ranks(rank: int) -> None:
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = seeded(Branching)
+        for block in model.blocks:
+            fully_shard(block, mesh=halves[rank // 2], prefetch=NO_PREFETCH)
+            set_gradient_divide_factor(block, 4)
+        fully_shard(model, prefetch=NO_PREFETCH)
+        for seed in range(3):
+            step(model, rank, seed)
+        model.way = ((0, 1, 2), (1, 0, 2))[rank == 3]
+        step(model, rank, 3)
+
+    with pytest.raises(RuntimeError, match=r"rank 2 gathers unit .* where rank 3"):
+        simulate_ranks(ranks, 4)
 
 
 def test_steps_after_an_error_in_a_later_step() -> None:
