@@ -228,8 +228,6 @@ def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[s
             with fc.no_sync(model):
                 square(model, data(step, rank)).backward()
             square(model, data(10 + step, rank)).backward()
-            with fc.accumulate(model, keep="no_all_reduce"):
-                square(model, data(20 + step, rank)).backward()
             fc.clip_grad_norm_(model, 1.0)
             optim.step()
             optim.zero_grad()
