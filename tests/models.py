@@ -161,7 +161,6 @@ def assert_at_rest(model: nn.Module) -> None:
             and not engine.landing
             and not engine.reached
             and not engine.schedule.prefetched
-            and not engine.schedule.carried
             and engine.schedule.eval_order is None
         )
     for name, param in model.named_parameters():

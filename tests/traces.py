@@ -96,7 +96,7 @@ class Trace:
         schedule = self.schedule
         named = tuple(self.name(a) for a in arguments)
         active = tuple(self.unit(u) for u in schedule.active)
-        for unit in (*schedule.prefetched, *schedule.carried):
+        for unit in schedule.prefetched:
             self.unit(unit)
         order = schedule.eval_order
         mine = next((i for i, u in enumerate(self.units) if u.expected.eval_order is order), None)

@@ -150,7 +150,6 @@ class Schedule(Generic[U, P]):
         work: carries out what is decided.
         active: units whose forward is running, outermost first.
         prefetched: units gathered ahead; once one is used, it is not held by ``PREFETCH``.
-        carried: units gathered ahead in an earlier forward.
         forward_order, backward_order: in which units run in training.
         eval_order: that of the outermost unit, while a forward without gradients runs.
     """
@@ -159,7 +158,6 @@ class Schedule(Generic[U, P]):
         self.work = work
         self.active: list[U] = []
         self.prefetched: list[U] = []
-        self.carried: list[U] = []
         self.forward_order, self.backward_order = Order(), Order()
         self.eval_order: Order | None = None
 
@@ -195,8 +193,6 @@ class Schedule(Generic[U, P]):
         """Before forward: gather the unit, unless it is gathered, and wait for it."""
         if not recomputing or Hold.BACKWARD not in unit.holds:
             self.work.reread(unit, in_backward=False)
-        if self.carried and unit in self.carried:
-            self._use_carried(unit)
         self.hold(unit, Hold.FORWARD)
         self.drop(unit, Hold.PREFETCH)
         self.work.wait(unit)
@@ -238,16 +234,8 @@ class Schedule(Generic[U, P]):
             self.drop_prefetched()
         for unit in self.prefetched:
             if Hold.PREFETCH in unit.holds:
-                self.carried.append(unit)
                 self.work.note_kept(unit)
         return change
-
-    def _use_carried(self, unit: U) -> None:
-        """Use a unit that an earlier forward gathered ahead; gather it again if it changed."""
-        self.carried.remove(unit)
-        if Hold.PREFETCH in unit.holds:
-            self.work.wait(unit)
-            self.work.reread(unit, in_backward=False)
 
     # Backward
 
@@ -353,7 +341,6 @@ class Schedule(Generic[U, P]):
         for unit in self.prefetched:
             self.drop(unit, Hold.PREFETCH)
         self.prefetched.clear()
-        self.carried.clear()
 
     # Failure
 

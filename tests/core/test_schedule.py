@@ -166,7 +166,6 @@ class World:
             tuple(member.gathers for member in self.members),
             tuple(sorted(self.work.full.items())), tuple(self.work.reducing),
             tuple(names[id(member)] for member in schedule.prefetched),
-            tuple(names[id(member)] for member in schedule.carried),
             visits(schedule.forward_order), visits(schedule.backward_order),
             tuple(self.stack), tuple(self.ran), tuple(self.begun),
             self.opened, self.place, self.passes,

@@ -304,7 +304,7 @@ def convert_while_gathered(rank: int, static: bool) -> Any:
         (square(model, data(0, rank)) + square(model, data(1, rank))).backward()
         model.zero_grad()
     square(model, data(2, rank))
-    assert get_state(model).unit.engine.schedule.carried
+    assert get_state(model).unit.engine.schedule.prefetched
     model.float()
     square(model, data(3, rank).float()).backward()
     return [], [p.grad.full_tensor() for p in model.parameters()]
