@@ -48,9 +48,6 @@ from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor
 
 log = logging.getLogger("fsdp_compose")
-_FULL_PRECISION = MixedPrecision()
-_NO_OFFLOAD = Offload()
-_NEXT_UNIT = Prefetch()
 
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
@@ -62,11 +59,11 @@ def fully_shard(
     units: Policy | None = None,
     strategy: ShardingStrategy | None = None,
     reshard_after_forward: bool | int | None = None,
-    mp_policy: MixedPrecisionLike = _FULL_PRECISION,
-    offload_policy: Offload = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionLike = MixedPrecision(),
+    offload_policy: Offload = Offload(),
     ignored: Iterable[nn.Parameter | nn.Module] = (),
     granularity: GranularityLike = 1,
-    prefetch: Prefetch = _NEXT_UNIT,
+    prefetch: Prefetch = Prefetch(),
     init: Init = "verify",
     param_init_fn: InitFn | None = None,
     methods: Sequence[str] = ("forward",),

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -71,10 +72,6 @@ STATES: Mapping[str, int] = {
 }
 """Tensors of a parameter's size and dtype that optimizers keep."""
 
-_FULL_PRECISION = MixedPrecision()
-_NO_OFFLOAD = Offload()
-_NEXT_UNIT = Prefetch()
-
 
 def plan(
     module: nn.Module | Sequence[nn.Module],
@@ -84,11 +81,11 @@ def plan(
     units: Policy | None = None,
     strategy: ShardingStrategy | None = None,
     reshard_after_forward: bool | int | None = None,
-    mp_policy: MixedPrecisionLike = _FULL_PRECISION,
-    offload_policy: Offload = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionLike = MixedPrecision(),
+    offload_policy: Offload = Offload(),
     ignored: Iterable[nn.Parameter | nn.Module] = (),
     granularity: GranularityLike = 1,
-    prefetch: Prefetch = _NEXT_UNIT,
+    prefetch: Prefetch = Prefetch(),
     static_buffers: bool | int = False,
     optimizer: str | int | torch.optim.Optimizer | None = None,
     backend: str = "nccl",
@@ -237,24 +234,13 @@ def _trial(found: Plan) -> Trial:
     return Trial(found.needed, found.step.total_bytes, found.step.collectives)
 
 
-_UNSAID: Mapping[str, Any] = {
-    "mp_policy": _FULL_PRECISION,
-    "offload_policy": _NO_OFFLOAD,
-    "ignored": [],
-    "granularity": 1,
-    "prefetch": _NEXT_UNIT,
-    "static_buffers": False,
-}
-
-
 def _check_nothing_passed(module: nn.Module, passed: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that a module which is sharded already cannot take."""
-    said = []
-    for name, value in passed.items():
-        unsaid = _UNSAID.get(name)
-        is_equal = value == unsaid if name in ("ignored", "granularity") else value is unsaid
-        if not is_equal:
-            said.append(name)
+    unsaid = {name: found.default for name, found in signature(plan).parameters.items()}
+    said = [
+        name for name, value in passed.items() if name != "ignored" and value is not unsaid[name]
+    ]
+    said += ["ignored"] * bool(passed["ignored"])
     if said:
         raise ValueError(
             f"plan: {type(module).__name__} is sharded already, so {', '.join(said)} would "

@@ -137,10 +137,14 @@ def skippable_step(
             step.discard("a gradient is not finite")
     except StepDiscarded as told:
         step._hear(told)
+        told.__traceback__ = None
     except errors as error:
         if not links.can_tell or links.disagreements() != disagreed:
             raise
         step.discard(f"{type(error).__name__}: {error}")
+        # Python 3.12 keeps the error until garbage is collected, and with it the frames of what
+        # failed: their memory and, before torch 2.13, hooks of an interrupted checkpoint().
+        error.__traceback__ = None
     _agree(step, links)
     if step.skipped:
         links.forget()

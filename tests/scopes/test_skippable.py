@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, skippable_step
@@ -213,3 +216,34 @@ def test_what_is_no_reason_leaves_the_scope() -> None:
 
     told = rank_errors(alone, 2)[1]
     assert told is not None and "rank 0 discards this step" in told and "skippable_step" in told
+
+
+def test_nothing_of_what_failed_is_kept() -> None:
+    """Its frames go with the scope, not when garbage is collected.
+
+    Torch below 2.13 keeps hooks of an interrupted ``checkpoint`` there, which would record the next
+    step.
+    """
+
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = nn.Module()
+            if not held:
+                held.append(weakref.ref(kept))
+                raise ValueError("once")
+            return super().forward(x)
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    held: list[weakref.ref[nn.Module]] = []
+    model = fc.fully_shard(Model(nn.Linear(3, 3), Failing(3, 3)))
+    gc.disable()
+    try:
+        for fails in (True, False):
+            with skippable_step(model) as step:
+                model(torch.ones(2, 3)).sum().backward()
+            assert step.skipped is fails and held[0]() is None
+    finally:
+        gc.enable()
