@@ -107,11 +107,14 @@ FOUND = {
     "seed 32158: units are gathered by name where ranks failed in other places": Case(
         Node(
             (
-                Node((Leaf("matrix", unit=True), Leaf("scalar", unit=True), Leaf("single")), True),
+                Leaf("scalar", dtype="float32", frozen=True),
+                Node((Leaf("matrix", unit=True), Leaf("scalar", unit=True),
+                      Leaf("scalar", dtype="float32")), True, "reentrant"),
                 Leaf("matrix", unit=True),
             )
         ),
         2, "SHARD_GRAD_OP", (("freeze here", 11), ("unshard", 1)), prefetch=(0, 0),
+        granularity="tensor",
     ),
     "seed 20336: a frozen weight written between forward and backward": Case(
         Node((Leaf("norm"), Leaf("matrix", frozen=True, unit=True)), True), 2, "FULL_SHARD",

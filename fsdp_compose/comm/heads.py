@@ -8,8 +8,9 @@ receiver says so instead of waiting for ever or reading what is not meant for it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -36,7 +37,8 @@ class Caller(Protocol):
     """Issues collectives, and compares them between ranks; see core/guards/collective_log.py.
 
     Attributes:
-        unread: by process group, exchanges whose heads were not read yet, in the order sent.
+        unread: by process group, exchanges whose heads were not read yet, or whose flags were not
+            taken, in the order sent.
     """
 
     unread: dict[Any, deque[Heads]]
@@ -72,25 +74,38 @@ class Heads:
     epoch: int  # of the caller, when it was sent
     flags: Flags | None = None
     flag_works: Sequence[Any] = ()  # of sending them
-    is_read: bool = False  # whether it is gone from the caller's ``unread``
+    is_read: bool = False  # before its own turn
+    brings_flags: bool = False  # whether some rank sends flags behind its head
 
     def rows(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived, and those before them."""
-        for earlier in self.take_earlier():
-            earlier.compare(earlier.sent, earlier.wait())
+        unread = self.caller.unread[self.group.pg]
+        if unread and unread[0] is self:
+            unread.popleft()
+        else:
+            for earlier in [] if self.is_read else self.list_earlier():
+                earlier.read()
+            kept = [one for one in unread if one is not self and one.epoch == self.epoch]
+            unread.clear()
+            unread.extend(one for one in kept if not one.is_read or one.brings_flags)
         return self.wait()
 
-    def take_earlier(self) -> Iterator[Heads]:
-        """The exchanges whose answers come before those to this one, each once.
+    def list_earlier(self) -> list[Heads]:
+        """Exchanges whose answers come before those to this one, unread or with flags to take.
 
         A rank that does something else in one of them may have nothing to send after it.
         """
         unread = self.caller.unread[self.group.pg]
-        while unread and not self.is_read:
-            one = unread.popleft()
-            one.is_read = True
-            if one is not self and one.epoch == self.epoch:
-                yield one
+        before = takewhile(lambda one: one is not self, tuple(unread))
+        return [one for one in before if one.epoch == self.epoch]
+
+    def read(self) -> list[list[int]]:
+        """The heads of the other ranks; raises unless every peer does the same."""
+        rows = self.wait()
+        if not self.is_read:
+            self.compare(self.sent, rows)
+            self.is_read, self.brings_flags = True, any(row[FLAGS] for row in rows)
+        return rows
 
     def wait(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived."""
@@ -225,8 +240,6 @@ def hear(told: Heads) -> None:
     """
     if told.caller.epoch(told.group) != told.epoch:
         return
-    for earlier in told.take_earlier():
-        rows = earlier.wait()
-        earlier.compare(earlier.sent, rows)
-        earlier.take_flags(earlier.sent, rows)
-    told.compare(told.sent, told.wait())
+    for earlier in told.list_earlier():
+        earlier.take_flags(earlier.sent, earlier.read())
+    told.compare(told.sent, told.rows())
