@@ -238,6 +238,26 @@ def test_units_that_take_turns_make_room() -> None:
         square(model, x).backward()
 
 
+class Twice(Tower):
+    """Goes through its blocks twice, so that all of them stay gathered in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return super().forward(x)
+
+
+def test_units_that_are_called_again_need_more() -> None:
+    with fake_world(2):
+        x = data(0, 0)
+        model = by_block(seeded(Twice), static_buffers=3)
+        square(model, x).backward()
+        model = by_block(seeded(Twice), static_buffers=True)
+        loss = square(model, x)
+        with pytest.raises(RuntimeError, match="called more than once in a forward"):
+            loss.backward()
+
+
 class Keeper(Block):
     """Keeps a view of its weight from a forward."""
 
