@@ -220,6 +220,21 @@ def test_a_read_of_data_on_one_rank_is_told() -> None:
         simulate_ranks(ranks)
 
 
+def test_a_write_on_one_rank_is_told() -> None:
+    """To a unit that stays gathered for its backward, which that rank alone gathers again."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks), reshard_after_forward=False)
+        model(data(0, rank))
+        if rank:
+            with torch.no_grad():
+                model.blocks[1].up.weight.mul_(1.0)
+        square(model, data(0, rank)).backward()
+
+    with pytest.raises(RuntimeError, match="again, since it was changed"):
+        simulate_ranks(ranks)
+
+
 def test_a_write_on_one_replica_is_told() -> None:
     """It alone gathers over the replicas before it gathers over its shard group."""
 
@@ -482,5 +497,20 @@ def test_what_forward_gathered_in_vain_goes_at_once() -> None:
         assert first.holds == {Hold.PREFETCH}
         loss.backward()
         assert seen == [set()]
+
+    simulate_ranks(ranks)
+
+
+def test_all_hooks_of_one_parameter_run() -> None:
+    """In the order they were registered in, on what is in ``.grad``."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        seen = []
+        for name in "ab":
+            hook = lambda p, name=name: seen.append((name, p.grad is not None))  # noqa: E731
+            model.blocks[0].up.weight.register_post_accumulate_grad_hook(hook)
+        square(model, data(0, rank)).backward()
+        assert seen == [("a", True), ("b", True)]
 
     simulate_ranks(ranks)

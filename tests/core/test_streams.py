@@ -261,6 +261,30 @@ def test_streams_are_ordered_and_the_host_never_waits(cell: str) -> None:
     run_ranks(train, world, world, build, options)
 
 
+def test_what_a_device_waits_for_is_noted() -> None:
+    """Each gather and reduction with its ranks, for the error about a rank that does not answer."""
+
+    def ranks(rank: int) -> None:
+        noted: list[tuple[str, list[int], bool]] = []
+
+        def note(purpose: str, ranks: Any, mark: Any) -> None:
+            noted.append((purpose, list(ranks), isinstance(mark, Event)))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waiting, "watch_mark", note)
+            model = by_block(seeded(Tower))
+            square(model, data(0, rank)).backward()
+            assert noted == []  # the host waits itself
+            with watched(patch):
+                model = by_block(seeded(Tower))
+                square(model, data(0, rank)).backward()
+        wanted = {f"{what} unit 'blocks.0'" for what in ("gather", "reduce gradients of")}
+        assert wanted <= {purpose for purpose, _, _ in noted}
+        assert all(given == [0, 1] and is_mark for _, given, is_mark in noted)
+
+    run_ranks(ranks, 2)
+
+
 OFFLOADS = {
     "params": fc.Offload(params=True),
     "params and grads": fc.Offload(params=True, grads=True),
