@@ -514,3 +514,15 @@ def test_all_hooks_of_one_parameter_run() -> None:
         assert seen == [("a", True), ("b", True)]
 
     simulate_ranks(ranks)
+
+
+def test_a_forward_pre_hook_from_before_reads_weights() -> None:
+    """A hook that was there before the unit was sharded runs while the unit is gathered."""
+
+    def build() -> nn.Module:
+        model = two_blocks()
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda m, given: (given[0] @ m.up.weight[:WIDTH],))
+        return model
+
+    simulate_ranks(lambda rank: Twin(rank, 2, build).train(steps=2))
