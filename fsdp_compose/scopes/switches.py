@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from fsdp_compose.buckets.gradients import discard_waiting
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Switches
@@ -45,6 +46,7 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
     units = require_units(module, "set_requires_gradient_sync", recurse)
     if not value:
         refuse_postponing(units, "set_requires_gradient_sync(False)")
+    clear_failed_steps(units)
     for unit in units:
         unit.switches.sync = bool(value)
 
@@ -62,6 +64,7 @@ def set_requires_all_reduce(module: nn.Module, value: bool, recurse: bool = True
     units = require_units(module, "set_requires_all_reduce", recurse)
     if not value:
         refuse_postponing(units, "set_requires_all_reduce(False)")
+    clear_failed_steps(units)
     for unit in units:
         unit.switches.all_reduce = bool(value)
 
@@ -186,6 +189,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     units = require_units(module, "no_sync")
     refuse_postponing(units, "no_sync")
+    clear_failed_steps(units)
     found = [unit.switches.sync for unit in units]
     for unit in units:
         unit.switches.sync = False
@@ -234,6 +238,7 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     units = require_units(module, "accumulate")
     if keep != "sharded":
         refuse_postponing(units, f"accumulate(keep={keep!r})")
+    clear_failed_steps(units)
     found = [_read_flags(unit.switches) for unit in units]
     for unit in units:
         unit.switches.sync = keep != "unsharded"

@@ -13,6 +13,8 @@ def clear_failed_steps(units: Iterable[Unit]) -> None:
 
     Whoever gathers or releases units between passes, or reads or reduces gradients that wait, calls
     this first: where one rank failed alone, its units are in other phases than those of the others.
+    So does whoever changes how gradients are reduced: reductions that the failed step began end as
+    they would have in it.
     """
     for engine in dict.fromkeys(unit.engine for unit in units):
         clear_failed_step(engine)
