@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,7 +65,7 @@ def _clean(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-class Library:
+class Library(ABC):
     """What the libraries have in common; each one below says what it does in its own way."""
 
     name = ""
@@ -78,8 +79,9 @@ class Library:
             return ways["torch"]
         raise NotApplicable(missing)
 
+    @abstractmethod
     def shard(self, model: nn.Module, units: Iterable[nn.Module] = (), **options: Any) -> Any:
-        raise NotImplementedError
+        """``model`` as this library trains it, with ``units`` as units of their own."""
 
     def pair(self, build: Callable[[], nn.Module], units: Any = None, **options: Any) -> Pair:
         """A model of this library beside the plain one that it must equal."""
@@ -103,12 +105,13 @@ class Library:
     def clip(self, model: Any, norm: float) -> Any:
         return nn.utils.clip_grad_norm_(model.parameters(), norm)
 
+    @abstractmethod
     def gathered(self, model: Any, write: bool = False) -> Any:
         """A scope in which the user's modules hold full parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def no_sync(self, model: Any) -> Any:
-        raise NotImplementedError
+        """A scope in which backwards reduce nothing."""
 
     def state(self, model: Any) -> dict[str, Tensor]:
         """A full state dict on every rank, by torch's own function for all its libraries."""
