@@ -212,7 +212,7 @@ def _add_nproc(command: argparse.ArgumentParser) -> None:
 
 def _add_script(command: argparse.ArgumentParser) -> None:
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
-    command.add_argument("script", metavar="SCRIPT")
+    command.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     rest = command.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments"
     )
