@@ -51,15 +51,20 @@ from models import (
 
 
 def test_a_block_is_done_before_the_backward_ends() -> None:
-    """Its names show the parameters again, and its gradients are set, as code in hooks expects."""
+    """Its names show the parameters again, and its gradients are set, as code in hooks expects.
+
+    A frozen block is released too.
+    """
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower), prefetch=Prefetch(backward=0))
+        model.blocks[1].requires_grad_(False)
         seen = []
 
         def look(*_: Any) -> None:
             last = model.blocks[2]
             seen.append((is_sharded(last.up.weight), last.up.weight.grad is not None))
+            assert not get_state(model.blocks[1]).unit.holds
 
         x = data(0, rank).requires_grad_()
         x.register_hook(look)  # all blocks have had their backward when it has a gradient
