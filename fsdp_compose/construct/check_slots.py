@@ -34,12 +34,29 @@ def check_number(found: Any, where: str) -> None:
         )
 
 
-def check_codec(plan: UnitPlan, groups: Iterable[tuple[torch.dtype, bool, MixedPrecision]]) -> None:
-    """Raise where weights travel in a form that depends on how they are cut.
+def check_weights(
+    plan: UnitPlan, groups: Iterable[tuple[torch.dtype, bool, MixedPrecision]]
+) -> None:
+    """Raise where weights travel, or are stepped, in a form that depends on how they are cut.
+
+    Torch adds a multiple of a 16-bit tensor on a CPU with another rounding at its end than before.
+
+    Args:
+        groups: dtype, whether it is trained, and precision.
 
     Raises:
         ValueError: naming the unit.
     """
+    groups = list(groups)
+    for dtype, is_trained, _ in groups:
+        if is_trained and dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"fully_shard: unit {plan.name!r} trains parameters stored in {dtype}, "
+                "whose updates round by where a slice ends; "
+                f"deterministic={plan.options.deterministic} wants the same at every number of "
+                "ranks. Keep parameters in float32 and compute in "
+                "MixedPrecision(param_dtype=torch.bfloat16), or leave deterministic= out."
+            )
     if any(chosen.gather_codec is not None for _, _, chosen in groups):
         raise ValueError(
             f"fully_shard: unit {plan.name!r} has a gather_codec, which encodes what each rank "

@@ -14,7 +14,7 @@ from fsdp_compose.base.mesh import Mesh, check_fusable, check_subgroup, compute_
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.buckets.entries import find_entry
-from fsdp_compose.construct.check_slots import check_codec, refuse_tensor_parallel
+from fsdp_compose.construct.check_slots import check_weights, refuse_tensor_parallel
 from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
 from fsdp_compose.core.state import owner_of
@@ -109,7 +109,7 @@ def _find_mesh(plan: UnitPlan, device: torch.device, groups: Iterable[_Kind]) ->
         options.mesh, device, options.placement, options.transport, options.deterministic
     )
     if options.deterministic is not None:
-        check_codec(plan, groups)
+        check_weights(plan, groups)
     if options.placement.spread is not None:
         check_subgroup(mesh.shard, options.placement.spread)
     if options.placement.fused:

@@ -270,12 +270,20 @@ def test_wrong_use_is_an_error_on_every_rank(case: str) -> None:
             {"deterministic": 2, "mp_policy": MixedPrecision(gather_codec=fc.int8_codec())},
             "has a gather_codec, which encodes what each rank holds",
         ),
+        (
+            2,
+            {"deterministic": 2, "dtype": torch.bfloat16},
+            "trains parameters stored in torch.bfloat16",
+        ),
     ],
 )
 def test_wrong_options_raise(ranks: int, options: dict[str, Any], wanted: str) -> None:
+    given = dict(options)
+    dtype = given.pop("dtype", torch.float32)
+
     def shard() -> None:
         with pytest.raises((ValueError, TypeError), match=wanted):
-            by_block(Tower(), **options)
+            by_block(Tower().to(dtype), **given)
 
     simulate(shard, ranks)
 
