@@ -310,9 +310,8 @@ SMALL += ["--width=32", "--block-size=32", "--batch-size=4", "--sample=20", "--g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_demo_on_two_ranks(tmp_path, dtype):
-    done = cli("demo", "--nproc", "2", "--", *SMALL, f"--dtype={dtype}", "--device=cpu",
+def test_demo_on_two_ranks(tmp_path):
+    done = cli("demo", "--nproc", "2", "--", *SMALL, "--dtype=bf16", "--device=cpu",
                f"--out={tmp_path}", timeout=250)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("[ok]") == 4 and "FAILED" not in done.stdout
