@@ -9,8 +9,9 @@ moves nothing raises where a command breaks a rule of memory or of gradients.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,7 @@ class Trace:
         self.units: list[Any] = []
         self.parts: list[Any] = []  # buckets
         self.depth = 0
+        self.inside = 0  # commands that are being carried out
         self.orders: Any = None
 
     def unit(self, unit: Any) -> int:
@@ -150,11 +152,16 @@ def _noted(method: str, function: Any) -> Any:
             trace.begin(method, () if method == "reduce_rest" else arguments, options)
             if method == "reduce_rest":
                 arguments = (_reported(trace, *arguments),)
+        elif trace.inside:  # by what a command ran, such as a hook that steps an optimizer
+            named = tuple(trace.name(a) for a in arguments)
+            trace.events[-1].commands.append(("inside", method, named))
         trace.depth += 1
+        inside, trace.inside = trace.inside, 0
         try:
             return function(schedule, *arguments, **options)
         finally:
             trace.depth -= 1
+            trace.inside = inside
 
     return call
 
@@ -192,11 +199,14 @@ class _Recorder:
                 self.trace.begin("work", (), {})
             named = (name, *(self.trace.name(a) for a in arguments))
             self.trace.events[-1].commands.append(named)
+            self.trace.inside += 1
             try:
                 return found(*arguments, **options)
             except BaseException:
                 self.trace.events[-1].commands.append(("failed",))
                 raise
+            finally:
+                self.trace.inside -= 1
 
         return carry_out
 
@@ -209,13 +219,19 @@ class _Checker:
         self.packed: set[int] = set()
         self.reducing: set[int] = set()
         self.commands: list[tuple[Any, ...]] = []
+        self.wanted: list[tuple[Any, ...]] = []
+        self.tell: Callable[[str, Any], None] = lambda method, arguments: None
         self.answers: list[Any] = []
         self.fails_at = -1
 
     def note(self, *command: Any) -> None:
-        self.commands.append(command)
+        self.commands.append(_name(command))
         if len(self.commands) - 1 == self.fails_at:
             raise InterruptedError
+        for what, *nested in self.wanted[len(self.commands) : len(self.commands) + 1]:
+            if what == "inside":
+                self.commands.append((what, *nested))
+                self.tell(*nested)
 
     def announce(self, unit: Any, reason: Hold) -> None:
         self.note("announce", ("unit", unit.name), reason)
@@ -299,9 +315,11 @@ def accept(trace: Trace) -> set[Any]:
     for number, event in enumerate(trace.events):
         _set_up(schedule, members, event)
         checker.commands, checker.answers = [], list(event.answers)
+        checker.tell = partial(_call, schedule, members)
         fails = ("failed",) in event.commands
         wanted = [command for command in event.commands if command != ("failed",)]
         checker.fails_at = len(wanted) - 1 if fails else -1
+        checker.wanted = wanted
         try:
             _tell(schedule, checker, members, event)
             if event.method in ("enter_forward", "enter_backward") and not fails:
@@ -360,14 +378,27 @@ def _set_up(schedule: Any, members: dict[int, Any], event: Event) -> None:
             member.expected.eval_order = Order()
 
 
-def _tell(schedule: Any, checker: _Checker, members: dict[int, Any], event: Event) -> None:
-    def value(named: Any) -> Any:
-        if isinstance(named, tuple) and len(named) == 2 and named[0] == "unit":
-            return members[named[1]]
-        if isinstance(named, tuple) and not (len(named) == 2 and named[0] == "part"):
-            return [value(each) for each in named]
-        return named
+def _name(value: Any) -> Any:
+    """What stands in a trace for a unit, and for a part that is a list."""
+    if isinstance(value, _Member):
+        return ("unit", value.name)
+    return tuple(map(_name, value)) if isinstance(value, list | tuple) else value
 
+
+def _value(members: dict[int, Any], named: Any) -> Any:
+    if isinstance(named, tuple) and len(named) == 2 and named[0] == "unit":
+        return members[named[1]]
+    if isinstance(named, tuple) and not (len(named) == 2 and named[0] == "part"):
+        return [_value(members, each) for each in named]
+    return named
+
+
+def _call(schedule: Any, members: dict[int, Any], method: str, arguments: Any) -> None:
+    getattr(schedule, method)(*(_value(members, each) for each in arguments))
+
+
+def _tell(schedule: Any, checker: _Checker, members: dict[int, Any], event: Event) -> None:
+    value = partial(_value, members)
     with contextlib.suppress(InterruptedError):
         if event.method == "work":
             for name, *arguments in [c for c in event.commands if c != ("failed",)]:
