@@ -1,7 +1,7 @@
 """What the engine does is what the rules of the schedule allow, event by event.
 
-``FSDP_COMPOSE_TRACES=file pytest tests/core`` checks the traces of every rank of every test. It keeps
-their models alive, so the tests of ``test_identity.py`` that count what is freed fail under it.
+``FSDP_COMPOSE_TRACES=file pytest tests/core`` checks the traces of every rank of every test. It
+keeps their models alive, so the tests of ``test_identity.py`` that count what is freed fail there.
 """
 
 from __future__ import annotations
