@@ -452,7 +452,9 @@ def report(
         "losses": losses,
         "memory": memory,
     }
-    common.publish("step_time", options, sections, figures)
+    counts = {"ranks": (options.ranks, 2), "microbatches": (options.microbatches, 1)}
+    other = [f"{count}-{what}" for what, (count, usual) in counts.items() if count != usual]
+    common.publish("-".join(["step_time", *other]), options, sections, figures)
 
 
 def worker(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
