@@ -43,7 +43,7 @@ def run_case(rank: int, case: Case) -> None:
     warnings.filterwarnings("ignore", message="the forward of unit")  # a skipped node
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
     low = bool(case.compute) or any(leaf.dtype != "float64" for leaf in leaves(case.tree))
-    tolerance = Tolerance(2e-4, 2e-5) if low else Tolerance(1e-7, 1e-9)
+    tolerance = Tolerance(1e-3, 1e-4) if low else Tolerance(1e-7, 1e-9)
     twin = Batched(
         rank,
         case.world,
@@ -131,8 +131,8 @@ def judge(case: Case, error: SimulationError) -> str | None:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether an error is one that this library words, of a rank that another one left alone."""
-    return isinstance(error, RuntimeError) and (
+    """Whether an error, or an assertion about one, tells that another rank left this one alone."""
+    return isinstance(error, RuntimeError | AssertionError) and (
         "does not answer" in str(error)
         or "found on rank" in str(error)
         or " left " in str(error)
