@@ -18,7 +18,7 @@ from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.reducing import get_grad, requires_grad
-from fsdp_compose.core.state import owner_of
+from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
@@ -182,6 +182,18 @@ def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _list_models(engine: Engine) -> list[set[Unit]]:
+    """What may be the units of one model: all, those in an outermost unit, and all but those."""
+    inside = {
+        unit: {inner for ref in unit.modules if (m := ref()) is not None for inner in iter_units(m)}
+        for unit in engine.units
+    }
+    covered = {inner for unit, found in inside.items() for inner in found - {unit}}
+    models = [found for unit, found in inside.items() if unit not in covered]
+    every = set(engine.units)
+    return [every, *models, *(every - model for model in models)]
+
+
 def _check_other_parameters(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> None:
@@ -191,11 +203,11 @@ def _check_other_parameters(
     are as many of the same shapes.
     """
     shapes = Counter(tuple(param.shape) for param in params)
-    for engine in here.engines.values():
+    for units in (model for engine in here.engines.values() for model in _list_models(engine)):
         with raw():
             trained = [
                 entry.spec
-                for unit in engine.units
+                for unit in units
                 for entry in unit.entries
                 if get_grad(entry.param) is not None
             ]

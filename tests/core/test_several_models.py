@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import ShardingStrategy
+from fsdp_compose import ShardingStrategy, fully_shard
 
 from harness import run_ranks
 from models import (
@@ -20,6 +20,27 @@ from models import (
     train_twin,
     two_blocks,
 )
+
+
+@pytest.mark.parametrize("has_root", [True, False])
+def test_an_optimizer_over_a_copy_beside_another_model(has_root: bool) -> None:
+    """Another model that has gradients too does not hide what the optimizer does not see (D4)."""
+    other, model = by_block(Tower()), Tower()
+    if has_root:
+        by_block(model)
+    else:
+        for part in (model.first, *model.blocks, model.head):
+            fully_shard(part)
+    optim = torch.optim.SGD(Tower().parameters(), lr=0.1)
+    for each in (other, model):
+        square(each, torch.ones(2, WIDTH)).backward()
+    with pytest.raises(
+        RuntimeError, match="whose gradients it does not see"
+    ):
+        optim.step()
+    for each in (other, model):
+        each.zero_grad()
+    optim.step()  # has nothing to do, and nobody waits for it
 
 
 def test_teacher_and_student_interleaved() -> None:
