@@ -34,9 +34,7 @@ def test_an_optimizer_over_a_copy_beside_another_model(has_root: bool) -> None:
     optim = torch.optim.SGD(Tower().parameters(), lr=0.1)
     for each in (other, model):
         square(each, torch.ones(2, WIDTH)).backward()
-    with pytest.raises(
-        RuntimeError, match="whose gradients it does not see"
-    ):
+    with pytest.raises(RuntimeError, match="whose gradients it does not see"):
         optim.step()
     for each in (other, model):
         each.zero_grad()
