@@ -41,6 +41,14 @@ class Fragile(Tower):
         raise OnPurpose
 
 
+def make_twin(**options: Any) -> tuple[int, Twin]:
+    """This rank's number, and a model that has trained for one step, where ranks compare more."""
+    rank = dist.get_rank()
+    twin = Twin(rank, 2, Fragile, lambda m: by_block(m, **options))
+    twin.train(steps=1)
+    return rank, twin
+
+
 def fail(model: nn.Module, at: str, rank: int) -> None:
     model.at = at
     with pytest.raises(OnPurpose):
@@ -79,9 +87,7 @@ def test_a_failed_forward_keeps_what_waits(way: str) -> None:
     postpone, options = WAYS[way]
 
     def ranks() -> None:
-        rank = dist.get_rank()
-        twin = Twin(rank, 2, Fragile, lambda m: by_block(m, **options))
-        twin.train(steps=1)
+        rank, twin = make_twin(**options)
         postpone(twin.model)
         twin.backward(square, 0)
         fail(twin.model, "forward", rank)
@@ -100,9 +106,7 @@ def test_a_failed_backward_drops_what_waits(way: str, caplog: pytest.LogCaptureF
     postpone, options = WAYS[way]
 
     def ranks() -> None:
-        rank = dist.get_rank()
-        twin = Twin(rank, 2, Fragile, lambda m: by_block(m, **options))
-        twin.train(steps=1)
+        rank, twin = make_twin(**options)
         postpone(twin.model)
         twin.backward(square, 0)
         fail(twin.model, "backward", rank)
@@ -124,9 +128,7 @@ def test_an_ordinary_failure_loses_nothing(caplog: pytest.LogCaptureFixture) -> 
     """What a backward that reduces had packed itself is dropped without a warning."""
 
     def ranks() -> None:
-        rank = dist.get_rank()
-        twin = Twin(rank, 2, Fragile)
-        twin.train(steps=1)
+        rank, twin = make_twin()
         fail(twin.model, "backward", rank)
         twin.zero_grad()
         twin.train(steps=1)
@@ -143,9 +145,7 @@ def test_what_follows_a_failed_backward_directly(then: str) -> None:
     """No forward comes in between that would clear what the failure left."""
 
     def ranks() -> None:
-        rank = dist.get_rank()
-        twin = Twin(rank, 2, Fragile)
-        twin.train(steps=1)
+        rank, twin = make_twin()
         for scope in (nullcontext, fc.no_sync):
             with scope(twin.model) if scope is fc.no_sync else nullcontext():
                 fail(twin.model, "backward", rank)

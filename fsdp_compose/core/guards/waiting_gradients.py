@@ -13,12 +13,12 @@ _logger = logging.getLogger("fsdp_compose")
 
 def drop_waiting_gradients(units: Iterable[Unit]) -> None:
     """Drop what ``units`` hold that is not in ``.grad``; say so where earlier backwards lose it."""
+    # Counted, where any() would stop at the first bucket and leave the others as they are.
     lost = [unit.name for unit in units if sum(map(discard_waiting, unit.buckets))]
     if lost:
         _logger.warning(
             "a backward failed: the gradients of this step that waited for a later reduction "
             "(no_sync, set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward) "
-            "are dropped, in %d units, such as %r. Clear .grad and run the whole step again.",
-            len(lost),
-            lost[0],
+            "are dropped, in units such as %s. Clear .grad and run the whole step again.",
+            ", ".join(map(repr, lost[:3])),
         )
