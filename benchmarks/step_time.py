@@ -143,6 +143,7 @@ BUILDERS: dict[str, Callable[[Setting], nn.Module]] = {
     "FSDP2 kept": partial(fsdp2, reshard_after_forward=False),
     "ours": partial(ours, strategy="FULL_SHARD"),
     "ours SHARD_GRAD_OP": partial(ours, strategy="SHARD_GRAD_OP"),
+    "ours ZERO1": partial(ours, strategy="ZERO1"),
 }
 # These two leave the casting to autocast; the sharded sides cast their parameters themselves.
 AUTOCAST = {"local", "DDP"}

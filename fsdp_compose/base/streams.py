@@ -5,13 +5,54 @@ On a CPU there are no streams, and a copy to the host is the tensor itself.
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 _HERE = nullcontext()
+
+
+class Mark:
+    """A place in a stream. Once nobody refers to it, its event is recorded again."""
+
+    __slots__ = ("event", "unused")
+
+    def __init__(self, event: Any, unused: list[Any]) -> None:
+        self.event, self.unused = event, unused
+
+    def __del__(self) -> None:
+        self.unused.append(self.event)
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has passed it."""
+        self.event.synchronize()
+
+
+class _Scope(threading.local):
+    """Inside, a stream is the current one. Made once; entered by any thread, also inside itself."""
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self.device, self.stream = device, stream
+        self.outer: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        module = _module(self.device)
+        # Two streams, as the current device may be another one than the stream's.
+        self.outer.append((module.current_stream(self.device), module.current_stream()))
+        module.set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        module = _module(self.device)
+        for stream in self.outer.pop():
+            module.set_stream(stream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +68,7 @@ class Streams:
     gather: Any
     reduce: Any
     behind: Any = None  # the event by which a side stream waits for the current one; reused
+    unused: list[Any] = field(default_factory=list)  # events of marks that are gone
 
     @property
     def current(self) -> Any:
@@ -42,17 +84,23 @@ class Streams:
         """Issue work on ``stream``, ordered behind nothing but what it was given itself."""
         if stream is None:
             return _HERE
-        scope: AbstractContextManager[object] = _module(self.device).stream(stream)
-        return scope
+        return self._scopes[id(stream)]
 
-    def record(self, stream: Any) -> Any:
+    @cached_property
+    def _scopes(self) -> dict[int, _Scope]:
+        return {id(stream): _Scope(self.device, stream) for stream in (self.gather, self.reduce)}
+
+    def record(self, stream: Any) -> Mark | None:
         """A mark in ``stream`` that another stream can wait for."""
-        return None if stream is None else stream.record_event()
+        if stream is None:
+            return None
+        event = self.unused.pop() if self.unused else None
+        return Mark(stream.record_event(event), self.unused)
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, mark: Mark | None) -> None:
         """Order the current stream, not the host, behind ``mark``."""
         if mark is not None:
-            self.current.wait_event(mark)
+            self.current.wait_event(mark.event)
 
 
 def make_streams(device: torch.device) -> Streams:
