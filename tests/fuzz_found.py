@@ -34,6 +34,10 @@ FOUND = {
     "a skipped step where data travels over both axes": Case(
         UNITS, 4, "HYBRID_SHARD_OPTIMIZER", (("step", 0), ("skippable", 1), ("step", 0)),
     ),
+    "seed 40710: a skipped first step, compared over all ranks, of data over both axes": Case(
+        Node((Leaf("empty", dtype="float64"),)), 4, "HYBRID_SHARD_OPTIMIZER",
+        (("skippable", 2), ("skippable", 1)),
+    ),
     **{
         f"seed 10371: replicas hear of a disagreement of others ({how}, {seed})": Case(
             UNITS, 4, how, (*[("step", 0)] * seed, ("stray", 1), ("step", 0)),

@@ -255,11 +255,6 @@ def _start_with_other_weights(run: Run, n: int, seed: int) -> None:
 def _skip_a_bad_batch(run: Run, n: int, seed: int) -> None:
     """A step that one rank cannot use is discarded by all, and leaves what was there."""
     model, fails = run.twin.model, run.rank == n % run.case.world and n % 3 > 0
-    if run.case.strategy == HYBRID[2] or run.case.release == 2:
-        # Where each collective is compared over all ranks, as in a first step, those that wait
-        # over one axis are not told by those that were told over the other.
-        fc.set_debug(False)
-        run.twin.train_on(seed + 20)
     target = nodes(model)[n % len(nodes(model))]
     raises = fails and run.case.backend == "gloo"
     target.fail, target.fail_backward = raises and n % 2 == 0, raises and n % 2 == 1

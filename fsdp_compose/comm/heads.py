@@ -49,11 +49,12 @@ class Caller(Protocol):
     def head(self) -> Head:
         """What this rank is doing, in eight integers; equal on ranks that do the same."""
 
-    def disagree(self, group: Group, meets: bool) -> NoReturn:
+    def disagree(self, group: Group, meets: int) -> NoReturn:
         """A rank of ``group`` does something else, as every rank of it knows; tell the others.
 
         Args:
-            meets: one of them ends a skippable step, and has told all of its groups.
+            meets: the largest code with which one of them ends a skippable step, having told all of
+                its groups; else 0.
         """
 
 
@@ -130,8 +131,7 @@ class Heads:
         """Raise unless every peer does the same."""
         what = mine[:FLAGS]
         if any(row[:FLAGS] != what for row in rows):
-            meets = any(row[KIND] == MEETING and row[0] for row in (mine, *rows))
-            self.caller.disagree(self.group, meets)
+            self.caller.disagree(self.group, _meeting((mine, *rows)))
 
     def offers(self) -> list[Offer]:
         """What each rank of the group offers in its memory, by rank; when the heads are there."""
@@ -157,6 +157,11 @@ class Heads:
                 works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(self.epoch, mine)))
         wait_for(works, (), self.purpose)
         return received
+
+
+def _meeting(rows: Sequence[Sequence[int]]) -> int:
+    """The largest code of those that meet; 0 where none does."""
+    return max((row[0] for row in rows if row[KIND] == MEETING), default=0)
 
 
 def send_heads(
@@ -212,8 +217,7 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
             head = (*both, *[0] * (KIND - len(both)))
             rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
             if any(row[KIND] != COMPARISON for row in rows):
-                meets = any(row[KIND] == MEETING and row[0] for row in rows)
-                caller.disagree(group, meets)
+                caller.disagree(group, _meeting(rows))
             both = [max(column) for column in zip(both, *rows, strict=False)]
     return both
 

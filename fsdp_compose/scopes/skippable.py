@@ -24,7 +24,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
+from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
@@ -33,7 +33,6 @@ from fsdp_compose.core.state import Engine, Unit
 
 __all__ = ["SkippableStep", "skippable_step"]
 
-_KEPT, _DISCARDED = 1, 2
 _logger = logging.getLogger("fsdp_compose")
 
 
@@ -132,9 +131,10 @@ def skippable_step(
     before = _State.of(module, units)
     disagreed = links.disagreements()
     try:
-        yield step
-        if finite_gradients and not _are_finite(module):
-            step.discard("a gradient is not finite")
+        with links.postpone_meetings():
+            yield step
+            if finite_gradients and not _are_finite(module):
+                step.discard("a gradient is not finite")
     except StepDiscarded as told:
         step._hear(told)
         told.__traceback__ = None
@@ -165,13 +165,29 @@ class _Links:
     def of(cls, units: list[Unit]) -> _Links:
         logs = list(dict.fromkeys(log for unit in units for log in unit.links.logs))
         logs.sort(key=lambda log: [group.ranks for group in log.groups])
-        epochs = {  # part of a group first: who waits there may be awaited in the whole of it
-            (log, group): log.epoch(group)
+        links = [
+            (log, group)
             for log in logs
             for group in dict.fromkeys((*log.channels, *log.groups))
             if group.pg is not None
-        }
+        ]
+        # Every rank meets its groups in the same order: else two wait for each other in different
+        # ones.
+        links.sort(key=lambda link: (link[1].size, link[1].ranks))
+        epochs = {(log, group): log.epoch(group) for log, group in links}
         return cls(list(dict.fromkeys(unit.engine for unit in units)), logs, epochs)
+
+    @contextmanager
+    def postpone_meetings(self) -> Iterator[None]:
+        """Inside, a rank that finds that others have ended the step meets them in ``_agree``."""
+        for log in self.logs:
+            log.is_skippable = True
+            log.unmet.clear()
+        try:
+            yield
+        finally:
+            for log in self.logs:
+                log.is_skippable = False
 
     @property
     def can_tell(self) -> bool:
@@ -203,14 +219,18 @@ def _agree(step: SkippableStep, links: _Links) -> None:
     if step._own:
         step.reasons[dist.get_rank() if dist.is_initialized() else 0] = step._own
     if links.can_tell:
-        code = _KEPT if step._own is None else _DISCARDED
-        told = [(log, comm.tell(log, code, group)) for log, group in links.unsettled()]
-        for log, heads in told:
+        code = KEPT if step._own is None else DISCARDED
+        told = [
+            (log, group, None if group in log.unmet else comm.tell(log, code, group))
+            for log, group in links.unsettled()
+        ]
+        for log, group, heads in told:
             try:
                 if step._own is not None:
                     log.announce_discard(step._own)
-                if heads is not None:
-                    comm.hear(heads)
+                if heads is None:
+                    log.disagree(group, meets=DISCARDED)
+                comm.hear(heads)
             except StepDiscarded as found:
                 step._hear(found)
     if len(links.epochs) > 1 or (links.epochs and not links.can_tell):

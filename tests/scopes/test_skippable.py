@@ -86,12 +86,17 @@ def test_ranks_fail_in_different_places() -> None:
     run_ranks(ranks, 3)
 
 
-def test_replicas_are_told_too() -> None:
-    """A rank of another shard group and another replica has no group with the one that raises."""
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.HYBRID_SHARD_OPTIMIZER])
+def test_replicas_are_told_too(strategy: ShardingStrategy | None) -> None:
+    """A rank of another shard group and another replica has no group with the one that raises.
+
+    From the first step on, whose collectives are compared over all ranks, who wait there while the
+    one that raises waits in a part of them.
+    """
 
     def ranks(rank: int) -> None:
         mesh = mesh_of_replicas(2, 2)
-        twin = Twin(rank, 4, Fragile, lambda m: by_block(m, mesh=mesh))
+        twin = Twin(rank, 4, Fragile, lambda m: by_block(m, mesh=mesh, strategy=strategy))
         for bad, at in ((0, 1), (3, "backward 1"), (2, "end"), (1, None), (0, "backward 0")):
             step = skip(twin, at, {bad})
             assert step.skipped and list(step.reasons) == [bad], step.reasons

@@ -42,6 +42,7 @@ MAX_EVENTS = 1 << 16
 
 DISCARD = "discard"
 _DISAGREED, _END, _DISCARDED = 0, 1, 3
+KEPT, DISCARDED = 1, 2  # how a rank ends a skippable step
 _FACTOR = 0x5851F42D4C957F2D
 _MASK = (1 << 62) - 1
 
@@ -131,6 +132,8 @@ class Log:
     channels: dict[Group, None] = field(default_factory=dict)  # groups that data travels over
     told: Sequence[Any] = ()  # of the last disagreement, on its way
     unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
+    is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
+    unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
 
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
@@ -252,16 +255,20 @@ class Log:
         code = self.events[-1][0] if self.events else 0
         return (code, self.hash, len(self.events), 0, 0, 0, 0, 0)
 
-    def disagree(self, group: Group, meets: bool) -> NoReturn:
+    def disagree(self, group: Group, meets: int) -> NoReturn:
         """Raise where a message ahead of data differed, which only the ranks of ``group`` know.
 
         They tell the other groups, whose ranks hear of it where they wait for data of these, or
         will, and tell others in turn; then all compare what they did. Where a rank ``meets`` the
-        others, at the end of a skippable step, it tells its groups itself.
+        others, at the end of a skippable step, it tells its groups itself; a rank that is inside
+        the step compares at its end, since the others may wait for it in another group first.
 
         Raises:
             RuntimeError: always.
         """
+        if meets == DISCARDED and self.is_skippable:
+            self.unmet.add(group)
+            raise StepDiscarded({})
         if meets:
             self._raise((group,), self.step, self.events, late=False)
         others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
@@ -297,15 +304,16 @@ class Log:
         self.disagreements += 1
         for group in groups:
             self.epochs[group] = self.epoch(group) + 1
+        self.unmet -= set(groups)
 
 
 class StepDiscarded(RuntimeError):
     """Raised where some ranks discard the step; ``reasons`` says why, by rank, if known."""
 
     def __init__(self, told: dict[int, str]) -> None:
-        rank, reason = max(told.items(), key=lambda item: bool(item[1]))
+        rank, reason = max(told.items(), key=lambda item: bool(item[1]), default=(None, ""))
         super().__init__(
-            f"rank {rank} discards this step ({reason or 'as another rank does'}), for which this "
+            f"{'another rank' if rank is None else f'rank {rank}'} discards this step ({reason or 'as another rank does'}), for which this "
             "rank waits. Run it inside `with fsdp_compose.skippable_step(model):` on every rank."
         )
         self.reasons = {rank: reason for rank, reason in told.items() if reason}
