@@ -360,6 +360,29 @@ def test_what_a_device_waits_for_is_noted() -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_failed_backward_waits_for_its_reduction() -> None:
+    """The buffer of a reduction that a failure left under way is not freed while it is read."""
+
+    def ranks(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+            model = by_block(seeded(Tower))
+            engine = next(iter(here.engines.values()))
+            fail = model.blocks[0].register_forward_hook(
+                lambda module, args, out: out.register_hook(lambda grad: 1 / 0) and None
+            )
+            with pytest.raises(ZeroDivisionError):
+                square(model, data(0, rank)).backward()
+            fail.remove()
+            left = [reduction.done for reduction in engine.reductions]
+            assert left
+            with fc.no_sync(model):  # clears what the failed step left
+                assert engine.reductions == []
+            clock = races.device.main.clock
+            assert all(clock.get(k, 0) >= tick for done in left for k, tick in done.clock.items())
+
+    run_ranks(ranks, 2)
+
+
 OFFLOADS = {
     "params": fc.Offload(params=True),
     "params and grads": fc.Offload(params=True, grads=True),

@@ -312,8 +312,9 @@ class StepDiscarded(RuntimeError):
 
     def __init__(self, told: dict[int, str]) -> None:
         rank, reason = max(told.items(), key=lambda item: bool(item[1]), default=(None, ""))
+        who = "another rank" if rank is None else f"rank {rank}"
         super().__init__(
-            f"{'another rank' if rank is None else f'rank {rank}'} discards this step ({reason or 'as another rank does'}), for which this "
+            f"{who} discards this step ({reason or 'as another rank does'}), for which this "
             "rank waits. Run it inside `with fsdp_compose.skippable_step(model):` on every rank."
         )
         self.reasons = {rank: reason for rank, reason in told.items() if reason}
