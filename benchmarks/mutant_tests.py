@@ -32,7 +32,10 @@ HOME = ROOT / "build" / "mutants"
 
 # What may notice a mutant: programs of the fuzzer by the size of their world, and files of tests.
 PROGRAMS = {1: range(12), 2: range(60), 3: range(12), 4: range(6)}
-FILES = ("tests/core", "tests/scopes", "tests/test_fuzz.py")
+FILES = (
+    "tests/core", "tests/scopes", "tests/test_fuzz.py", "tests/construct", "tests/optim",
+    "tests/report", "tests/simulation", "tests/comm", "tests/checkpoint",
+)  # fmt: skip
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
 ROUNDS = (2.0, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
 OVERHEAD = 0.1  # seconds that each test costs besides, so that one that costs nothing is no bargain
@@ -205,12 +208,14 @@ class Reach:
 
     Attributes:
         statements: their keys; a test's are noted by their numbers here.
-        files: by file of tests, or programs of one size: a hash of its text, and by test the
-            seconds of processor time that it takes and the numbers of the statements it runs.
+        files: by file of tests, or programs of one size: a hash of its text and of the engine's
+            sources, and by test the seconds of processor time that it takes and the numbers of the
+            statements it runs.
     """
 
     def __init__(self, path: Path, sources: Sequence[Path]) -> None:
         self.path, self.sources = path, sources
+        self.engine = "".join(source.read_text() for source in sources)
         known = json.loads(path.read_text()) if path.exists() else {}
         self.statements: list[str] = known.get("statements", [])
         self.files: dict[str, Any] = known.get("files", {})
@@ -227,8 +232,12 @@ class Reach:
                     for number in numbers:
                         self.tests[self.statements[number]].add(test)
 
+    def count_unknown(self, mutants: Iterable[Mutant]) -> int:
+        """How many statements of ``mutants`` were not there when tests were measured."""
+        return len({m.statement for m in mutants if m.statement} - self.numbers.keys())
+
     def measure(self, folders: Sequence[str]) -> None:
-        """Measure the files of tests that have changed since they were measured."""
+        """Measure the tests of files that, or the engine, changed since they were measured."""
         trees = {p: marked(name_in(p), parse(p), self._number) for p in self.sources}
         self._measure_each("fuzzer", repr(PROGRAMS), trees, run_programs)
         for path in [path for folder in folders for path in files_in(ROOT / folder)]:
@@ -245,7 +254,7 @@ class Reach:
     def _measure_each(
         self, name: str, text: str, trees: dict[Path, ast.Module], run: Callable[[Watch], None]
     ) -> None:
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256((self.engine + text).encode()).hexdigest()
         if self.files.get(name, {}).get("digest") == digest:
             return
         seen = mmap.mmap(-1, len(self.statements))  # shared with what is forked from a test
@@ -415,9 +424,8 @@ def in_rounds(tests: Sequence[str], costs: dict[str, float]) -> Iterator[list[st
         yield part
 
 
-def check_unchanged(tree: ast.Module, reach: Reach) -> None:
-    """The engine as it is passes the cheap tests in the place where mutants run."""
-    tests = sorted(reach.costs, key=reach.costs.__getitem__)[:40]
+def fails_unchanged(tree: ast.Module, tests: Sequence[str]) -> str:
+    """Which of the tests fails first on the engine as it is, in the place where mutants run."""
     path = FOLDER / "schedule.py"
     name = module_of(path)
 
@@ -425,9 +433,23 @@ def check_unchanged(tree: ast.Module, reach: Reach) -> None:
         install(name, path, tree)
         return check_engine(name, tests)
 
-    failed = run_apart(work, 600.0)
+    return run_apart(work, 900.0) or ""
+
+
+def check_unchanged(tree: ast.Module, reach: Reach) -> None:
+    """The engine as it is passes the cheap tests in the place where mutants run."""
+    failed = fails_unchanged(tree, sorted(reach.costs, key=reach.costs.__getitem__)[:40])
     if failed:
         raise SystemExit(f"without any change, {failed} fails; see {HOME / 'output.txt'}")
+
+
+def false_killers(tree: ast.Module, killers: Iterable[str]) -> set[str]:
+    """Tests that fail without any change, so that what they noticed is no mutant."""
+    tests, found = sorted(set(killers) - {"", IMPORT, LIMIT, CRASH}), set()
+    while failed := fails_unchanged(tree, tests):
+        tests = [test for test in tests if test != failed]
+        found.add(failed)
+    return found
 
 
 def run_mutant(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -40,6 +41,7 @@ from mutant_tests import (
     History,
     Reach,
     check_unchanged,
+    false_killers,
     name_in,
     parse,
     run_mutant,
@@ -74,6 +76,14 @@ def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
     """The last outcome of each mutant that was run, by key."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {outcome["mutant"]: outcome for outcome in map(json.loads, lines)}
+
+
+def drop_false_kills(path: Path, done: dict[str, dict[str, Any]], killers: set[str]) -> None:
+    """Forget mutants that only tests noticed which fail in any case; they are run again."""
+    for key in [key for key, outcome in done.items() if outcome["killer"] in killers]:
+        print(f"run again: {done.pop(key)['killer']} fails without {key} too", flush=True)
+    if killers:
+        path.write_text("".join(json.dumps(outcome) + "\n" for outcome in done.values()))
 
 
 def kind_of(killer: str) -> str:
@@ -144,12 +154,25 @@ class Report:
         ]
 
 
+def interval(killed: int, of: int) -> tuple[float, float]:
+    """Wilson's interval, in which the share of a large sample lies with a chance of 95 %."""
+    z, share, of = 1.96, killed / max(1, of), max(1, of)
+    middle, half = (
+        share + z * z / (2 * of),
+        z * math.sqrt(share * (1 - share) / of + (z / of) ** 2 / 4),
+    )
+    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
+
+
 def report_text(report: Report) -> list[str]:
     ran, killed, hidden = report.score(report.mutants)
+    low, high = interval(killed, ran - hidden)
     return [
         f"{killed} of {ran} mutants were killed: {100 * killed / max(1, ran):.1f} %. "
         f"{hidden} of those that survive are equivalent: nothing can observe the change. "
-        f"Without them the score is {100 * killed / max(1, ran - hidden):.1f} %.",
+        f"Without them the score is {100 * killed / max(1, ran - hidden):.1f} %; of a sample that "
+        f"no test was written for, that of all mutants lies between {100 * low:.1f} and "
+        f"{100 * high:.1f} % with a chance of 95 %.",
         "A survivor that is not explained passed the tests that were tried on it, cheap ones "
         "first, and not all that reach it: the score is at least this.",
         report.counts("file", "file"),
@@ -207,6 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.minutes == 0.0:
         waiting = []
     if waiting:
+        newer = reach.count_unknown(mutants)
+        print(f"{len(waiting)} mutants, {len(reach.costs)} tests; of {newer} statements newer than "
+              "the last --map the tests of their functions run", flush=True)  # fmt: skip
         check_unchanged(trees["schedule.py"], reach)
     started, history = time.monotonic(), History(done.values())
     for i, mutant in enumerate(waiting):
@@ -222,7 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not outcome["killer"]:
             print(f"{i + 1}/{len(waiting)} survives {len(outcome['passed'])} tests: "
                   f"{mutant.key} (line {mutant.line})", flush=True)  # fmt: skip
-    report = Report(chosen, read_outcomes(path), reasons)
+    done = read_outcomes(path)
+    if waiting:
+        killers = [done[mutant.key]["killer"] for mutant in waiting if mutant.key in done]
+        drop_false_kills(path, done, false_killers(trees["schedule.py"], killers))
+    report = Report(chosen, done, reasons)
     publish(
         "mutants",
         options,

@@ -94,3 +94,11 @@ def test_equivalent_mutants_do_not_count() -> None:
     assert report.score(mutants) == (8, 6, 1) and not report.stale()
     outcomes[hidden]["killer"] = "of three"
     assert report.stale() == [hidden]
+    low, high = tool.interval(90, 100)
+    assert 0.8255 < low < 0.8257 and 0.9447 < high < 0.9449
+
+
+def test_what_fails_anyway_kills_nothing(tmp_path: Path) -> None:
+    done = {name: {"mutant": name, "killer": name, "passed": []} for name in ("sound", "flaky")}
+    tool.drop_false_kills(tmp_path / "outcomes", done, {"flaky"})
+    assert tool.read_outcomes(tmp_path / "outcomes") == done == {"sound": done["sound"]}
