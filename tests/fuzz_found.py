@@ -108,6 +108,10 @@ FOUND = {
         3, "FULL_SHARD", (("torch clip", 0), ("skippable", 11)), prefetch=(1, 3),
         granularity="row",
     ),
+    "seed 100568: ranks gather ahead alike after a skipped step": Case(
+        Node((Leaf("single", unit=True),)), 2, "FULL_SHARD",
+        (("skippable", 2), ("scope grad", 0)), prefetch=(1, 3),
+    ),
     "seed 32158: units are gathered by name where ranks failed in other places": Case(
         Node(
             (

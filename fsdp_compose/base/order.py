@@ -33,8 +33,10 @@ class Order:
     """A sequence of visits that is expected to repeat; visitors are held weakly.
 
     Attributes:
-        recorded: passes of the last sequence, then older passes of visitors it did not begin with.
+        recorded: passes of the last sequence, then older passes of visitors it did not begin with,
+            then those that the sequence under way only assumes.
         latest: how many of ``recorded`` are of the last sequence.
+        known: how many of ``recorded`` were run.
         current: passes of the sequence under way, the last of them perhaps unfinished.
         place: index in ``recorded`` of the pass that the present one should repeat; None: unknown.
         cursor: position in that pass behind the last visit.
@@ -42,6 +44,7 @@ class Order:
 
     recorded: list[list[Ref]] = field(default_factory=list)
     latest: int = 0
+    known: int = 0
     current: list[list[Ref]] = field(default_factory=list)
     place: int | None = None
     cursor: int = 0
@@ -110,6 +113,7 @@ class Order:
         begun = {id(refs[0]()) for refs in passes}
         older = [p for p in self.recorded if p[0]() is not None and id(p[0]()) not in begun]
         self.recorded, self.latest = passes + older, len(passes)
+        self.known = len(self.recorded)
 
     def assume(self, visitors: Sequence[Any]) -> None:
         """Expect ``visitors`` in reverse of the pass that has just begun, if it is not recorded.
@@ -125,6 +129,7 @@ class Order:
     def forget(self) -> None:
         """Forget the sequence under way, a pass or the backward of which was interrupted."""
         self.current.clear()
+        del self.recorded[self.known :]
         self.place, self.cursor, self.is_open = None, 0, False
 
     def visited(self) -> list[Any]:

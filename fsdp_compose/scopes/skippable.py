@@ -25,6 +25,7 @@ from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
+from fsdp_compose.core.guards.compared_units import forget_orders
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
@@ -207,7 +208,7 @@ class _Links:
             log.start_over([group for one, group in self.unsettled() if one is log])
         for engine in self.engines:
             recover(engine)
-            engine.disagreements = sum(log.disagreements for log in engine.logs.values())
+            forget_orders(engine)  # some ranks may have run the step to its end
 
 
 def _agree(step: SkippableStep, links: _Links) -> None:

@@ -67,6 +67,21 @@ def test_any_sequence_is_predicted_once_recorded(seed: int) -> None:
         assert order.end() is None
 
 
+def test_what_a_lost_sequence_assumed_is_forgotten() -> None:
+    order = Order()
+    run(order, R, A, B)
+    order.close()
+    order.begin(S)
+    order.assume([S, C, D])
+    assert order.ahead(9) == [D, C]
+    order.forget()
+    order.begin(S)
+    assert order.ahead(9) == []
+    order.forget()
+    order.begin(R)
+    assert order.ahead(9) == [A, B]
+
+
 def test_a_change_inside_a_pass_is_told_and_recorded() -> None:
     order = Order()
     run(order, R, A, B, C)
