@@ -231,6 +231,7 @@ def spare_leaves(node: NodeModule) -> list[int]:
         and not child.leaf.unit
         and child.leaf.dtype == "float64"
         and child.leaf.tie is None
+        and child.leaf.kind != "empty"  # for which ranks alone exchange nothing
         and child.weight.requires_grad
     ]
     return spare if len(spare) > 1 else []
