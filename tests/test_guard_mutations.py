@@ -13,11 +13,12 @@ import fsdp_compose as fc
 from fsdp_compose.attach.entrances import ANSWERS
 from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import passes
-from fsdp_compose.optim import clip, slice_step, step_guard
+from fsdp_compose.optim import clip, slice_step, step_guard, step_plan
 from fsdp_compose.scopes import compile as compiling
 from fsdp_compose.scopes import skippable
 from fsdp_compose.sharded import is_sharded, reduce
 
+from checked_steps import assert_steps_agree
 from harness import RankFailure, run_ranks
 from models import Block, by_block, data, seeded, sgd, square, whole
 
@@ -168,6 +169,12 @@ def check_state_of_another_cut(rank: int) -> None:
         optimizer.step()
 
 
+def check_planned_step(rank: int) -> None:
+    """Torch fills the lists of a step again where an option that they depend on was changed."""
+    change = lambda optimizer, params: optimizer.param_groups[0].update(weight_decay=0.0)  # noqa: E731
+    assert assert_steps_agree(change) == [True, True, False, True, False]
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     "zeros for what a compiled graph never used": (give_zeros, check_compiled_unused),
     "own gradients in scopes": (give_own, check_asked_in_scope),
@@ -186,6 +193,10 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     "state of another cut taken for the right one": (
         lambda: setattr(slice_step, "_is_cut_alike", lambda one, other: True),
         check_state_of_another_cut,
+    ),
+    "a step by the plan of another": (
+        lambda: setattr(step_plan.Plan, "fits", lambda self, optimizer, found: True),
+        check_planned_step,
     ),
     "reductions not compared": (no_numbers, check_blend),
     "gradients of a skipped step kept": (

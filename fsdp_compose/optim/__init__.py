@@ -4,6 +4,7 @@ Files, each importing only from those above it:
 
     plain_parameters       flat_parameters, local_parameters: plain tensors over the shards
     unaveraged_parameters  steps over sharded parameters and plain ones nobody averages (D18)
+    step_plan              which state goes into which list of a step, remembered
     slice_step             steps of torch's elementwise optimizers run on the slices themselves
     matrices               whole matrices at the ranks that own them, collected and returned
     step_guard             a step that would train nothing, or on wrong values, raises (D12)

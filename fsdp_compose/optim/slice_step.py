@@ -4,7 +4,8 @@ Sharded parameters, gradients and state tell torch what they are in every call, 
 than a small update. An optimizer that treats every element alike computes the same on the plain
 slices. So the last hook before its step takes the step itself, inside a scope in which slices are
 plain tensors, and torch is left a step over nothing. Every hook has had its turn by then, and the
-scope ends where it began, also when the step raises.
+scope ends where it began, also when the step raises. A step tells the next one which state goes
+into which of torch's lists (``step_plan``), so that nothing is looked up again.
 
 Optimizers that look at shapes or norms, subclasses with a step of their own, differentiable steps
 and state that is not cut as its parameter is are left to torch, whose calls are checked one by one.
@@ -13,7 +14,7 @@ and state that is not cut as its parameter is are left to torch, whose calls are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -31,7 +32,7 @@ from fsdp_compose.base.torch_private import (
     step_function,
     untraced,
 )
-from fsdp_compose.core.reducing import get_grad
+from fsdp_compose.optim.step_plan import Plan, Recorder, survey
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, ShardSpec, tag
 
 Hooked: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
@@ -56,6 +57,7 @@ _ELEMENTWISE: dict[Callable[..., Any], type[Optimizer]] = {
 """By their step, the optimizers whose element k depends on elements k of what they are given."""
 
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Optimizer, Plan] = WeakKeyDictionary()
 
 
 def hook_slice_step(optimizer: Optimizer) -> None:
@@ -76,7 +78,9 @@ def unhook_slice_step(optimizer: Optimizer) -> None:
 
 
 def _find_kind(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch's whose step the optimizer takes; None where a subclass changed it."""
+    """The class of torch's whose step the optimizer takes; None where somebody changed it."""
+    if "_init_group" in vars(optimizer):
+        return None
     for own in type(optimizer).__mro__:
         if own.__module__.startswith("torch.optim."):
             break
@@ -94,16 +98,38 @@ def _step_slices(optimizer: Optimizer, args: Any, kwargs: Any) -> Hooked | None:
         with torch.enable_grad():
             loss = closure()
     again = () if closure is None else (lambda: loss,)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not _is_elementwise(optimizer, params):
-        return (optimizer, *again), {}
-    state = _list_state(optimizer)
-    if state is None:
-        return (optimizer, *again), {}
     kind = _find_kind(optimizer)
     assert kind is not None
-    _step(optimizer, [p for p in params if type(p) is ShardedParameter], state)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not _take_step(optimizer, params):
+        return (optimizer, *again), {}
     return (_make_empty(kind, optimizer), *again), {}
+
+
+def _take_step(optimizer: Optimizer, params: list[Any]) -> bool:
+    """Take the step by the plan that an earlier one left, or as torch does; False if it cannot."""
+    found = survey(optimizer, params)
+    plan = _plans.get(optimizer)
+    if plan is not None and plan.fits(optimizer, found):
+        state = plan.pick_state(found.values)
+        _step(optimizer, params, found.grads, state, plan.fill(found))
+        return True
+    _plans.pop(optimizer, None)
+    known = _list_state(optimizer) if _is_elementwise(optimizer, params) else None
+    if known is None:
+        return False
+    sharded = [param for param in params if type(param) is ShardedParameter]
+    recorder = Recorder(optimizer)
+    try:
+        _step(optimizer, sharded, found.grads, known, recorder.init_group)
+    finally:
+        is_new = _count_state(optimizer) != len(found.values)
+        if is_new:
+            _tag_state(optimizer)
+    plan = None if is_new else recorder.plan(found)
+    if plan is not None:
+        _plans[optimizer] = plan
+    return True
 
 
 def _make_empty(kind: type[Optimizer], optimizer: Optimizer) -> Optimizer:
@@ -145,30 +171,40 @@ def _is_cut_alike(one: ShardSpec, other: ShardSpec | None) -> bool:
     return other is not None and one.key == other.key
 
 
-def _step(optimizer: Optimizer, params: list[Any], state: list[Tensor]) -> None:
+def _step(
+    optimizer: Optimizer,
+    params: list[Any],
+    grads: list[Tensor | None],
+    state: Sequence[Any],
+    init_group: Callable[..., Any],
+) -> None:
     """Take the step with every sharded tensor's class changed to the plain one, and back after it.
 
     In the scope all act as plain tensors anyway, but reading ``grad`` runs Python, and kernels take
     longer to recognise another class. DTensors, whose class has other slots, keep theirs.
+
+    Args:
+        params: the sharded ones.
+        state: its sharded tensors.
+        init_group: called in the place of torch's.
     """
-    held = _count_state(optimizer)
+    tagged = [grad for grad in grads if type(grad) is ShardedTensor]
     with raw():
-        grads = [grad for grad in map(get_grad, params) if type(grad) is ShardedTensor]
         try:
+            optimizer.__dict__["_init_group"] = init_group
             _set_classes(params, nn.Parameter)
-            _set_classes(grads, Tensor)
+            _set_classes(tagged, Tensor)
             _set_classes(state, Tensor)
             step_function(type(optimizer))(optimizer)
         finally:
-            _set_classes(params, ShardedParameter)
-            _set_classes(grads, ShardedTensor)
-            _set_classes(state, ShardedTensor)
-            if _count_state(optimizer) != held:
-                _tag_state(optimizer)
             _count_fused_writes(optimizer)
+            _set_classes(params, ShardedParameter)
+            _set_classes(tagged, ShardedTensor)
+            _set_classes(state, ShardedTensor)
+            del optimizer.__dict__["_init_group"]
 
 
-def _set_classes(tensors: list[Any], kind: type) -> None:
+def _set_classes(tensors: Sequence[Any], kind: type) -> None:
     deque(map(set_class, tensors, repeat(kind)), 0)
 
 

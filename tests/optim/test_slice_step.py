@@ -14,19 +14,14 @@ from torch import nn
 
 import fsdp_compose
 from fsdp_compose.base.group import Group
-from fsdp_compose.sharded import ShardedWeightError, is_sharded, spec_of, to_local
+from fsdp_compose.optim.slice_step import _plans
+from fsdp_compose.sharded import ShardedWeightError, is_sharded, to_local
 from fsdp_compose.sharded.tensor import HANDLERS
 
+from checked_steps import checked, give, guard, same, tensors
 from harness import run_ranks
 from optimizers import EXACT, O
 from sharded_values import on_ranks, shard
-
-SHAPES = [(4, 3), (3, 5), (7,), (1,), (2, 3, 2)]
-
-
-def tensors(seed: int) -> list[torch.Tensor]:
-    gen = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=gen) for shape in SHAPES]
 
 
 def random_adam(seed: int) -> Any:
@@ -43,18 +38,6 @@ def random_adam(seed: int) -> Any:
         **options,
         **way,
     )
-
-
-def checked(optimizer: Any) -> Any:
-    """The same optimizer with a step of its own, which torch runs tensor by tensor."""
-    kind = type(optimizer)
-
-    def step(self: Any, closure: Any = None) -> Any:
-        return super(own, self).step(closure)
-
-    own = type(kind.__name__, (kind,), {"step": step})
-    optimizer.__class__ = own
-    return optimizer
 
 
 @contextmanager
@@ -75,22 +58,6 @@ def asked() -> Iterator[list[str]]:
         yield found
     finally:
         HANDLERS.update(before)
-
-
-def guard() -> None:
-    """Optimizer steps are looked at from the first unit on."""
-    fsdp_compose.fully_shard(nn.Linear(1, 1))
-
-
-def same(a: Any, b: Any) -> bool:
-    if is_sharded(a) and is_sharded(b):
-        return spec_of(a).key == spec_of(b).key and torch.equal(to_local(a), to_local(b))
-    return type(a) is type(b) and bool(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
-
-
-def give(params: list[Any], grads: list[torch.Tensor], missing: int | None) -> None:
-    for i, (param, grad) in enumerate(zip(params, grads)):
-        param.grad = None if i == missing else grad.clone()
 
 
 MAKE = {**EXACT, **{f"random {seed}": random_adam(seed) for seed in range(16)}}
@@ -120,6 +87,7 @@ def test_steps_equal_checked_steps(ranks: int) -> None:
                     mine, theirs = pair[0].state[p], pair[1].state[q]
                     assert list(mine) == list(theirs)
                     assert all(same(mine[k], theirs[k]) for k in mine), (name, number, i)
+            assert pair[0] in _plans, name
             saved = pair[0].state_dict()
             pair[0].load_state_dict(saved)
             pair[1].load_state_dict(pair[1].state_dict())
