@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import harness  # noqa: F401
 
     HOME.mkdir(parents=True, exist_ok=True)
-    reach = Reach(HOME / "reach.json", sources(options.guards))
+    reach = Reach(HOME / "reach.json", sources(guards=True))
     if options.map is not None or not reach.costs:
         reach.measure(options.map or FILES)
     if options.map is not None:

@@ -41,7 +41,7 @@ from fuzz_programs import Case, OnPurpose, build, draw, leaves, nodes, smaller, 
 from fuzz_search import Found, run_in_workers, seeds_of
 from fuzz_storage import remove_folders
 from fuzz_twin import Batched
-from models import Tolerance
+from models import Tolerance, assert_at_rest, units
 
 
 def run_case(rank: int, case: Case) -> None:
@@ -69,6 +69,9 @@ def run_case(rank: int, case: Case) -> None:
         for node in nodes(model):
             node.skip = None
     twin.train_on(99)
+    assert_at_rest(twin.model)
+    for log in {log for unit in units(twin.model) for log in unit.links.logs}:
+        assert not log.events and not log.guesses, "a step ends with nothing left to compare"
     twin.check()
 
 

@@ -140,7 +140,9 @@ def assert_at_rest(model: nn.Module) -> None:
     for unit in units(model):
         assert not unit.holds, f"unit {unit.name!r} is still held: {unit.holds}"
         assert unit.run.calls == 0 and unit.run.task is None and not unit.run.finished
-        assert not unit.run.modes and unit.run.shield is None
+        assert not unit.run.modes and unit.run.shield is None and unit.run.chosen is None
+        assert unit.run.showing is None, f"the modules of {unit.name!r} read full parameters"
+        assert not unit.graphs.readers, f"a graph still reads {unit.name!r}"
         assert unit.opened is None or not unit.opened.for_call, "a functional call is not closed"
         for bucket in unit.buckets:
             inner = bucket.inner
@@ -149,7 +151,11 @@ def assert_at_rest(model: nn.Module) -> None:
             if not bucket.in_place:
                 held = 0 if bucket.static else bucket.full.untyped_storage().nbytes()
                 assert not held and bucket.phase is Phase.SHARDED, f"{unit.name!r} is gathered"
-            assert not bucket.arriving.packed
+            arriving = bucket.arriving
+            assert bucket.users.holders == 0 and bucket.fill.mark is None
+            assert not arriving.packed, f"gradients of {unit.name!r} wait to be reduced"
+            assert not arriving.used and not arriving.trained
+            assert arriving.partial is None and arriving.waiting is None
             if bucket.grads is not None:
                 assert bucket.grads.flat.untyped_storage().nbytes() == 0
     engines = {id(u.engine): u.engine for u in units(model)}
@@ -162,7 +168,11 @@ def assert_at_rest(model: nn.Module) -> None:
             and not engine.reached
             and not engine.schedule.prefetched
             and engine.schedule.eval_order is None
+            and not engine.retained
+            and engine.host_reads is None
         )
+        for order in (engine.schedule.forward_order, engine.schedule.backward_order):
+            assert not order.is_open
     for name, param in model.named_parameters():
         assert isinstance(param, nn.Parameter), f"{name} is a {type(param).__name__}"
         assert param.is_leaf, name

@@ -18,14 +18,17 @@ from fsdp_compose import (
     Offload,
     Prefetch,
     ShardingStrategy,
+    default_hook,
     fully_shard,
     get_state,
+    register_comm_hook,
     set_forward_prefetch,
     set_is_last_backward,
     set_requires_all_reduce,
 )
 from fsdp_compose.base.process import here
-from fsdp_compose.core import gathering
+from fsdp_compose.core import forward, gathering
+from fsdp_compose.core.guards import used_parameters
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.sharded import is_sharded
 
@@ -327,6 +330,54 @@ def test_two_forwards_reduce_apart_unless_watched(hooked: bool, reduces: int) ->
         twin.check()
 
     simulate_ranks(ranks)
+
+
+def test_gradients_that_land_together_add_up() -> None:
+    """Two of one buffer in one backward, and then those of the last backward."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda m: by_block(m, offload_policy=Offload(grads=True, pin_memory=False))  # noqa: E731
+        twin = Twin(rank, 2, two_blocks, shard)
+        for is_last in (False, True):
+            set_is_last_backward(twin.model, is_last)
+            (a, b), (c, d) = twin.losses(square, 0), twin.losses(square, 1)
+            (a + c).backward()
+            (b + d).backward()
+        twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
+
+
+def test_ranks_ask_once_what_any_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which parameters any rank used is known before they are reduced, also through a hook."""
+    asked: list[str] = []
+    unite = used_parameters._unite
+    monkeypatch.setattr(
+        used_parameters, "_unite", lambda log, *rest: (asked.append(""), unite(log, *rest))
+    )
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(two_blocks))
+        register_comm_hook(model, None, default_hook)
+        torch.autograd.grad(square(model, data(0, rank)), list(model.parameters()))
+
+    simulate_ranks(ranks)
+    assert len(asked) == 2  # one bucket on each of two ranks
+
+
+def test_a_unit_is_looked_around_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module around it is looked for in the first forward that trains it, and in no other."""
+    found: list[str] = []
+    find = forward.find_surroundings
+    monkeypatch.setattr(
+        forward, "find_surroundings", lambda unit: (found.append(unit.name), find(unit))
+    )
+    model = by_block(seeded(two_blocks))
+    model.blocks[0].requires_grad_(False)
+    for seed in range(3):
+        square(model, data(seed, 0)).backward()
+    assert sorted(found) == ["Tower", "blocks.1"]
 
 
 def test_one_rank_alone_evaluates_what_is_not_sharded() -> None:
