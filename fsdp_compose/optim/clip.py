@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -289,7 +291,12 @@ def _combine_local(norms: torch.Tensor, order: float) -> torch.Tensor:
 
 def _describe_norm(grads: list[Gradient], order: float) -> str:
     """What ranks that combine norms compare; only where they are counted does the order matter."""
-    names = (name for grad in grads for name in grad.names)
+    return _describe_norm_of(tuple([tuple(grad.names) for grad in grads]), order)
+
+
+@lru_cache(maxsize=16)
+def _describe_norm_of(gradients: tuple[tuple[str, ...], ...], order: float) -> str:
+    names = chain.from_iterable(gradients)
     shown = ", ".join(names if order == 0 else sorted(names))
     return f"take the norm of order {order:g} of the gradients of {shown}"
 
@@ -396,7 +403,9 @@ def _find_clipped(grads: Any) -> list[Gradient] | None:
     if grads is None:
         return None
     found, left = join_buckets(params)
-    is_all = not left and sum(len(gradient.names) for gradient in found) == len(grads)
+    with raw():
+        is_all = all(get_grad(param) is None for param in left)
+    is_all &= sum(len(gradient.names) for gradient in found) == len(grads)
     if is_all and len({gradient.groups for gradient in found}) == 1:
         return found
     with raw():

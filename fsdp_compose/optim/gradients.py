@@ -45,7 +45,7 @@ from fsdp_compose.sharded import (
 Params = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Gradient:
     """One or more gradients' elements on this rank, as one plain tensor.
 
@@ -87,38 +87,43 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         leaves = list(map(leaf_of, shown))
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
-    _check_reduced(sharded, caller)
     found, left = join_buckets(sharded) if joins else ([], sharded)
+    _check_reduced([*[gradient.param for gradient in found], *left], caller)
     return found + _take_one_by_one(params, [*left, *others])
 
 
 def join_buckets(params: Sequence[Any]) -> tuple[list[Gradient], list[Any]]:
-    """The gradients of each bucket that lie in one buffer, and the parameters left with another.
+    """The gradients of each bucket that lie in one buffer, and the parameters left.
 
     Args:
-        params: sharded parameters.
+        params: sharded parameters; those without a gradient are among the ones left.
     """
     if len(set(map(id, params))) < len(params):
         return [], list(params)
     with raw():
         grads = list(map(get_grad, params))
-        bases = [None if grad is None else read_base(grad) for grad in grads]
+        left = [param for param, grad in zip(params, grads, strict=True) if grad is None]
+        if left:
+            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        bases = list(map(read_base, grads))
     keys = list(map(id, bases))
-    counts, firsts = Counter(keys), dict(zip(keys, zip(params, bases, strict=True), strict=True))
+    firsts = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
     found: list[Gradient] = []
     joined: set[int] = set()
-    for key, (param, base) in firsts.items():
+    counts = Counter(keys)
+    for key, count in counts.items():
+        base, param = bases[firsts[key]], params[firsts[key]]
         bucket = None if base is None else owner_of(find_entry(param))
         known = None if bucket is None else _know(bucket)
-        if base is None or bucket is None or known is None or counts[key] < len(bucket.entries):
+        if base is None or bucket is None or known is None or count < len(bucket.entries):
             continue
         if base.numel() == bucket.layout.shard_numel and base.dim() == 1:
             found.append(Gradient(known.names, base, known.groups, param=param))
             joined.add(key)
-    if len(joined) == len(firsts):
-        return found, []
-    pairs = zip(params, grads, keys, strict=True)
-    return found, [p for p, grad, key in pairs if grad is not None and key not in joined]
+    if len(joined) < len(counts):
+        left += [param for param, key in zip(params, keys, strict=True) if key not in joined]
+    return found, left
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,9 +171,7 @@ def _check_reduced(params: Sequence[Any], caller: str) -> None:
 
 
 def _take_one_by_one(params: Params, leaves: Iterable[Any]) -> list[Gradient]:
-    names: dict[int, str] = {}
-    if isinstance(params, nn.Module):
-        names = {id(leaf_of(param)): repr(name) for name, param in params.named_parameters()}
+    names: dict[int, str] | None = None
     found = []
     for number, param in enumerate(leaves):
         grad = param.grad
@@ -181,9 +184,17 @@ def _take_one_by_one(params: Params, leaves: Iterable[Any]) -> list[Gradient]:
             copies = _count_copies(spec.parallel)
             found.append(Gradient((describe(spec),), to_local(grad), groups, copies, owned))
         else:
+            names = _name_parameters(params) if names is None else names
             name = names.get(id(param), f"'parameter {number}'")
             found.append(_take_unsharded(name, param, grad))
     return found
+
+
+def _name_parameters(params: Params) -> dict[int, str]:
+    """The names of a module's parameters, by id; there are none where it is given a list."""
+    if not isinstance(params, nn.Module):
+        return {}
+    return {id(leaf_of(param)): repr(name) for name, param in params.named_parameters()}
 
 
 def groups_of_several(groups: tuple[Group, ...]) -> tuple[Group, ...]:

@@ -122,6 +122,37 @@ def test_edited_gradients_count_as_they_are(world: int) -> None:
     run_ranks(body, world)
 
 
+def test_a_module_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of a module's parameters are looked up where one of no unit has to be named."""
+    model, walks = sharded(), []
+    backward(model)
+    walk = nn.Module.named_parameters
+
+    def walking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        walks.append(self)
+        return walk(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "named_parameters", walking)
+    fc.clip_grad_norm_(model, 1.0)
+    del walks[:]
+    fc.clip_grad_norm_(model, 1.0)
+    assert walks == [model]  # by ``parameters``
+    model[0][0].weight.grad = None
+    fc.grad_norm(model)
+    assert walks == [model] * 2
+
+
+def test_frozen_buckets_leave_others_whole() -> None:
+    """A bucket without gradients changes nothing for those whose gradients are one buffer."""
+    model = sharded()
+    model[0].requires_grad_(False)
+    backward(model)
+    for clip in WAYS.values():
+        with Calls() as calls:
+            clip(model, 2.0)
+        assert [n for name, n in calls.found if name.startswith("_foreach")] == [2, 2]
+
+
 def test_one_of_a_bucket_is_clipped_alone() -> None:
     """Parameters given twice, or in part, are not taken for the whole of their buckets."""
     model, plain = sharded(), build()
