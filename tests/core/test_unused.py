@@ -23,6 +23,7 @@ from fsdp_compose import (
     set_find_unused_parameters,
     unshard,
 )
+from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import used_parameters as used_module
 from fsdp_compose.scopes.comm_hooks import default_hook
 
@@ -59,8 +60,14 @@ def test_what_no_rank_used_is_left_alone(option: str) -> None:
     run_ranks(train, 2)
 
 
-def test_replicas_find_what_others_used() -> None:
-    """Over both axes, with the all-reduce in every backward and in the last one only."""
+@pytest.mark.parametrize("heads", [True, False])
+def test_replicas_find_what_others_used(heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over both axes, with the all-reduce in every backward and in the last one only.
+
+    Without heads ahead of the data, as on other backends than gloo, the ranks are asked apart.
+    """
+    if not heads:
+        monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
 
     def train(rank: int) -> None:
         for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2):
