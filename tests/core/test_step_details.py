@@ -22,6 +22,7 @@ from fsdp_compose import (
     fully_shard,
     get_state,
     register_comm_hook,
+    register_post_reduce_hook,
     set_forward_prefetch,
     set_is_last_backward,
     set_requires_all_reduce,
@@ -53,15 +54,18 @@ from models import (
 )
 
 
-def test_a_block_is_done_before_the_backward_ends() -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_block_is_done_before_the_backward_ends(hooked: bool) -> None:
     """Its names show the parameters again, and its gradients are set, as code in hooks expects.
 
-    A frozen block is released too.
+    A frozen block is released too. What a hook sees in whole is not kept until the end.
     """
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower), prefetch=Prefetch(backward=0))
         model.blocks[1].requires_grad_(False)
+        if hooked:
+            register_post_reduce_hook(model.blocks[2], lambda module, params: None)
         seen = []
 
         def look(*_: Any) -> None:
