@@ -53,6 +53,7 @@ class Call(NamedTuple):
             outside of a unit's passes, where nothing is offered.
         factor: what a reduction still has to multiply each rank's tensor by. Only the library's own
             transport is asked to, on NCCL, which does it on the way.
+        room: what ``Transport.room`` returned here.
     """
 
     group: Group
@@ -61,6 +62,7 @@ class Call(NamedTuple):
     offered: Sequence[int] = ()
     offers: Callable[[], Sequence[Any]] | None = None
     factor: float = 1.0
+    room: Sequence[torch.Tensor] = ()
 
 
 class Started(NamedTuple):
@@ -108,6 +110,9 @@ class Transport:
             compared is there to be read. None: nothing is offered.
         lend: ``(nbytes, group)``: memory in which gradients are packed, so that they are offered
             where they lie; it answers None where there is none.
+        room: ``(parts, group)``: memory for what other ranks add in a reduction, which gets it in
+            ``Call.room``. Called before ranks compare what they do: a rank without memory has then
+            promised nothing that others would wait for. None: the reduction takes none.
     """
 
     gather: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Call], Started]
@@ -119,6 +124,7 @@ class Transport:
     may_wait: bool = True
     offer: Callable[[torch.Tensor, Group], Sequence[int]] | None = None
     lend: Callable[[int, Group], Any] | None = None
+    room: Callable[[Sequence[torch.Tensor], Group], Sequence[torch.Tensor]] | None = None
 
     def __repr__(self) -> str:
         """By the names of its functions, which ranks compare."""

@@ -33,7 +33,7 @@ from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
-from fsdp_compose.comm.transports import premultiplies
+from fsdp_compose.comm.transports import premultiplies, room_for_parts
 from fsdp_compose.comm.transports import transport_of as transport_of
 
 
@@ -122,20 +122,23 @@ def _open(
     caller: Caller | None,
     data: torch.Tensor,
     flags: Flags | None = None,
+    room: Sequence[torch.Tensor] = (),
 ) -> tuple[Call, Heads | None]:
     """What a transport is told; on gloo also the heads of other ranks, if they are not read yet.
 
     Args:
         data: what this rank brings.
+        room: memory for what it gets, see ``Call.room``.
     """
     if not is_point_to_point(group):
-        return Call(group, 0, purpose), None
+        return Call(group, 0, purpose, room=room), None
     if caller is None:
-        return Call(group, tag_of(purpose, nbytes), purpose), None
+        return Call(group, tag_of(purpose, nbytes), purpose, room=room), None
     head = caller.head()
     offer = Offer() if transport.offer is None else Offer(*transport.offer(data, group))
     heads = send_heads(caller, head, group, purpose, flags, offer=offer)
-    call = Call(group, tag_behind(caller, head, group), purpose, offer, heads.offers)
+    tag = tag_behind(caller, head, group)
+    call = Call(group, tag, purpose, offer, heads.offers, room=room)
     if transport.may_wait:
         heads.check()
         return call, None
@@ -234,7 +237,12 @@ def reduce_scatter_parts(
     nbytes, traffic, transport = total // group.size, here.traffic, transport_of(group)
     traffic.reduces += 1
     traffic.reduce_bytes += total - nbytes
-    call, heads = _open(group, transport, purpose, nbytes, caller, whole, flags)
+    room: Sequence[torch.Tensor] = ()
+    if in_tree and not transport.keeps_parts:
+        room = room_for_parts(parts, group)
+    elif transport.room is not None:
+        room = transport.room(parts, group)
+    call, heads = _open(group, transport, purpose, nbytes, caller, whole, flags, room)
     if in_tree and not transport.keeps_parts:
         started = _exchange_parts(parts, call)
     else:
@@ -247,12 +255,10 @@ def reduce_scatter_parts(
 def _exchange_parts(parts: Sequence[torch.Tensor], call: Call) -> Started:
     """Start fetching what each rank adds to this rank's part, from a transport that would sum."""
     group = call.group
-    own = parts[group.rank]
-    received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
     if group.reductions is not None:
         call = call._replace(group=replace(group, pg=group.reductions))
-    outgoing, incoming = ([t.view(torch.uint8) for t in side] for side in (parts, received))
-    return transport_of(group).exchange(outgoing, incoming, call)._replace(parts=received)
+    outgoing, incoming = ([t.view(torch.uint8) for t in side] for side in (parts, call.room))
+    return transport_of(group).exchange(outgoing, incoming, call)._replace(parts=call.room)
 
 
 def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -266,7 +272,7 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     own = parts[group.rank]
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += own.numel() * (group.size - 1)
-    received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+    received = room_for_parts(parts, group)
     transport = transport_of(group)
     call, _ = _open(group, transport, "exchange gradients", own.nbytes, None, own)
     started = transport.exchange(parts, received, call)

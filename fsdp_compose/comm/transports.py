@@ -58,9 +58,14 @@ def _gather_pairs(
     return send_pairs([own] * call.group.size, parts, call)
 
 
+def room_for_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """By rank, memory for what it adds to this rank's part; this rank's is that part itself."""
+    own = parts[group.rank]
+    return [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+
+
 def _reduce_pairs(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
-    group, own = call.group, parts[call.group.rank]
-    received = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+    received = call.room or room_for_parts(parts, call.group)
     return send_pairs(parts, received, call)._replace(parts=received)
 
 
@@ -140,6 +145,17 @@ def _lend_on_host(nbytes: int, group: Group) -> Lease | None:
     return None if segments is None else segments.lend(nbytes)
 
 
+def _room_on_host(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """As ``room_for_parts``; what ranks of this host add is read where it lies."""
+    segments, own = segments_of(group), parts[group.rank]
+    if segments is None:
+        return room_for_parts(parts, group)
+    found = [own] * group.size
+    for rank in segments.far:
+        found[rank] = torch.empty_like(own)
+    return found
+
+
 def _gather_on_host(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, call: Call
 ) -> Started:
@@ -160,10 +176,7 @@ def _reduce_on_host(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
     group, segments = call.group, segments_of(call.group)
     if segments is None or call.offers is None:
         return _reduce_pairs(whole, parts, call)
-    own = parts[group.rank]
-    found = [own] * group.size  # until the others' are there
-    for rank in segments.far:
-        found[rank] = torch.empty_like(own)
+    own, found = parts[group.rank], [*(call.room or _room_on_host(parts, group))]
     reading = segments.begin(segments.lease_of(whole))
     begin, nbytes = group.rank * own.nbytes, whole.nbytes
     reads = [
@@ -219,6 +232,7 @@ PAIRS = Transport(
     exchange=_exchange_pairs,
     keeps_parts=True,
     may_wait=False,
+    room=room_for_parts,
 )
 """Tensors go between pairs of ranks; the default on gloo."""
 
@@ -229,6 +243,7 @@ ON_HOST = replace(
     copies_own=True,
     offer=_offer_on_host,
     lend=_lend_on_host,
+    room=_room_on_host,
 )
 """Ranks of one host read each other's memory, the others send; where some ranks share a host."""
 

@@ -164,7 +164,11 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
         return
     fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
     work = partial(_fill, engine, bucket)
-    issue(engine.streams, engine.streams.gather, "gather", bucket, bucket.views.nbytes, work)
+    try:
+        issue(engine.streams, engine.streams.gather, "gather", bucket, bucket.views.nbytes, work)
+    except BaseException:  # such as no memory: the next use gathers it
+        _release(engine, bucket)
+        raise
     if fill.mark is not None:
         waiting.watch_mark(purpose_of(bucket), bucket.mesh.shard.ranks, fill.mark)
         if bucket.offload.shards:

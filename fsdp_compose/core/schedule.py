@@ -168,7 +168,11 @@ class Schedule(Generic[U, P]):
         self.work.announce(unit, reason)
         is_first = not unit.holds
         unit.holds.add(reason)
-        self.work.gather(unit, is_first)
+        try:
+            self.work.gather(unit, is_first)
+        except BaseException:
+            self.drop(unit, reason)
+            raise
 
     def drop(self, unit: U, reason: Hold) -> None:
         """Withdraw a reason, and release a unit that is left without any."""

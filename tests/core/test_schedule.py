@@ -357,6 +357,19 @@ def test_what_was_expected_in_vain_is_released() -> None:
     assert not world.members[1].holds
 
 
+def test_what_could_not_be_gathered_is_not_held() -> None:
+    """A gather that fails, for want of memory, leaves no reason behind: others may still hold."""
+    world = small_world(1, 1, False, Schedule, passes=1)
+    unit, schedule = world.members[0], world.schedule
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checker, "gather", lambda self, *_: self.full.update({"0": ""}) or 1 / 0)
+        for reasons in (set(), {Hold.KEPT}):
+            unit.holds = set(reasons)
+            with pytest.raises(ZeroDivisionError):
+                schedule.hold(unit, Hold.PREFETCH)
+            assert unit.holds == reasons
+
+
 class ForgetsToHold(Schedule[Any, Any]):
     def enter_backward(self, unit: Any) -> None:
         self.work.wait(unit)
