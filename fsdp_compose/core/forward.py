@@ -78,19 +78,23 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     run.calls -= 1
     while active and active.pop() is not unit:
         pass
-    output = cast_output(unit, output)
-    lost = None if run.calls else find_writes(unit, module.training)
-    backward: Backward = watch_outputs(unit, output) if lost is None else "none"
-    run.finished.add(id(module))
-    if run.calls == 0 and run.shield is not None:
-        unshield(unit)
-    if run.calls == 0 and (len(run.finished) >= len(unit.modules) or not active):
-        run.finished.clear()
-        _close_forward(unit, backward)
-    if lost is not None:
-        forget_written(unit)
-    if not active:
-        end_pass(unit, failed=lost is not None or sys.exc_info()[0] is not None)
+    lost: str | None = None
+    backward: Backward = "none"
+    try:
+        output = cast_output(unit, output)
+        lost = None if run.calls else find_writes(unit, module.training)
+        backward = watch_outputs(unit, output) if lost is None else "none"
+    finally:
+        run.finished.add(id(module))
+        if run.calls == 0 and run.shield is not None:
+            unshield(unit)
+        if run.calls == 0 and (len(run.finished) >= len(unit.modules) or not active):
+            run.finished.clear()
+            _close_forward(unit, backward)
+        if lost is not None:
+            forget_written(unit)
+        if not active:
+            end_pass(unit, failed=lost is not None or sys.exc_info()[0] is not None)
     raise_lost(lost)
     return output
 

@@ -109,10 +109,10 @@ def clear_failed(unit: Unit, module: nn.Module) -> None:
 @untraced_itself
 def call_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``function`` as if it were ``module``'s forward, which must be a unit's."""
-    changed = before_forward(module, args, kwargs)
-    if changed is not None:
-        args, kwargs = changed
     try:
+        changed = before_forward(module, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
         output = function(*args, **kwargs)
     except BaseException:
         after_forward(module, args, None)
