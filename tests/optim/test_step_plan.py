@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose.base.group import SELF
 from fsdp_compose.optim.slice_step import _plans
@@ -147,3 +148,26 @@ def test_state_in_other_mappings_is_left_to_torch() -> None:
         give(twin, tensors(number))
         plain.step()
     assert all(same(p, q) for p, q in zip(params, twin))
+
+
+class Kernels(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_planned_step_reads_no_number() -> None:
+    """The host would wait for a learning rate, or a step count, that lies on a device."""
+    guard()
+    params = shard(tensors(0), SELF)
+    optimizer = O.AdamW(params, torch.tensor(0.1), fused=True)
+    for number in range(4):
+        give(params, tensors(number))
+        with Kernels() as kernels:
+            optimizer.step()
+    called = [name for name in kernels.names if not name.startswith("_record_function")]
+    assert called == ["_foreach_add_", "_fused_adamw_"]
