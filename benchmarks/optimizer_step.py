@@ -30,10 +30,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, one by one": partial(torch.optim.AdamW, lr=1e-6, foreach=False),
     "SGD with momentum, foreach": partial(torch.optim.SGD, lr=1e-6, momentum=0.9, foreach=True),
 }
-HEADERS = ["", "plain, ms", "min–max", "ours, ms", "min–max", "ours ÷ plain", "middle 80 %"]
-HEADERS += ["ours ÷ (plain + one small all-reduce)", "middle 80 %"]
-Sides = tuple[Callable[[], object], ...]
-"""The plain side, for clipping the plain side with one small all-reduce, and ours."""
+Pair = tuple[Callable[[], object], Callable[[], object]]
 
 
 def plain_like(sharded: list[Any]) -> list[Tensor]:
@@ -46,24 +43,23 @@ def plain_like(sharded: list[Any]) -> list[Tensor]:
     return found
 
 
-def compare(sides: Sides, rounds: int) -> tuple[list[Spread], list[Spread]]:
-    """ms of each side, and the last side ÷ each other, over ``rounds`` neighbouring calls."""
-    samples: list[list[float]] = []
+def compare(pair: Pair, rounds: int) -> tuple[Spread, Spread, Spread]:
+    """ms of the plain side and of ours, and ours ÷ plain, over ``rounds`` neighbouring calls."""
+    samples: list[tuple[float, float]] = []
     for turn in range(rounds + 3):
-        taken = [0.0] * len(sides)
-        for step in range(len(sides)):
-            side = (turn + step) % len(sides)
+        taken = [0.0, 0.0]
+        for side in (turn % 2, 1 - turn % 2):
             start = time.process_time()
-            sides[side]()
+            pair[side]()
             taken[side] = (time.process_time() - start) * 1e3
-        samples.append(taken)
-    times = [list(column) for column in zip(*samples[3:], strict=True)]
-    cut = slice(rounds // 10, rounds - rounds // 10)
-    ratios = [
-        Spread.of(sorted(mine / other for other, mine in zip(column, times[-1], strict=True))[cut])
-        for column in times[:-1]
-    ]
-    return list(map(Spread.of, times)), ratios
+        samples.append((taken[0], taken[1]))
+    samples = samples[3:]
+    ratios = [mine / plain for plain, mine in samples]
+    return (
+        Spread.of([plain for plain, _ in samples]),
+        Spread.of([mine for _, mine in samples]),
+        Spread.of(sorted(ratios)[rounds // 10 : rounds - rounds // 10]),
+    )
 
 
 def shard_like(shape: Shape, shards: list[Tensor]) -> nn.Module:
@@ -85,17 +81,17 @@ def with_all_reduce(clip: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def sides_of(shape: Shape, model: nn.Module, views: dict[str, list[Any]]) -> dict[str, Sides]:
-    """What is timed, by name."""
+def pairs_of(shape: Shape, model: nn.Module, views: dict[str, list[Any]]) -> dict[str, Pair]:
+    """What is timed, by name: the plain side and ours."""
     clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0)
     sharded = list(model.parameters())
     shards = plain_like(sharded)
     twin = shard_like(shape, shards)  # a module whose parameters torch has to list, too
-    sides: dict[str, Sides] = {}
+    pairs: dict[str, Pair] = {}
     for name, make in OPTIMIZERS.items():
-        sides[name] = make(shards).step, make(sharded).step
+        pairs[name] = make(shards).step, make(sharded).step
         for view, params in views.items():
-            sides[f"{name}, {view}"] = make(shards).step, make(params).step
+            pairs[f"{name}, {view}"] = make(shards).step, make(params).step
     mine = partial(fsdp_compose.clip_grad_norm_, max_norm=1.0)
     of_list, of_module = partial(clip, shards), lambda: clip(list(twin.parameters()))
     for name, plain_clip, our_clip in (
@@ -103,8 +99,12 @@ def sides_of(shape: Shape, model: nn.Module, views: dict[str, list[Any]]) -> dic
         ("ours", of_list, partial(mine, sharded)),
         ("ours, of a module", of_module, partial(mine, model)),
     ):
-        sides[f"clip_grad_norm_, {name}"] = plain_clip, with_all_reduce(plain_clip), our_clip
-    return sides
+        pairs[f"clip_grad_norm_, {name}"] = plain_clip, our_clip
+        pairs[f"clip_grad_norm_, {name}; plain with an all-reduce"] = (
+            with_all_reduce(plain_clip),
+            our_clip,
+        )
+    return pairs
 
 
 def parse() -> argparse.Namespace:
@@ -133,19 +133,17 @@ def main() -> None:
         }
         for model in models:
             with_gradients(model, shape, "ours")
-        for name, sides in sides_of(shape, models[0], views).items():
-            times, ratios = compare(sides, options.rounds)
-            cells = [cell for spread in (times[0], times[-1], *ratios) for cell in spread.cells(2)]
-            rows.append([name, *cells, *[""] * (len(HEADERS) - 1 - len(cells))])
-            figures[name] = {"plain": times[0], "ours": times[-1], "ratio": ratios[0]}
-            if len(sides) > 2:
-                figures[name] |= {"plain, all-reduce": times[1], "ratio, all-reduce": ratios[1]}
+        for name, pair in pairs_of(shape, models[0], views).items():
+            plain, mine, ratio = compare(pair, options.rounds)
+            rows.append([name, *plain.cells(2), *mine.cells(2), *ratio.cells(2)])
+            figures[name] = {"plain": plain, "ours": mine, "ratio": ratio}
     count = len(list(models[0].parameters()))
+    headers = ["", "plain, ms", "min–max", "ours, ms", "min–max", "ours ÷ plain", "middle 80 %"]
     sections = [
         f"{count} parameters in {options.units} units, width {options.width}; fake process group "
         f"of 2 ranks on CPU; medians over {options.rounds} neighbouring calls. CPU time of one "
         "thread. Gradients are those that a backward left.",
-        common.table(HEADERS, rows),
+        common.table(headers, rows),
         "## Machine",
         common.machine(),
     ]
