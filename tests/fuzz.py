@@ -48,6 +48,7 @@ def run_case(rank: int, case: Case) -> None:
     """Run ``case`` on this rank, beside its plain twin."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="the forward of unit")  # a skipped node
+    warnings.filterwarnings("ignore", message="module forward hook")  # torch's, of a second error
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
     low = bool(case.compute) or any(leaf.dtype != "float64" for leaf in leaves(case.tree))
     tolerance = Tolerance(1e-3, 1e-4) if low else Tolerance(1e-7, 1e-9)

@@ -108,6 +108,10 @@ FOUND = {
         3, "FULL_SHARD", (("torch clip", 0), ("skippable", 11)), prefetch=(1, 3),
         granularity="row",
     ),
+    "seed 128206: two buckets of a unit are under way where another rank skips": Case(
+        Node((Node((Node((Leaf("matrix"), Leaf("scalar", dtype="float32")), True),)),), calls=2),
+        2, "FULL_SHARD", (("step", 0), ("skippable", 4)),
+    ),
     "seed 100568: ranks gather ahead alike after a skipped step": Case(
         Node((Leaf("single", unit=True),)), 2, "FULL_SHARD",
         (("skippable", 2), ("scope grad", 0)), prefetch=(1, 3),

@@ -39,9 +39,11 @@ class Caller(Protocol):
     Attributes:
         unread: by process group, exchanges whose heads were not read yet, or whose flags were not
             taken, in the order sent.
+        unmet: groups in which others have ended a skippable step that this rank is inside.
     """
 
     unread: dict[Any, deque[Heads]]
+    unmet: set[Group]
 
     def epoch(self, group: Group) -> int:
         """Counts disagreements in ``group``: what was sent before one is never read after it."""
@@ -119,7 +121,7 @@ class Heads:
 
         Some of them may never have come to this exchange then, and nobody is to read its data.
         """
-        if self.caller.epoch(self.group) != self.epoch:
+        if self.caller.epoch(self.group) != self.epoch or self.group in self.caller.unmet:
             return False
         mine, rows = self.sent, self.rows()
         self.compare(mine, rows)
