@@ -132,17 +132,16 @@ graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without what it looks at first, for calls outside ``torch.func``."""
+    """``function.apply``, and its backward, less what torch looks at first for ``torch.func``."""
+    wanted: Any = function
     base: Any = super(torch.autograd.Function, function)
+    wanted._backward_cls.apply = function.backward
     apply: Callable[..., Any] = base.apply
     return apply
 
 
 def hook_for_good(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-    """Register ``hook`` on the gradient of a tensor that is no leaf, with no handle to remove it.
-
-    Making the handle takes longer than the rest.
-    """
+    """Hook the gradient of a tensor that is no leaf, without a handle, which takes the longest."""
     if type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
         return

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.slots import SlotSums
 from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
-from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange
+from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange, GatherPlan, ReducePlan
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Residence, ShardSpec
 
@@ -90,7 +91,7 @@ class Entry:
         self.held = self.param
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class GradBuffer:
     """Where gradients are packed; ``flat`` is real, so that any backend can sum it."""
 
@@ -100,6 +101,7 @@ class GradBuffer:
     views: list[torch.Tensor]  # by entry, in the parameter's shape and strides
     gaps: list[torch.Tensor]  # where no parameter lies
     lease: Any = None  # of memory that others have too, see Transport.lend; None: of its own
+    plan: ReducePlan | None = field(default=None, init=False)  # made by the first reduction of it
 
 
 @dataclass(eq=False, repr=False)
@@ -156,9 +158,9 @@ class Dtypes:
     grad: torch.dtype  # of ``.grad``
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Views:
-    """Views of a bucket's buffers, made once.
+    """Views of a bucket's buffers, made once; where a buffer is replaced, they are too.
 
     Attributes:
         params: by entry, the object that holds its slice.
@@ -169,6 +171,7 @@ class Views:
         shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.
         splits: sizes that cut a sharded gradient into slices and gaps.
         pieces: by entry, which of these is its slice.
+        plan: of gathers over these views, made by the first one; None where they are not alike.
     """
 
     params: list[nn.Parameter]
@@ -179,6 +182,7 @@ class Views:
     shard_bytes: torch.Tensor | None
     splits: list[int]
     pieces: list[int]
+    plan: GatherPlan | None = field(default=None, init=False)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -318,7 +322,7 @@ class Bucket:
         rank, unit = group.ranks[group.rank], self.entries[0].spec.unit
         logger.debug(line, rank, phase, unit, nbytes, *numbers)
 
-    @property
+    @cached_property
     def every(self) -> int:
         """The bits of all entries."""
         return (1 << len(self.entries)) - 1

@@ -46,12 +46,16 @@ def purpose_of(bucket: Bucket) -> str:
 
 def start_fill(bucket: Bucket) -> comm.Exchange:
     """Allocate ``full`` and start filling it from every rank's shard."""
-    storage = bucket.full.untyped_storage()
+    storage, views = bucket.full.untyped_storage(), bucket.views
     if storage.nbytes() == 0:
-        storage.resize_(bucket.views.nbytes)
-    group, parts, inner = bucket.mesh.shard, bucket.views.part_bytes, bucket.inner
+        storage.resize_(views.nbytes)
+    if views.plan is not None:
+        if views.plan.own is not views.shard_bytes:
+            copy_shard(views.own, _resident_shard(bucket))
+        return views.plan.start()
+    group, parts, inner = bucket.mesh.shard, views.part_bytes, bucket.inner
     purpose, caller, codec = purpose_of(bucket), bucket.users.caller, bucket.mp.gather_codec
-    whole, own = bucket.views.whole_bytes, bucket.views.shard_bytes
+    whole, own = views.whole_bytes, views.shard_bytes
     if inner is not None and _is_stored(bucket, inner):
         assert inner.store is not None
         group, parts, own = inner.group, inner.parts, None
@@ -62,9 +66,12 @@ def start_fill(bucket: Bucket) -> comm.Exchange:
         return comm.gather_encoded(shard, into, codec, group, purpose, caller)
     elif own is None or not comm.transport_of(group).copies_own or not group.pg:
         own = None
-        copy_shard(bucket.views.own, _resident_shard(bucket))
+        copy_shard(views.own, _resident_shard(bucket))
     if own is None:
         own = parts[group.rank] if parts else whole
+    if inner is None and not comm.is_point_to_point(group):
+        views.plan = comm.plan_gather(whole, parts, own, group, purpose)
+        return views.plan.start()
     return comm.gather_parts(whole, parts, own, group, purpose, caller)
 
 

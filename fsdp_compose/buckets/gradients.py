@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
 
-from fsdp_compose.base.loops import has_none
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer, alias
@@ -20,7 +21,8 @@ def open_grad_buffer(bucket: Bucket) -> GradBuffer:
     buffer = bucket.grads
     if buffer is not None and bucket.arriving.packed:
         return buffer
-    lent = _lend_grad_buffer(bucket)
+    is_own = buffer is not None and buffer.plan is not None and bucket.static is None
+    lent = None if is_own else _lend_grad_buffer(bucket)
     if lent is not None:
         buffer = lent
     elif buffer is None or buffer.lease is not None:
@@ -93,7 +95,7 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
     views: list[torch.Tensor] = buffer.views
     given: Any = grads
     zeros, used = buffer.gaps, bucket.every
-    if has_none(grads):
+    if any(map(is_, grads, repeat(None))):
         used = sum(1 << i for i, grad in enumerate(grads) if grad is not None)
         pairs = list(zip(buffer.views, grads, strict=True))
         views = [view for view, grad in pairs if grad is not None]

@@ -5,6 +5,7 @@ Files, each importing only from those above it:
     flags        bits that ranks combine with an or
     codecs       bf16, and fp8 or int8 values in blocks with a scale each
     grad_bucket  the gradients of a bucket, as a communication hook is given them
+    sums         adds up what ranks bring to a sum
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group
     meeting      ranks that wait for each other in different groups raise

@@ -19,7 +19,6 @@ from fsdp_compose.base.codec import GatherCodec, encode_shard
 from fsdp_compose.base.group import Call, Group, Op, Started, Transport
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
-from fsdp_compose.base.slots import add_in_tree
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.flags import Flags as Flags
 from fsdp_compose.comm.heads import Caller as Caller
@@ -33,6 +32,7 @@ from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
+from fsdp_compose.comm.sums import add_up, factor_of
 from fsdp_compose.comm.transports import premultiplies, room_for_parts
 from fsdp_compose.comm.transports import transport_of as transport_of
 
@@ -83,35 +83,14 @@ class ReduceScatter:
         parts, self.contributions = self.contributions, ()
         if len(parts) == 1:
             total = parts[0] if parts[0].dtype == dtype else parts[0].to(dtype)
-            return total if scale == 1.0 else total.mul_(scale)
+            return total if scale == 1.0 else total.mul_(factor_of(scale, dtype))
         is_spare = self.release is None and parts[0].dtype == dtype
         received = parts[1 if self.own == 0 else 0]
         total = received if is_spare else torch.empty_like(received, dtype=dtype)
-        _add_up(parts, total, scale, self.in_tree)
+        add_up(parts, total, scale, self.in_tree)
         if self.release is not None:
             self.release()
         return total
-
-
-_IN_CACHE = 1 << 17  # elements
-
-
-def _add_up(
-    parts: Sequence[torch.Tensor], total: torch.Tensor, scale: float, in_tree: bool
-) -> None:
-    """Set ``total`` to the sum of ``parts``, in their order or as a tree, times ``scale``.
-
-    On a CPU piece by piece, so that what is added to has not left the cache.
-    """
-    size = _IN_CACHE if total.device.type == "cpu" else total.numel()
-    for rows in zip(total.split(size), *(part.split(size) for part in parts), strict=True):
-        piece, *terms = rows
-        first = len(terms) if in_tree else 2
-        add_in_tree(terms[:first], piece)
-        for other in terms[first:]:
-            piece += other
-        if scale != 1.0:
-            piece.mul_(scale)
 
 
 def _open(
@@ -161,6 +140,8 @@ def gather_parts(
         own: what this rank sends: its part, filled already; or, where the transport copies it there
             (``copies_own``), another tensor of the same bytes.
     """
+    if not is_point_to_point(group):
+        return plan_gather(whole, parts, own, group, purpose).start()
     total = whole.numel()
     if group.pg is None or total == 0:
         return Exchange()
@@ -170,6 +151,40 @@ def gather_parts(
     call, heads = _open(group, transport, purpose, nbytes, caller, own)
     works, peers, _, _ = transport.gather(whole, parts, own, call)
     return Exchange(works, purpose, peers, heads)
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class GatherPlan:
+    """A gather of one buffer, with what is the same each time worked out; see ``gather_parts``."""
+
+    whole: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    own: torch.Tensor
+    transport: Transport
+    call: Call
+    nbytes: int  # that arrive here; 0: nothing travels
+
+    def start(self) -> Exchange:
+        """Fill every part from the rank that owns it."""
+        if not self.nbytes:
+            return Exchange()
+        traffic, call = here.traffic, self.call
+        traffic.gathers += 1
+        traffic.gather_bytes += self.nbytes
+        works, peers, _, _ = self.transport.gather(self.whole, self.parts, self.own, call)
+        return Exchange(works, call.purpose, peers)
+
+
+def plan_gather(
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    own: torch.Tensor,
+    group: Group,
+    purpose: str,
+) -> GatherPlan:
+    """A gather to be started any number of times, where no messages between pairs go ahead."""
+    nbytes = 0 if group.pg is None else whole.numel() - own.numel()
+    return GatherPlan(whole, parts, own, transport_of(group), Call(group, 0, purpose), nbytes)
 
 
 def lender_of(group: Group) -> Callable[[int, Group], Any] | None:
@@ -235,6 +250,8 @@ def reduce_scatter_parts(
     if group.pg is None or total == 0:
         return ReduceScatter(Exchange(), [whole])
     nbytes, traffic, transport = total // group.size, here.traffic, transport_of(group)
+    if factor == 1.0 and not (in_tree or is_point_to_point(group)):
+        return plan_reduce(whole, parts, group, purpose).start()
     traffic.reduces += 1
     traffic.reduce_bytes += total - nbytes
     room: Sequence[torch.Tensor] = ()
@@ -250,6 +267,37 @@ def reduce_scatter_parts(
         started = transport.reduce_scatter(whole, parts, call)
     exchange = Exchange(started.works, purpose, started.peers, heads)
     return ReduceScatter(exchange, started.parts, group.rank, started.release, in_tree)
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class ReducePlan:
+    """A reduce-scatter of one buffer, as ``GatherPlan``; see ``reduce_scatter_parts``."""
+
+    whole: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    transport: Transport
+    call: Call
+    nbytes: int  # that arrive here; 0: there is one rank
+
+    def start(self) -> ReduceScatter:
+        """Start summing every rank's buffer."""
+        if not self.nbytes:
+            return ReduceScatter(Exchange(), [self.whole])
+        traffic, call = here.traffic, self.call
+        traffic.reduces += 1
+        traffic.reduce_bytes += self.nbytes
+        works, peers, parts, release = self.transport.reduce_scatter(self.whole, self.parts, call)
+        exchange = Exchange(works, call.purpose, peers)
+        return ReduceScatter(exchange, parts, call.group.rank, release)
+
+
+def plan_reduce(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], group: Group, purpose: str
+) -> ReducePlan:
+    """A reduce-scatter to be started any number of times, where no messages go ahead."""
+    total = 0 if group.pg is None else whole.nbytes
+    nbytes = total - total // group.size
+    return ReducePlan(whole, parts, transport_of(group), Call(group, 0, purpose), nbytes)
 
 
 def _exchange_parts(parts: Sequence[torch.Tensor], call: Call) -> Started:

@@ -59,7 +59,7 @@ def wait_for(
             who = f"rank {peers[index]}" if peers else "another rank"
             raise no_answer(purpose, who, advice, error) from error
         finally:
-            waiting.leave()
+            here.watch.waits.pop(threading.get_ident(), None)
 
 
 def no_answer(purpose: str, who: str, advice: str, error: object) -> RuntimeError:

@@ -26,6 +26,7 @@ Files, each importing only from those above it:
     guards/waiting_gradients    gradients that wait when a backward fails: dropped with a word
     passes                      begins and ends a forward or backward pass
     guards/failed_steps         what a failed step left is cleared before it is taken for more
+    guards/frozen_units         where the backward of a unit that trains nothing ends
     autograd                    gathering as a function; the one way for gradients to arrive
     guards/static_buffers       units at fixed addresses take turns
     guards/added_parameters     parameters added to a unit since it was sharded (D5)

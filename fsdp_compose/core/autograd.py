@@ -29,13 +29,11 @@ import torch
 
 from fsdp_compose.base.torch_private import (
     graph_task_id,
-    made_at,
     node_will_run,
     plain_apply,
     raw,
     untraced,
 )
-from fsdp_compose.base.tree import find_tensors, map_tensors
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.buckets.gather import gather_flat
@@ -46,9 +44,8 @@ from fsdp_compose.core.gathering import (
     forget_inner,
     gather,
     note_kept,
-    refresh_handed_out,
-    refresh_stale,
     release,
+    reread,
     spread_inner,
     wait_gathered,
 )
@@ -71,6 +68,7 @@ from fsdp_compose.core.reducing import (
     requires_grad,
     start_reduce,
 )
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Task, Unit, as_read, routes_of, unit_of
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -102,7 +100,7 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
 def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any) -> None:
     """Pack gradients into their buckets, and reduce the buckets that are complete."""
     schedule = unit.engine.schedule
-    routes = routes_of(unit, trained)
+    routes = unit.links.routes.get(trained) or routes_of(unit, trained)
     parts = [Arrival(r.bucket, r.pick(grads), r.trained, node) for r in routes]
     if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
         # A checkpointed part of the unit runs a backward of its own inside the unit's. Its
@@ -114,7 +112,8 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
         return
     ends_backward = node is not None and node.ends_pass
     if ends_backward:
-        consume(unit, node)
+        if Hold.RETAINED in unit.holds:
+            consume(unit, node)
         show_leaves_after_backward(unit)
     schedule.receive(unit, parts, ends_backward)
 
@@ -128,6 +127,7 @@ class EngineWork:
     announce = staticmethod(announce)
     gather = staticmethod(gather)
     wait = staticmethod(wait_gathered)
+    reread = staticmethod(reread)
     release = staticmethod(release)
     note_kept = staticmethod(note_kept)
     spread = staticmethod(spread_inner)
@@ -146,9 +146,6 @@ class EngineWork:
     def has_room(self, unit: Unit) -> bool:
         return True
 
-    def reread(self, unit: Unit, in_backward: bool) -> None:
-        (refresh_handed_out if in_backward else refresh_stale)(unit)
-
     def reads_gathered(self, unit: Unit, parts: Sequence[Arrival]) -> bool:
         return any_lies_in(unit.gathered, chain.from_iterable(map(_grads_of, parts)))
 
@@ -157,7 +154,8 @@ class EngineWork:
         part.bucket.arriving.trained |= part.trained
 
     def is_complete(self, part: Arrival) -> bool:
-        return unit_of(part.bucket).switches.sync and not _is_awaited(part.bucket, part.node)
+        unit = unit_of(part.bucket)
+        return unit.switches.sync and not _is_awaited(unit, part.bucket, part.node)
 
     def postpone(self, part: Arrival) -> None:
         if unit_of(part.bucket).switches.sync:
@@ -172,9 +170,8 @@ class EngineWork:
         drain(self.engine)
 
 
-def _is_awaited(bucket: Bucket, node: Any) -> bool:
+def _is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
     """Whether this backward brings more gradients of the bucket, to be reduced with these."""
-    unit = unit_of(bucket)
     is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks or bucket.mesh.slots)
     if node is not None and not node.ends_pass:
         is_seen = True  # only some gradients, and those of a forward may follow
@@ -285,8 +282,12 @@ def trained_entries(unit: Unit) -> tuple[int, ...]:
     """Entries whose parameters need gradients now; none where grad mode is off."""
     if not torch.is_grad_enabled():
         return ()
+    flags: list[bool] = []
     with raw():
-        flags = list(map(requires_grad, map(_param_of, unit.entries)))
+        for bucket in unit.buckets:
+            flags += map(requires_grad, bucket.views.params)
+        if unit.borrowed:
+            flags += map(requires_grad, map(_param_of, unit.borrowed))
     links = unit.links
     if flags != links.flags:
         links.flags, links.trained = flags, tuple(compress(count(), flags))
@@ -300,7 +301,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     if not trained:
         read = as_read(unit, unit.links.aliases)
-        copy_all_attributes(unit, read)
+        _copy_all_attributes(unit, read)
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
             unit.run.live = Live(read, unit.engine.pass_id, ())
         return read
@@ -311,7 +312,8 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     read = as_read(unit, tensors) if unit.links.dtensors else tensors
-    copy_all_attributes(unit, read)
+    if unit.links.with_attributes:
+        _copy_all_attributes(unit, read)
     unit.run.live = Live(read, unit.engine.pass_id, trained, versions)
     return read
 
@@ -321,7 +323,7 @@ def is_current(unit: Unit, live: Live) -> bool:
     return live.versions == read_versions(unit)
 
 
-def copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+def _copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Give full tensors, by entry, the classes and attributes of their parameters."""
     for index in unit.links.with_attributes:
         copy_attributes(tensors[index], unit.entries[index])
@@ -360,63 +362,3 @@ class Gather(torch.autograd.Function):
 
 
 _gather = plain_apply(Gather)  # under a transform connect.py gathers
-
-
-class Reader:
-    """An object that lives as long as a graph over the backward of a frozen unit."""
-
-
-def _retain_frozen(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
-    """Keep the unit gathered for backwards over the graph of ``grads`` that is being made."""
-    ref, reader = weakref.ref(unit), Reader()
-
-    @untraced
-    def reached(grad: torch.Tensor) -> None:
-        if (frozen := ref()) is not None:
-            consume(frozen, reader)
-
-    for grad in grads:
-        if grad is not None and grad.requires_grad:
-            grad.register_hook(reached)
-    retain(unit, reader)
-
-
-class Boundary(torch.autograd.Function):
-    """Identity on the inputs of a unit that trains nothing: its backward ends the unit's."""
-
-    @staticmethod
-    @untraced
-    def forward(ctx: Any, unit_ref: weakref.ref[Unit], *inputs: torch.Tensor) -> Any:
-        unit = unit_ref()
-        assert unit is not None
-        ctx.unit_ref, ctx.versions = unit_ref, read_versions(unit)
-        ctx.set_materialize_grads(False)
-        return tuple([tensor.view_as(tensor) for tensor in inputs])
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        unit = ctx.unit_ref()
-        if unit is not None:
-            check_unwritten(unit, ctx.versions)
-            if torch.is_grad_enabled():
-                _retain_frozen(unit, grads)
-            close_backward(unit)
-        return (None, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: torch.Tensor | None) -> Any:
-        return tuple([None if t is None else t.view_as(t) for t in tangents])
-
-
-def bound_inputs(unit: Unit, inputs: Any) -> Any:
-    """Pass inputs that need gradients through one node, which ends a frozen unit's backward."""
-    tensors, _ = find_tensors(inputs)
-    needing = {id(t): t for t in tensors if t.requires_grad}
-    unit.checks.bound_at = -1
-    if not needing:
-        return inputs
-    outputs = Boundary.apply(weakref.ref(unit), *needing.values())
-    unit.checks.bound_at = made_at(outputs[0].grad_fn)
-    replaced = dict(zip(needing, outputs, strict=True))
-    return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), inputs)

@@ -13,10 +13,11 @@ from torch import nn
 
 from fsdp_compose.base.torch_private import graph_task_id, next_node_number
 from fsdp_compose.base.tree import map_tensors
-from fsdp_compose.core.autograd import bound_inputs, is_current, trained_entries, view_parameters
+from fsdp_compose.core.autograd import is_current, trained_entries, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.forward_writes import find_writes, forget_written, raise_lost
+from fsdp_compose.core.guards.frozen_units import bound_inputs
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
 from fsdp_compose.core.guards.kept_views import note_users, watch_forwards
@@ -62,7 +63,9 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
             _abandon_forward(unit)
             raise
         shield_weights(unit)
-    inputs = cast_inputs(unit, args, kwargs, len(active) == 1)
+    inputs = None
+    if unit.mp.param_dtype is not None:
+        inputs = cast_inputs(unit, args, kwargs, len(active) == 1)
     if trained or not torch.is_grad_enabled():
         return inputs
     return bound_inputs(unit, (args, kwargs) if inputs is None else inputs)
@@ -81,7 +84,8 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     lost: str | None = None
     backward: Backward = "none"
     try:
-        output = cast_output(unit, output)
+        if unit.mp.output_dtype is not None:
+            output = cast_output(unit, output)
         lost = None if run.calls else find_writes(unit, module.training)
         backward = watch_outputs(unit, output) if lost is None else "none"
     finally:
@@ -95,7 +99,8 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             forget_written(unit)
         if not active:
             end_pass(unit, failed=lost is not None or sys.exc_info()[0] is not None)
-    raise_lost(lost)
+    if lost is not None:
+        raise_lost(lost)
     return output
 
 
@@ -140,8 +145,11 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         tensors = [given.get(index, tensor) for index, tensor in enumerate(tensors)]
     install(unit, tensors)
     if not recomputing:
-        follow_order(unit)
-        warn_of_change(engine, engine.schedule.look_ahead(unit))
+        if len(engine.schedule.active) == 1:
+            follow_order(unit)
+        change = engine.schedule.look_ahead(unit)
+        if change is not None:
+            warn_of_change(engine, change)
 
 
 def _close_forward(unit: Unit, backward: Backward) -> None:

@@ -12,7 +12,7 @@ from operator import setitem
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.loops import for_each
+from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.mesh import refuse_late_group
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.buckets.bucket import Bucket, Fill, Phase
@@ -24,7 +24,7 @@ from fsdp_compose.buckets.gather import (
     start_fill,
     versions_of,
 )
-from fsdp_compose.buckets.issue import issue
+from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.comm import waiting
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.moved_parameters import (
@@ -35,7 +35,7 @@ from fsdp_compose.core.guards.moved_parameters import (
 from fsdp_compose.core.guards.recurrent_weights import show_recurrent
 from fsdp_compose.core.guards.weight_versions import check_lent
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Engine, Unit, resting, unit_of
+from fsdp_compose.core.state import Engine, Unit, unit_of
 
 
 def announce(unit: Unit, reason: Hold) -> None:
@@ -127,6 +127,18 @@ def note_kept(unit: Unit) -> None:
         bucket.fill.stamp = stamp_of(bucket)
 
 
+def reread(unit: Unit, in_backward: bool) -> None:
+    """Gather again what was written since it was gathered, as far as a pass would see it."""
+    for bucket in unit.gathered:
+        fill, residence = bucket.fill, bucket.residence
+        if in_backward and (residence.is_shared or fill.handed_out != residence.written):
+            refresh_handed_out(unit)
+            return
+        if not in_backward and fill.stamp is not None:
+            refresh_stale(unit)
+            return
+
+
 def refresh_stale(unit: Unit) -> None:
     """Gather again the buckets whose shards changed while they were kept."""
     kept = [bucket for bucket in unit.gathered if bucket.fill.stamp is not None]
@@ -163,6 +175,9 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
         bucket.fill = Fill()
         return
     fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
+    if is_unseen(engine.streams.gather):
+        fill.exchange = start_fill(bucket)
+        return
     work = partial(_fill, engine, bucket)
     try:
         issue(engine.streams, engine.streams.gather, "gather", bucket, bucket.views.nbytes, work)
@@ -184,14 +199,14 @@ def _fill(engine: Engine, bucket: Bucket) -> None:
 def spread_inner(unit: Unit) -> None:
     """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
     for bucket in unit.buckets:
-        if bucket.spread is not None and bucket.phase is Phase.GATHERED:
+        if bucket.inner and bucket.spread is not None and bucket.phase is Phase.GATHERED:
             keep_part(bucket)
 
 
 def forget_inner(unit: Unit) -> None:
     """After backward: free the parts that ``spread_inner`` kept for it."""
     for bucket in unit.buckets:
-        if bucket.spread is not None and bucket.inner is not None:
+        if bucket.inner is not None and bucket.spread is not None:
             bucket.inner.store = None
 
 
@@ -215,7 +230,8 @@ def _release(engine: Engine, bucket: Bucket) -> None:
     fill.is_superseded = False
     if bucket.in_place:
         return
-    bucket.log("release", bucket.views.nbytes)
+    if not is_unseen(streams.gather):
+        bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
             bucket.full.untyped_storage().resize_(0)
@@ -230,13 +246,14 @@ def _release(engine: Engine, bucket: Bucket) -> None:
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     links = unit.links
     unit.run.showing = tensors
-    for_each(setitem, links.tables, links.names, map(tensors.__getitem__, links.indices))
+    placed = tensors if links.in_order else map(tensors.__getitem__, links.indices)
+    exhaust(map(setitem, links.tables, links.names, placed))
     if links.recurrent != []:  # None: not looked for yet
         show_recurrent(unit, tensors)
 
 
 def install_leaves(unit: Unit) -> None:
-    install(unit, resting(unit))
+    install(unit, unit.links.leaves if unit.opened is None else unit.opened.tensors)
     unit.run.showing = None
     for ref in unit.links.sharers:
         other = ref()

@@ -7,6 +7,7 @@ The functions hold no module, so a deep copy uses its own state, and hooks keep 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -75,7 +76,8 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """Leave the mode that the call entered."""
     unit: Unit = module.__dict__[STATE_KEY].unit
-    if not unit.run.modes or is_foreign(unit.engine):
+    engine = unit.engine
+    if not unit.run.modes or (engine.thread != get_ident() and is_foreign(engine)):
         return None  # it was refused before it began, or cleared away with what failed
     return unit.run.modes.pop().leave(unit, module, output)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.loops import for_each
+from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
@@ -210,7 +210,7 @@ def recover(engine: Engine) -> None:
     differed = did_ranks_differ(engine)
     drops = differed or bool(engine.tasks or engine.reductions)
     # Where ranks differed, others take part in no reduction of this rank any more.
-    for_each(finish_reduce, () if differed else engine.reductions)
+    exhaust(map(finish_reduce, () if differed else engine.reductions))
     engine.reductions.clear()
     engine.landing.clear()
     engine.wait_for_host_reads()

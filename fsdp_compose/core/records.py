@@ -35,7 +35,7 @@ class Live:
     trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
     versions: list[tuple[int, ...]] = field(default_factory=list)  # of the shards they are from
     joined_at: int = -1  # when the last forward began that computed with them again
-    span: tuple[int, int] = (-1, -1)  # first and last node of the last forward, see kept_views.py
+    closed_at: int = -1  # when the last node of the last forward was made, see kept_views.py
 
 
 @dataclass

@@ -10,18 +10,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
+from operator import is_
 from typing import Any
 
 import torch
 
-from fsdp_compose.base.loops import are_all_none, for_each
+from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer
 from fsdp_compose.buckets.gradients import close_grad_buffer, cut, pack, sum_slots
-from fsdp_compose.buckets.issue import issue
+from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
@@ -63,20 +64,23 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
     """
     assert bucket.grads is not None
     unit = unit_of(bucket)
+    arriving, mesh, streams = bucket.arriving, bucket.mesh, unit.engine.streams
     if bucket in unit.links.reduce_events:
         events, code, kept = unit.links.reduce_events[bucket]
         number = code if unit.switches.all_reduce else kept
-        if bucket.arriving.trained != bucket.every:
+        if arriving.trained != bucket.every:
             # Ranks that froze different parameters then send different numbers, which raises.
-            number = code_of(number, bucket.arriving.trained)
+            number = code_of(number, arriving.trained)
         events.note((number, "reduce", unit.name, "backward"))
-    bucket.arriving.packed, bucket.arriving.trained = False, 0
-    mesh, streams = bucket.mesh, unit.engine.streams
-    factor = unit.switches.divide_factor
+    factor, used = unit.switches.divide_factor, comm.Flags(arriving.used, len(bucket.entries))
+    arriving.packed, arriving.used, arriving.trained = False, 0, 0
     scale = 1.0 / (mesh.divisor if factor is None else factor)
-    reduction = Reduction(unit, bucket, None, scale, _take_used(bucket))
+    reduction = Reduction(unit, bucket, None, scale, used)
     if unites and bucket.users.caller is not None:
         unite_early(bucket, reduction.used)
+    if is_unseen(streams.reduce):
+        _begin(reduction)
+        return reduction
     work = partial(_begin, reduction)
     issue(streams, streams.reduce, "reduce", bucket, bucket.grads.nbytes, work)
     if reduction.done is not None:
@@ -88,26 +92,30 @@ def _begin(reduction: Reduction) -> None:
     """Start summing over the ranks; where there are streams, on the current one, to the end."""
     bucket, unit = reduction.bucket, reduction.unit
     assert bucket.grads is not None
-    flat, streams = bucket.grads.flat, unit.engine.streams
-    if unit.switches.comm_hook is None:
-        # Half precision overflows at 65504: divide before the sum, by half of the factor.
-        before = 1.0
-        if flat.dtype == torch.float16 and reduction.scale != 1.0:
-            before = 2.0 ** round(math.log2(reduction.scale) / 2)
-            reduction.scale /= before
-        reduction.scatter = comm.reduce_scatter_parts(
-            flat,
-            bucket.grads.parts,
-            bucket.mesh.gather_axis,
-            _purpose_of(reduction),
-            bucket.users.caller,
-            reduction.used,
-            before,
-            bucket.mesh.slots is not None,
-        )
-    if unit.switches.comm_hook is not None or streams.reduce is not None:
+    hook, plan, streams = unit.switches.comm_hook, bucket.grads.plan, unit.engine.streams
+    if hook is None:
+        reduction.scatter = plan.start() if plan is not None else _scatter(reduction, bucket.grads)
+    if hook is not None or streams.reduce is not None:
         reduction.result = _combine(reduction)
         reduction.done = streams.record(streams.reduce)
+
+
+def _scatter(reduction: Reduction, buffer: GradBuffer) -> comm.ReduceScatter:
+    """Start the reduce-scatter of a buffer; the next one of it is planned, where they are alike."""
+    bucket, purpose = reduction.bucket, _purpose_of(reduction)
+    flat, group, in_tree = buffer.flat, bucket.mesh.gather_axis, bucket.mesh.slots is not None
+    # Half precision overflows at 65504: divide before the sum, by half of the factor.
+    before = 1.0
+    if flat.dtype == torch.float16 and reduction.scale != 1.0:
+        before = 2.0 ** round(math.log2(reduction.scale) / 2)
+        reduction.scale /= before
+    elif not (in_tree or comm.is_point_to_point(group) or comm.lender_of(group)):
+        buffer.plan = comm.plan_reduce(flat, buffer.parts, group, purpose)
+        return buffer.plan.start()
+    caller, used = bucket.users.caller, reduction.used
+    return comm.reduce_scatter_parts(
+        flat, buffer.parts, group, purpose, caller, used, before, in_tree
+    )
 
 
 def _purpose_of(reduction: Reduction) -> str:
@@ -178,7 +186,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
             bucket.arriving.partial = grad
         else:
             grad = _over_replicas(bucket, grad, reduction.used)
-    return _typed(bucket, grad)
+    return _typed(bucket, grad) if real != bucket.dtypes.grad else grad
 
 
 def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
@@ -238,8 +246,9 @@ def drain(engine: Engine) -> None:
     while engine.reductions:
         reduction = engine.reductions.pop(0)
         grad, bucket = finish_reduce(reduction), reduction.bucket
-        waits = bucket.arriving.partial is not None
-        total = None if waits else sum_slots(bucket, grad, reduction.scale)
+        total = None if bucket.arriving.partial is not None else grad
+        if total is not None and bucket.mesh.slots is not None:
+            total = sum_slots(bucket, grad, reduction.scale)
         if total is None:
             bucket.arriving.used |= reduction.used.bits
         else:
@@ -306,7 +315,8 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         mirror.join_gradients(flat)
     if is_hooked:
         _run_accumulated_hooks(entries)
-    for reduced in tuple(unit.post_reduce_hooks.values()) if entries else ():
+    hooks = unit.post_reduce_hooks
+    for reduced in tuple(hooks.values()) if hooks and entries else ():
         with at_rest(entries):
             reduced(unit.modules[0](), [entry.held for entry in entries])
     if mirror is not None:
@@ -316,8 +326,8 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
 def _add_gradients(params: Sequence[torch.Tensor], grads: list[torch.Tensor]) -> None:
     """Set ``.grad`` where there is none, and add to it where there is."""
     previous = list(map(get_grad, params))
-    if are_all_none(previous):
-        for_each(set_grad, params, grads)
+    if all(map(is_, previous, repeat(None))):
+        exhaust(map(set_grad, params, grads))
         return
     held: list[torch.Tensor] = []
     added: list[torch.Tensor] = []

@@ -198,19 +198,21 @@ class Schedule(Generic[U, P]):
         if not recomputing or Hold.BACKWARD not in unit.holds:
             self.work.reread(unit, in_backward=False)
         self.hold(unit, Hold.FORWARD)
-        self.drop(unit, Hold.PREFETCH)
+        if Hold.PREFETCH in unit.holds:
+            unit.holds.remove(Hold.PREFETCH)
+            self.prefetched.remove(unit)
         self.work.wait(unit)
 
     def look_ahead(self, unit: U) -> Change | None:
         """Gather ahead what is expected after the unit; return how the order changed, if it did."""
-        order, change = self.order, None
+        order = self.forward_order if self.eval_order is None else self.eval_order
+        change = None
         if len(self.active) == 1:
             order.begin(unit)
-        else:
-            change = order.visit(unit)
-            if change is not None:
-                self.drop_prefetched()
-        self._prefetch(unit.prefetch, unit.prefetch.forward, unit.expected.forward_list, order)
+        elif (change := order.visit(unit)) is not None:
+            self.drop_prefetched()
+        policy = unit.prefetch
+        self._prefetch(policy, policy.forward, unit.expected.forward_list, order)
         return change
 
     def leave_forward(self, unit: U, backward: Backward, training: bool, recomputing: bool) -> None:
@@ -246,7 +248,9 @@ class Schedule(Generic[U, P]):
     def enter_backward(self, unit: U) -> None:
         """Before the unit's backward: gather the unit and wait for it."""
         self.hold(unit, Hold.BACKWARD)
-        self.drop(unit, Hold.PREFETCH)
+        if Hold.PREFETCH in unit.holds:
+            unit.holds.remove(Hold.PREFETCH)
+            self.prefetched.remove(unit)
         self.work.reread(unit, in_backward=True)
         self.work.wait(unit)
 
@@ -259,8 +263,9 @@ class Schedule(Generic[U, P]):
             order.begin(unit)
             if order.place is None:
                 order.assume(self.forward_order.visited())
-        if unit.prefetch.backward_moment == "pre":
-            self._prefetch_backward(unit)
+        policy = unit.prefetch
+        if policy.backward_moment == "pre":
+            self._prefetch(policy, policy.backward, unit.expected.backward_list, order)
 
     def receive(self, unit: U, parts: Sequence[P], ends_backward: bool) -> None:
         """When gradients arrive: release their unit, pack them, and reduce complete buffers.
@@ -288,12 +293,15 @@ class Schedule(Generic[U, P]):
         switches = unit.switches
         stays = switches.keep_over_microbatches and not switches.sync
         if switches.reshard_after_backward and not stays:
-            self.drop(unit, Hold.KEPT)
+            if Hold.KEPT in unit.holds:
+                self.drop(unit, Hold.KEPT)
         elif Hold.BACKWARD in unit.holds:
             self.keep(unit, Hold.KEPT)
         self.drop(unit, Hold.BACKWARD)
-        if unit.prefetch.backward_moment == "post" and not ended:
-            self._prefetch_backward(unit)
+        policy = unit.prefetch
+        if policy.backward_moment == "post" and not ended:
+            listed = unit.expected.backward_list
+            self._prefetch(policy, policy.backward, listed, self.backward_order)
 
     def reduce_rest(self, parts: Iterable[P]) -> None:
         """At the end of backward: reduce what waited for more, and finish every reduction."""
@@ -310,10 +318,6 @@ class Schedule(Generic[U, P]):
 
     # Gathering ahead
 
-    def _prefetch_backward(self, unit: U) -> None:
-        policy, listed = unit.prefetch, unit.expected.backward_list
-        self._prefetch(policy, policy.backward, listed, self.backward_order)
-
     def _prefetch(
         self, policy: Ahead, depth: int, listed: Sequence[Callable[[], Any]] | None, order: Order
     ) -> None:
@@ -327,7 +331,8 @@ class Schedule(Generic[U, P]):
         self, units: Iterable[U], limit: int | None = None, policy: Ahead | None = None
     ) -> None:
         """Start gathering ``units``, while fewer than ``limit`` wait; a rule may gather fewer."""
-        self.prefetched = [unit for unit in self.prefetched if Hold.PREFETCH in unit.holds]
+        if self.prefetched:
+            self.prefetched = [unit for unit in self.prefetched if Hold.PREFETCH in unit.holds]
         if policy is not None and policy.rule is not None and limit is not None:
             room = max(0, limit - len(self.prefetched))
             ahead = list(dict.fromkeys([unit for unit in units if not unit.holds]))[:room]

@@ -81,6 +81,7 @@ class Links:
     tables: tuple[dict[str, Any], ...]  # first items of ``places``
     names: tuple[str, ...]  # second items of ``places``
     indices: tuple[int, ...]  # third items of ``places``
+    in_order: bool  # each entry has one place, in the order of the entries
     leaves: list[nn.Parameter]  # by entry: what its modules hold between passes
     heads: frozenset[int]  # ids of its modules
     recurrent: list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] | None = None
@@ -183,6 +184,7 @@ class Unit:
             tables=tables,
             names=names,
             indices=indices,
+            in_order=indices == tuple(range(len(self.entries))),
             leaves=[entry.held for entry in self.entries],
             heads=frozenset(id(ref()) for ref in self.modules),
         )

@@ -55,21 +55,16 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
                 kept += written
             else:
                 lost = lost or written[0]
-    is_functional = unit.opened is not None and unit.opened.for_call
-    shown = unit.links.aliases if unit.run.showing is None or is_functional else unit.run.showing
     try:
-        if unit.links.pointers is None:
-            fixed = not unit.links.dtensors and all(bucket.in_place for bucket in unit.gathered)
-            unit.links.pointers = list(map(_home, unit.entries)) if fixed else []
-        if unit.links.pointers and list(map(torch.Tensor.data_ptr, shown)) != unit.links.pointers:
-            kept += _keep_assigned(unit, shown, unit.links.pointers)
+        if unit.links.pointers != []:  # None: not looked for yet
+            kept += _keep_assigned(unit, _shown_by(unit))
         if kept:
             _compare_replicas(unit, kept)
     except RuntimeError as error:
         return str(error)
     kind = (torch.is_grad_enabled(), training)
     if lost is None and (kind not in unit.checks.inspected or here.is_debugging):
-        lost = _find_unseen(unit, shown)
+        lost = _find_unseen(unit, _shown_by(unit))
         if lost is None:
             unit.checks.inspected.add(kind)
             unit.engine.inspected.add(unit)
@@ -167,11 +162,21 @@ def _home(entry: Entry) -> int:
     return full.data_ptr() + entry.spec.offset * full.element_size() if entry.spec.numel else 0
 
 
-def _keep_assigned(
-    unit: Unit, shown: Sequence[torch.Tensor], pointers: Sequence[int]
-) -> list[Entry]:
+def _shown_by(unit: Unit) -> Sequence[torch.Tensor]:
+    """What the unit's modules read in its forward, by entry, leaving out what a caller gave."""
+    is_functional = unit.opened is not None and unit.opened.for_call
+    return unit.links.aliases if unit.run.showing is None or is_functional else unit.run.showing
+
+
+def _keep_assigned(unit: Unit, shown: Sequence[torch.Tensor]) -> list[Entry]:
     """After ``weight.data = x`` in a forward whose buffer is the shard, copy x into the shard."""
+    if unit.links.pointers is None:
+        fixed = not unit.links.dtensors and all(bucket.in_place for bucket in unit.gathered)
+        unit.links.pointers = list(map(_home, unit.entries)) if fixed else []
     kept: list[Entry] = []
+    pointers = unit.links.pointers
+    if not pointers or list(map(torch.Tensor.data_ptr, shown)) == pointers:
+        return kept
     for index, (tensor, pointer) in enumerate(zip(shown, pointers, strict=True)):
         if tensor.data_ptr() == pointer:
             continue

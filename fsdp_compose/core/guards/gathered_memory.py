@@ -17,7 +17,7 @@ from fsdp_compose.sharded import part_of
 def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is in the memory of the bucket's gathered parameters."""
     try:
-        pointer = part_of(tensor).data_ptr()
+        pointer = (tensor if type(tensor) is torch.Tensor else part_of(tensor)).data_ptr()
     except RuntimeError:
         return False  # a tensor without memory of its own: fake, functional, or not strided
     start = bucket.full.data_ptr()

@@ -122,12 +122,13 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
     start = opened_at(unit) if len(tensors) > 1 else -1
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
-            if start >= 0 and made_at(node) < start:
+            made = made_at(node)
+            if made < start:
                 continue  # an input passed through: its gradient comes after the unit's backward
             hook_for_good(tensor, unit.checks.trigger or trigger_of(unit))
-            watched, closed = True, max(closed, made_at(node))
+            watched, closed = True, made if made > closed else closed
     if watched and (live := unit.run.live) is not None:
-        live.span = max(opened_at(unit), live.joined_at), closed
+        live.closed_at = closed
     is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
     if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)

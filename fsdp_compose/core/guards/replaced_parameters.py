@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.loops import are_same
 from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.state import Unit
 from fsdp_compose.sharded import TENSOR_PARALLEL_FIRST, ShardSpec
@@ -29,7 +29,7 @@ def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     links = unit.links
     held = links.leaves if unit.opened is None else unit.opened.tensors
     found = map(dict.get, links.tables, links.names)
-    if are_same(found, map(held.__getitem__, links.indices)):
+    if all(map(is_, found, held if links.in_order else map(held.__getitem__, links.indices))):
         return []
     return [
         place

@@ -1,0 +1,40 @@
+"""Adds up what ranks bring to a sum, and scales it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsdp_compose.base.slots import add_in_tree
+from fsdp_compose.base.torch_private import below_modes
+
+
+@functools.lru_cache(maxsize=64)
+def factor_of(scale: float, dtype: torch.dtype) -> Any:
+    """``scale`` as what ``mul_`` is quickest with; half precision would round the tensor first."""
+    if dtype not in (torch.float32, torch.float64):
+        return scale
+    with below_modes():  # it is kept
+        return torch.tensor(scale, dtype=dtype)
+
+
+_IN_CACHE = 1 << 17  # elements
+
+
+def add_up(parts: Sequence[torch.Tensor], total: torch.Tensor, scale: float, in_tree: bool) -> None:
+    """Set ``total`` to the sum of ``parts``, in their order or as a tree, times ``scale``.
+
+    On a CPU piece by piece, so that what is added to has not left the cache.
+    """
+    size = _IN_CACHE if total.device.type == "cpu" else total.numel()
+    for rows in zip(total.split(size), *(part.split(size) for part in parts), strict=True):
+        piece, *terms = rows
+        first = len(terms) if in_tree else 2
+        add_in_tree(terms[:first], piece)
+        for other in terms[first:]:
+            piece += other
+        if scale != 1.0:
+            piece.mul_(scale)
