@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -291,6 +290,10 @@ class Bucket:
     arriving: Arriving = field(default_factory=Arriving)
     users: Users = field(default_factory=Users)
     history: History = field(default_factory=History)
+    every: int = field(init=False)  # the bits of all entries
+
+    def __post_init__(self) -> None:
+        self.every = (1 << len(self.entries)) - 1
 
     def __repr__(self) -> str:
         """Without its tensors: reading one whose storage holds 0 bytes would crash."""
@@ -321,11 +324,6 @@ class Bucket:
         line = "rank %d: %s %s: %d bytes (%d parameters, %s)"
         rank, unit = group.ranks[group.rank], self.entries[0].spec.unit
         logger.debug(line, rank, phase, unit, nbytes, *numbers)
-
-    @cached_property
-    def every(self) -> int:
-        """The bits of all entries."""
-        return (1 << len(self.entries)) - 1
 
     @property
     def spread(self) -> Group | None:

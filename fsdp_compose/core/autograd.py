@@ -101,7 +101,9 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
     """Pack gradients into their buckets, and reduce the buckets that are complete."""
     schedule = unit.engine.schedule
     routes = unit.links.routes.get(trained) or routes_of(unit, trained)
-    parts = [Arrival(r.bucket, r.pick(grads), r.trained, node) for r in routes]
+    parts = [
+        Arrival(r.bucket, grads if r.takes_all else r.pick(grads), r.trained, node) for r in routes
+    ]
     if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
         # A checkpointed part of the unit runs a backward of its own inside the unit's. Its
         # gradients are added up here, and reduced once with the rest.
@@ -342,7 +344,7 @@ class Gather(torch.autograd.Function):
         anchor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.unit_ref, ctx.trained, ctx.versions = unit_ref, trained, versions
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         unit = unit_ref()
         assert unit is not None
         ctx.ends_pass, ctx.received_in = True, -1

@@ -20,13 +20,14 @@ class Route:
     bucket: Bucket
     sources: list[int]  # by entry of the bucket: position among the gradients, -1 for none
     trained: int  # bits of the entries that have a source
+    takes_all: bool  # the gradients are those of the bucket's entries, in their order
 
     def pick(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the bucket's entries, in order."""
         return list(map((*grads, None).__getitem__, self.sources))
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class Live:
     """The parameters a unit's last forward computed with, connected to autograd."""
 

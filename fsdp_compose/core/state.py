@@ -256,8 +256,9 @@ def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
     if routes is None:
         position = {unit.entries[i]: k for k, i in enumerate(trained)}
         sources = [(b, [position.get(e, -1) for e in b.entries]) for b in unit.gathered]
+        every = list(range(len(trained)))
         routes = unit.links.routes[trained] = [
-            Route(bucket, found, sum(1 << i for i, k in enumerate(found) if k >= 0))
+            Route(bucket, found, sum(1 << i for i, k in enumerate(found) if k >= 0), found == every)
             for bucket, found in sources
             if max(found, default=-1) >= 0
         ]
@@ -284,7 +285,7 @@ def owner_of(entry: Entry) -> Bucket:
     return bucket
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class Reduction:
     """A gradient reduction under way."""
 
