@@ -191,7 +191,7 @@ def _gather_at_once(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, call: Call
 ) -> Started:
     work = all_gather_single(call.group.pg, whole, own, GATHER_OPTIONS)
-    return Started((work,)) if _is_pending(work, whole) else Started()
+    return Started((work,)) if whole.is_cpu and work is not None else _order(work)
 
 
 def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
@@ -199,7 +199,9 @@ def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
     pg = call.group.reductions or call.group.pg
     options = REDUCE_OPTIONS if call.factor == 1.0 else premultiplied(call.factor)
     work = reduce_scatter_single(pg, total, whole, options)
-    return Started((work,) if _is_pending(work, whole) else (), (), (total,))
+    if whole.is_cpu and work is not None:
+        return Started((work,), (), (total,))
+    return _order(work)._replace(parts=(total,))
 
 
 def _all_reduce_at_once(tensor: torch.Tensor, op: Op, call: Call) -> None:
@@ -217,12 +219,11 @@ def _exchange_at_once(
     return Started()
 
 
-def _is_pending(work: Any, buffer: torch.Tensor) -> bool:
-    """Whether to wait for the work on a CPU; an accelerator orders it on its current stream."""
-    if work is None or buffer.is_cpu:
-        return work is not None
-    work.wait()
-    return False
+def _order(work: Any) -> Started:
+    """Order work of an accelerator on its current stream; the host waits for nothing then."""
+    if work is not None:
+        work.wait()
+    return Started()
 
 
 PAIRS = Transport(

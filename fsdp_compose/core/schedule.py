@@ -198,9 +198,7 @@ class Schedule(Generic[U, P]):
         if not recomputing or Hold.BACKWARD not in unit.holds:
             self.work.reread(unit, in_backward=False)
         self.hold(unit, Hold.FORWARD)
-        if Hold.PREFETCH in unit.holds:
-            unit.holds.remove(Hold.PREFETCH)
-            self.prefetched.remove(unit)
+        unit.holds.discard(Hold.PREFETCH)
         self.work.wait(unit)
 
     def look_ahead(self, unit: U) -> Change | None:
@@ -248,9 +246,7 @@ class Schedule(Generic[U, P]):
     def enter_backward(self, unit: U) -> None:
         """Before the unit's backward: gather the unit and wait for it."""
         self.hold(unit, Hold.BACKWARD)
-        if Hold.PREFETCH in unit.holds:
-            unit.holds.remove(Hold.PREFETCH)
-            self.prefetched.remove(unit)
+        unit.holds.discard(Hold.PREFETCH)
         self.work.reread(unit, in_backward=True)
         self.work.wait(unit)
 

@@ -13,8 +13,8 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
+from torch.compiler import is_exporting
 
 from fsdp_compose.base.process import here, once
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_jit_tracing
@@ -66,7 +66,7 @@ def check_caller(unit: Unit) -> None:
             f"unit {unit.name!r}: torch.jit.trace cannot record a sharded module, "
             + _TRACED.format("Trace")
         )
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise RuntimeError(
             f"unit {unit.name!r}: torch.export cannot record a sharded module, "
             + _TRACED.format("Export")

@@ -115,7 +115,9 @@ def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
 
 def watch_outputs(unit: Unit, output: Any) -> Backward:
     """Hook the outputs; ``"hidden"`` where no hook can tell when the unit's backward begins."""
-    tensors, opaque = find_tensors(output)
+    tensors, opaque = [output], False
+    if type(output) is not torch.Tensor:
+        tensors, opaque = find_tensors(output)
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
     watched, closed = False, -1
