@@ -170,6 +170,7 @@ class Views:
         shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.
         splits: sizes that cut a sharded gradient into slices and gaps.
         pieces: by entry, which of these is its slice.
+        every: the bits of all entries.
         plan: of gathers over these views, made by the first one; None where they are not alike.
     """
 
@@ -181,6 +182,7 @@ class Views:
     shard_bytes: torch.Tensor | None
     splits: list[int]
     pieces: list[int]
+    every: int
     plan: GatherPlan | None = field(default=None, init=False)
 
 
@@ -290,10 +292,6 @@ class Bucket:
     arriving: Arriving = field(default_factory=Arriving)
     users: Users = field(default_factory=Users)
     history: History = field(default_factory=History)
-    every: int = field(init=False)  # the bits of all entries
-
-    def __post_init__(self) -> None:
-        self.every = (1 << len(self.entries)) - 1
 
     def __repr__(self) -> str:
         """Without its tensors: reading one whose storage holds 0 bytes would crash."""

@@ -94,7 +94,7 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
     buffer = open_grad_buffer(bucket)
     views: list[torch.Tensor] = buffer.views
     given: Any = grads
-    zeros, used = buffer.gaps, bucket.every
+    zeros, used = buffer.gaps, bucket.views.every
     if any(map(is_, grads, repeat(None))):
         used = sum(1 << i for i, grad in enumerate(grads) if grad is not None)
         pairs = list(zip(buffer.views, grads, strict=True))

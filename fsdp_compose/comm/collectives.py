@@ -32,7 +32,7 @@ from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
-from fsdp_compose.comm.sums import add_up, factor_of
+from fsdp_compose.comm.sums import add_up, scale_in_place
 from fsdp_compose.comm.transports import premultiplies, room_for_parts
 from fsdp_compose.comm.transports import transport_of as transport_of
 
@@ -83,7 +83,7 @@ class ReduceScatter:
         parts, self.contributions = self.contributions, ()
         if len(parts) == 1:
             total = parts[0] if parts[0].dtype == dtype else parts[0].to(dtype)
-            return total if scale == 1.0 else total.mul_(factor_of(scale, dtype))
+            return total if scale == 1.0 else scale_in_place(total, scale)
         is_spare = self.release is None and parts[0].dtype == dtype
         received = parts[1 if self.own == 0 else 0]
         total = received if is_spare else torch.empty_like(received, dtype=dtype)
@@ -250,8 +250,11 @@ def reduce_scatter_parts(
     if group.pg is None or total == 0:
         return ReduceScatter(Exchange(), [whole])
     nbytes, traffic, transport = total // group.size, here.traffic, transport_of(group)
-    if factor == 1.0 and not (in_tree or is_point_to_point(group)):
-        return plan_reduce(whole, parts, group, purpose).start()
+    plan = None
+    if factor == 1.0 and not in_tree:
+        plan = plan_reduce(whole, parts, group, purpose)
+    if plan is not None:
+        return plan.start()
     traffic.reduces += 1
     traffic.reduce_bytes += total - nbytes
     room: Sequence[torch.Tensor] = ()
@@ -293,8 +296,13 @@ class ReducePlan:
 
 def plan_reduce(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], group: Group, purpose: str
-) -> ReducePlan:
-    """A reduce-scatter to be started any number of times, where no messages go ahead."""
+) -> ReducePlan | None:
+    """A reduce-scatter to be started any number of times; None where each one is another.
+
+    That is where messages go ahead of it, or the transport first makes room for what arrives.
+    """
+    if is_point_to_point(group) or transport_of(group).room is not None:
+        return None
     total = 0 if group.pg is None else whole.nbytes
     nbytes = total - total // group.size
     return ReducePlan(whole, parts, transport_of(group), Call(group, 0, purpose), nbytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,11 +11,21 @@ from fsdp_compose.base.slots import add_in_tree
 from fsdp_compose.base.torch_private import below_modes
 
 
+def scale_in_place(total: torch.Tensor, scale: float) -> torch.Tensor:
+    """Multiply ``total`` by a number; on a CPU a tensor of no dimension takes a third of the time.
+
+    Such a tensor has the dtype of ``total``, so the product is the same in wide dtypes alone.
+    """
+    if total.is_cpu and total.dtype in _WIDE and type(total) is torch.Tensor:
+        return total.mul_(_as_tensor(scale, total.dtype))
+    return total.mul_(scale)
+
+
+_WIDE = frozenset((torch.float32, torch.float64))
+
+
 @functools.lru_cache(maxsize=64)
-def factor_of(scale: float, dtype: torch.dtype) -> Any:
-    """``scale`` as what ``mul_`` is quickest with; half precision would round the tensor first."""
-    if dtype not in (torch.float32, torch.float64):
-        return scale
+def _as_tensor(scale: float, dtype: torch.dtype) -> torch.Tensor:
     with below_modes():  # it is kept
         return torch.tensor(scale, dtype=dtype)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.torch_private import graph_task_id, next_node_number
+from fsdp_compose.base.torch_private import graph_task_id, next_node_number, saved_tensor_hooks
 from fsdp_compose.base.tree import map_tensors
 from fsdp_compose.core.autograd import is_current, trained_entries, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
@@ -62,7 +62,8 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
         except BaseException:
             _abandon_forward(unit)
             raise
-        shield_weights(unit)
+        if saved_tensor_hooks(False) is not None:
+            shield_weights(unit)
     inputs = None
     if unit.mp.param_dtype is not None:
         inputs = cast_inputs(unit, args, kwargs, len(active) == 1)

@@ -175,12 +175,12 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
         bucket.fill = Fill()
         return
     fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
-    if is_unseen(engine.streams.gather):
-        fill.exchange = start_fill(bucket)
-        return
-    work = partial(_fill, engine, bucket)
+    streams, nbytes = engine.streams, bucket.views.nbytes
     try:
-        issue(engine.streams, engine.streams.gather, "gather", bucket, bucket.views.nbytes, work)
+        if is_unseen(streams.gather):
+            fill.exchange = start_fill(bucket)
+            return
+        issue(streams, streams.gather, "gather", bucket, nbytes, partial(_fill, engine, bucket))
     except BaseException:  # such as no memory: the next use gathers it
         _release(engine, bucket)
         raise

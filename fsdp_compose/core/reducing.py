@@ -68,7 +68,7 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
     if bucket in unit.links.reduce_events:
         events, code, kept = unit.links.reduce_events[bucket]
         number = code if unit.switches.all_reduce else kept
-        if arriving.trained != bucket.every:
+        if arriving.trained != bucket.views.every:
             # Ranks that froze different parameters then send different numbers, which raises.
             number = code_of(number, arriving.trained)
         events.note((number, "reduce", unit.name, "backward"))
@@ -109,8 +109,9 @@ def _scatter(reduction: Reduction, buffer: GradBuffer) -> comm.ReduceScatter:
     if flat.dtype == torch.float16 and reduction.scale != 1.0:
         before = 2.0 ** round(math.log2(reduction.scale) / 2)
         reduction.scale /= before
-    elif not (in_tree or comm.is_point_to_point(group) or comm.lender_of(group)):
+    elif not in_tree and comm.lender_of(group) is None:
         buffer.plan = comm.plan_reduce(flat, buffer.parts, group, purpose)
+    if buffer.plan is not None:
         return buffer.plan.start()
     caller, used = bucket.users.caller, reduction.used
     return comm.reduce_scatter_parts(

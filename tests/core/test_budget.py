@@ -357,6 +357,31 @@ def test_no_python_for_each_parameter() -> None:
     assert few and not more
 
 
+def count_calls(units: int) -> int:
+    """Functions of this package that a step of ``units`` units calls, comprehensions aside."""
+    blocks = nn.Sequential(*(Block(8) for _ in range(units)))
+    model = fully_shard(blocks, units=wrap.by_class({Block}))
+    calls: Counter[str] = Counter()
+
+    def profile(frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and "/fsdp_compose/" in code.co_filename and code.co_name[0] != "<":
+            calls[code.co_name] += 1
+
+    for step in range(5):
+        sys.setprofile(profile if step == 4 else None)
+        model(torch.ones(1, 8)).sum().backward()
+        sys.setprofile(None)
+        model.zero_grad()
+    return calls.total()
+
+
+def test_calls_of_a_unit_and_step() -> None:
+    """In a steady state a unit costs a step so many calls of functions, which take most time."""
+    with fake_world(2):
+        assert (count_calls(12) - count_calls(4)) / 8 <= 141
+
+
 def test_autograd_sees_one_leaf_per_unit() -> None:
     with fake_world(2):
         model = fully_shard(Many(40))
