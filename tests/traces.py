@@ -318,7 +318,7 @@ def accept(trace: Trace) -> set[Any]:
         checker.tell = partial(_call, schedule, members)
         fails = ("failed",) in event.commands
         wanted = [command for command in event.commands if command != ("failed",)]
-        checker.fails_at = len(wanted) - 1 if fails else -1
+        checker.fails_at = event.commands.index(("failed",)) - 1 if fails else -1
         checker.wanted = wanted
         try:
             _tell(schedule, checker, members, event)
