@@ -40,7 +40,9 @@ def test_hooks_fire_once_with_the_reduced_gradient(shard: str, when: str) -> Non
                 param.register_hook(lambda g: g * 2)
                 param.register_hook(lambda g, n=name: log.append((f"twice {n}", whole(g))))
                 param.register_post_accumulate_grad_hook(
-                    lambda p, n=name: log.append((f"post {n}", whole(p.grad)))
+                    lambda p, n=name: log.append(
+                        (f"post {n}, gradients {torch.is_grad_enabled()}", whole(p.grad))
+                    )
                 )
 
         def sharded(model: nn.Module) -> None:
