@@ -174,8 +174,8 @@ def _gather_on_host(
 def _reduce_on_host(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
     """Each rank reads its part of the others' gradients; one of another host is sent its part."""
     group, segments = call.group, segments_of(call.group)
-    if segments is None or call.offers is None:
-        return _reduce_pairs(whole, parts, call)
+    if segments is None or call.offers is None:  # nobody said where to read
+        return _reduce_pairs(whole, parts, call._replace(room=room_for_parts(parts, group)))
     own, found = parts[group.rank], [*(call.room or _room_on_host(parts, group))]
     reading = segments.begin(segments.lease_of(whole))
     begin, nbytes = group.rank * own.nbytes, whole.nbytes

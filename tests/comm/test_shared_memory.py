@@ -22,9 +22,11 @@ from fsdp_compose import (
     MixedPrecision,
     ShardingStrategy,
     accumulate,
+    default_hook,
     fully_shard,
     gathered,
     no_sync,
+    register_comm_hook,
     unshard,
 )
 from fsdp_compose.comm import shared_memory, transports
@@ -44,6 +46,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[int, int] | None]] = {
     "spread": ({"reshard_after_forward": 2}, None),
     "hybrid": ({"strategy": ShardingStrategy.HYBRID_SHARD}, (2, 2)),
     "fused": ({"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER}, (2, 2)),
+    "hook": ({"hook": lambda state, bucket: default_hook(state, bucket) / 2}, None),
 }
 
 
@@ -51,7 +54,10 @@ def train(options: dict[str, Any], shape: tuple[int, int] | None, steps: int = 2
     """Weights after a few steps, each of a microbatch without reduction and one with it."""
     if shape is not None:
         options = options | {"mesh": init_device_mesh("cpu", shape)}
+    hook = (options := dict(options)).pop("hook", None)
     model = by_block(seeded(Tower), **options)
+    if hook is not None:
+        register_comm_hook(model, None, hook)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
         rank = dist.get_rank()
