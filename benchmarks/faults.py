@@ -5,7 +5,7 @@ forked, so that a cell takes seconds). It trains a small model with a checkpoint
 step 2 one thing happens to rank 1, in one place:
 
 - killed (SIGKILL), stopped (SIGSTOP), raising, out of memory (the allocator refuses under
-  RLIMIT_AS), disk full (a file system of 256 KB where one can be mounted, else RLIMIT_FSIZE),
+  RLIMIT_AS), disk full (a file system of 512 KB where one can be mounted, else RLIMIT_FSIZE),
   Ctrl-C (SIGINT to the agent and all ranks, as a terminal sends it),
 - in forward, backward, the optimizer's step, or the save.
 
@@ -444,6 +444,7 @@ def run_link(folder: Path, wanted: list[float]) -> Cell:
 
 OURS = re.compile(
     r"rank \d waits to [^,\n]*, and rank 1 does not answer"
+    r"|rank 0 waited [^,\n]* for rank 1, which did not call it"
     r"|rank 1 left save_checkpoint: [^\n]{0,160}|rank 1 [^\n]*does not take part"
     r"|[^\n\"]{0,70}\(found on rank 1\)"
 )
@@ -465,8 +466,8 @@ def find_text(text: str, fault: str) -> str:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of 256 KB over ``folder``, where this process may mount one."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
+    """A file system of 512 KB over ``folder``, where this process may mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(folder)]
     mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
     try:
         yield
