@@ -130,7 +130,8 @@ def shard_by_fsdp2(model: nn.Module, mesh: DeviceMesh, released: bool) -> nn.Mod
 def test_no_event_of_backward_takes_more_than_fsdp2(name: str, strategy: str) -> None:
     """At no operator is more alive than there, but for what aligns shards to 16 bytes.
 
-    And for the one number, 4 bytes, that gradients are scaled by, which is kept. Where weights are kept, a first reduction receives while autograd still has the gradients.
+    And for one number that is kept, 4 bytes, by which gradients are scaled. Where weights are kept,
+    a first reduction receives while autograd still has the gradients.
     """
     build, data = MODELS[name]
     is_hybrid, is_kept = strategy.startswith("HYBRID"), strategy not in RELEASED
