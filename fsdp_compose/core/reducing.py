@@ -106,7 +106,7 @@ def _scatter(reduction: Reduction, buffer: GradBuffer) -> comm.ReduceScatter:
     flat, group, in_tree = buffer.flat, bucket.mesh.gather_axis, bucket.mesh.slots is not None
     # Half precision overflows at 65504: divide before the sum, by half of the factor.
     before = 1.0
-    if flat.dtype == torch.float16 and reduction.scale != 1.0:
+    if flat.dtype == torch.float16:
         before = 2.0 ** round(math.log2(reduction.scale) / 2)
         reduction.scale /= before
     elif not in_tree and comm.lender_of(group) is None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision
 from fsdp_compose.base.process import here
+from fsdp_compose.comm import collectives as comm
 
-from harness import run_ranks
+from harness import fake_world, run_ranks
 from models import Tower
 
 BF16 = torch.bfloat16
@@ -97,3 +98,21 @@ def test_gradients_stay_in_low_precision_on_request() -> None:
 def test_a_wrong_choice_of_casts_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted True, False or"):
         MixedPrecision(cast_forward_inputs="leaf")  # type: ignore[arg-type]
+
+
+def test_half_precision_is_scaled_before_each_sum() -> None:
+    """Also after steps with a divide factor of 1, which scale nothing."""
+    with fake_world(2), pytest.MonkeyPatch.context() as patch:
+        model, factors = build(MixedPrecision(reduce_dtype=torch.float16)), []
+        reduce = comm.reduce_scatter_parts
+
+        def noted(*args: Any) -> comm.ReduceScatter:
+            factors.append(args[6])
+            return reduce(*args)
+
+        patch.setattr(comm, "reduce_scatter_parts", noted)
+        for divisor, wanted in ((1.0, 1.0), (4.0, 0.5), (16.0, 0.25)):
+            factors.clear()
+            fc.set_gradient_divide_factor(model, divisor)
+            model(inputs()).sum().backward()
+            assert factors and set(factors) == {wanted}

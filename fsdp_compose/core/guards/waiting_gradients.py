@@ -13,7 +13,7 @@ _logger = logging.getLogger("fsdp_compose")
 
 def drop_waiting_gradients(units: Iterable[Unit]) -> None:
     """Drop what ``units`` hold that is not in ``.grad``; say so where earlier backwards lose it."""
-    # Counted, where any() would stop at the first bucket and leave the others as they are.
+    # sum() looks at every bucket, where any() would stop at the first and leave the others.
     lost = [unit.name for unit in units if sum(map(discard_waiting, unit.buckets))]
     if lost:
         _logger.warning(
