@@ -25,16 +25,18 @@ from typing import Any
 from common import ROOT
 from mutations import Mutant, marked
 
-sys.path.insert(0, str(ROOT / "tests"))
+TESTS = ROOT / "tests"
+sys.path.insert(0, str(TESTS))
 PACKAGE = "fsdp_compose.core"
 FOLDER = ROOT / "fsdp_compose" / "core"
 HOME = ROOT / "build" / "mutants"
 
 # What may notice a mutant: programs of the fuzzer by the size of their world, and files of tests.
-PROGRAMS = {1: range(12), 2: range(60), 3: range(12), 4: range(6)}
+PROGRAMS = {1: range(12), 2: range(240), 3: range(12), 4: range(10)}
 FILES = (
     "tests/core", "tests/scopes", "tests/test_fuzz.py", "tests/construct", "tests/optim",
-    "tests/report", "tests/simulation", "tests/comm", "tests/checkpoint",
+    "tests/report", "tests/simulation", "tests/comm", "tests/checkpoint", "tests/sharded",
+    "tests/libraries",
 )  # fmt: skip
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
 ROUNDS = (2.0, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
@@ -42,6 +44,7 @@ OVERHEAD = 0.1  # seconds that each test costs besides, so that one that costs n
 AGAIN = 0.8  # how much less than the one before it a further test of the same file is worth
 SELDOM = 30.0  # how much more at most a test is worth that leads where few others do
 OF_FUZZER = "fuzz "
+UNWANTED = ["-p", "no:cacheprovider", "-m", "not cuda and not models"]
 IMPORT, LIMIT, CRASH = "an error at import", "the time limit", "a crash"
 
 
@@ -169,8 +172,7 @@ def marks(seen: Any) -> list[int]:
 def pytest_run(files: Iterable[str], watch: Watch, *options: str) -> None:
     import pytest
 
-    unwanted = ["-p", "no:cacheprovider", "-m", "not cuda and not models"]
-    code = pytest.main(["-q", *unwanted, *options, *files], plugins=[watch])
+    code = pytest.main(["-q", *UNWANTED, *options, *files], plugins=[watch])
     expected = pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED  # where all need a GPU
     if code not in expected and watch.failed is None:
         raise RuntimeError(f"pytest ended with {code!r}")
@@ -208,14 +210,14 @@ class Reach:
 
     Attributes:
         statements: their keys; a test's are noted by their numbers here.
-        files: by file of tests, or programs of one size: a hash of its text and of the engine's
-            sources, and by test the seconds of processor time that it takes and the numbers of the
-            statements it runs.
+        files: by file of tests, or programs of one size: a hash of its text, and by test the
+            seconds of processor time that it takes and the numbers of the statements it runs.
+            Statements are known by their text, so that what a test runs is mostly right after the
+            engine changed, too; remove the file to measure all of them again.
     """
 
     def __init__(self, path: Path, sources: Sequence[Path]) -> None:
         self.path, self.sources = path, sources
-        self.engine = "".join(source.read_text() for source in sources)
         known = json.loads(path.read_text()) if path.exists() else {}
         self.statements: list[str] = known.get("statements", [])
         self.files: dict[str, Any] = known.get("files", {})
@@ -237,9 +239,10 @@ class Reach:
         return len({m.statement for m in mutants if m.statement} - self.numbers.keys())
 
     def measure(self, folders: Sequence[str]) -> None:
-        """Measure the tests of files that, or the engine, changed since they were measured."""
+        """Measure the tests of files that are new or changed since they were measured."""
         trees = {p: marked(name_in(p), parse(p), self._number) for p in self.sources}
-        self._measure_each("fuzzer", repr(PROGRAMS), trees, run_programs)
+        fuzzer = "".join(path.read_text() for path in sorted(TESTS.glob("fuzz*.py")))
+        self._measure_each("fuzzer", repr(PROGRAMS) + fuzzer, trees, run_programs)
         for path in [path for folder in folders for path in files_in(ROOT / folder)]:
             name = str(path.relative_to(ROOT))
             run = lambda watch, name=name: pytest_run([name], watch)  # noqa: E731
@@ -254,7 +257,7 @@ class Reach:
     def _measure_each(
         self, name: str, text: str, trees: dict[Path, ast.Module], run: Callable[[Watch], None]
     ) -> None:
-        digest = hashlib.sha256((self.engine + text).encode()).hexdigest()
+        digest = hashlib.sha256(text.encode()).hexdigest()
         if self.files.get(name, {}).get("digest") == digest:
             return
         seen = mmap.mmap(-1, len(self.statements))  # shared with what is forked from a test
@@ -293,16 +296,22 @@ class Reach:
                 t for key, tests in self.tests.items() if key.startswith(around) for t in tests
             }
         chosen: list[str] = []
-        chance = history.chances(mutant)
-        for key in mutant.inner:  # few tests may lead there, and they tell most about the change
-            inner = self.tests[key] & found
-            seldom = min(SELDOM, len(found) / max(1, len(inner)))
-            chance = partial(_raised, chance, inner, seldom)
+        chance = partial(_raised, history.chances(mutant), self._factors(mutant, found))
         for test in self._in_order(found - passed, chance):
             if self.costs[test] <= limit:
                 limit -= self.costs[test]
                 chosen.append(test)
         return chosen
+
+    def _factors(self, mutant: Mutant, found: set[str]) -> dict[str, float]:
+        """Tests that lead where few others do tell most about a change of what leads there."""
+        factors: dict[str, float] = {}
+        for key in mutant.inner:
+            inner = self.tests[key] & found
+            for test in inner:
+                seldom = min(SELDOM, len(found) / len(inner))
+                factors[test] = max(factors.get(test, 1.0), seldom)
+        return factors
 
     def _in_order(self, tests: set[str], chance: Callable[[str], float]) -> list[str]:
         """By chance per second, where each further test of a file counts less than the last."""
@@ -315,8 +324,8 @@ class Reach:
         return sorted(tests, key=lambda test: (-worth[test], test))
 
 
-def _raised(chance: Callable[[str], float], tests: set[str], factor: float, test: str) -> float:
-    return chance(test) * (factor if test in tests else 1.0)
+def _raised(chance: Callable[[str], float], factors: dict[str, float], test: str) -> float:
+    return chance(test) * factors.get(test, 1.0)
 
 
 class History:
@@ -379,6 +388,10 @@ def name_in(path: Path) -> str:
     return path.relative_to(FOLDER).as_posix()
 
 
+def path_of(name: str) -> Path:
+    return FOLDER / name
+
+
 def module_of(path: Path) -> str:
     return f"{PACKAGE}.{name_in(path).removesuffix('.py').replace('/', '.')}"
 
@@ -424,61 +437,17 @@ def in_rounds(tests: Sequence[str], costs: dict[str, float]) -> Iterator[list[st
         yield part
 
 
-def fails_unchanged(tree: ast.Module, tests: Sequence[str]) -> str:
-    """Which of the tests fails first on the engine as it is, in the place where mutants run."""
-    path = FOLDER / "schedule.py"
-    name = module_of(path)
-
-    def work() -> str | None:
-        install(name, path, tree)
-        return check_engine(name, tests)
-
-    return run_apart(work, 900.0) or ""
-
-
-def check_unchanged(tree: ast.Module, reach: Reach) -> None:
-    """The engine as it is passes the cheap tests in the place where mutants run."""
-    failed = fails_unchanged(tree, sorted(reach.costs, key=reach.costs.__getitem__)[:40])
-    if failed:
-        raise SystemExit(f"without any change, {failed} fails; see {HOME / 'output.txt'}")
-
-
-def false_killers(tree: ast.Module, killers: Iterable[str]) -> set[str]:
-    """Tests that fail without any change, so that what they noticed is no mutant."""
-    tests, found = sorted(set(killers) - {"", IMPORT, LIMIT, CRASH}), set()
-    while failed := fails_unchanged(tree, tests):
-        tests = [test for test in tests if test != failed]
-        found.add(failed)
-    return found
-
-
 def run_mutant(
-    mutant: Mutant,
-    tree: ast.Module,
-    reach: Reach,
-    budget: float,
-    history: History,
-    passed: Sequence[str] = (),
-    given: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Run the tests that reach a mutant until one fails; what there is to note about it.
-
-    Args:
-        history: of the mutants that were run before, which tells the good tests.
-        passed: tests that passed on it in an earlier run.
-        given: files of tests to run instead of those that are known to reach it.
-    """
-    started, killer = time.monotonic(), ""
-    tests = given or reach.of(mutant, budget, set(passed), history)
-    path = FOLDER / mutant.file
-    name = module_of(path)
-    kept = list(passed)
-    for part in [tests] if given else in_rounds(tests, reach.costs):
-        limit = 40.0 + 8.0 * (60.0 if given else sum(reach.costs[test] for test in part))
-        killer = judge(mutant, tree, name, path, partial(check_engine, name, part), limit)
+    mutant: Mutant, tree: ast.Module, tests: Sequence[str], reach: Reach
+) -> tuple[str, list[str]]:
+    """Run tests until one fails in processes that import a mutant; which did, and what passed."""
+    name, passed = module_of(path_of(mutant.file)), []
+    for part in in_rounds(tests, reach.costs):
+        limit = 40.0 + 8.0 * sum(reach.costs[test] for test in part)
+        check = partial(check_engine, name, part)
+        killer = judge(mutant, tree, name, path_of(mutant.file), check, limit)
         if killer:
-            kept += part[: part.index(killer)] if killer in part else []
-            break
-        kept += part
-    seconds = round(time.monotonic() - started, 1)
-    return {"mutant": mutant.key, "killer": killer, "passed": kept, "seconds": seconds}
+            passed += part[: part.index(killer)] if killer in part else []
+            return killer, passed
+        passed += part
+    return "", passed

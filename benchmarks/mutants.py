@@ -11,7 +11,8 @@ changed statement run until one fails; those come first that noticed most other 
 same function above all, for what they cost. What reaches a statement is measured once (--map), by a
 mark before every statement.
 
-What a mutant came to is kept in build/mutants, so that a run goes on where it was ended. Survivors
+What a mutant came to is kept in outcomes.jsonl of build/mutants, so that a run goes on where it was
+ended. For a changed engine rename it to history.jsonl, which only orders the tests. Survivors
 are explained in mutants_explained.json: each says whether the change can be observed at all. The
 score is killed / (all - those that cannot be observed).
 """
@@ -19,6 +20,7 @@ score is killed / (all - those that cannot be observed).
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import random
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from common import add_output_options, machine, publish, table
+from mutant_server import Server, check_unchanged, false_killers
 from mutant_tests import (
     CRASH,
     FILES,
@@ -40,8 +43,6 @@ from mutant_tests import (
     OF_FUZZER,
     History,
     Reach,
-    check_unchanged,
-    false_killers,
     name_in,
     parse,
     run_mutant,
@@ -196,13 +197,53 @@ def choose(mutants: list[Mutant], options: argparse.Namespace, done: Any) -> lis
     return chosen
 
 
+@dataclass
+class Run:
+    """Runs tests on mutants, one after another."""
+
+    trees: dict[str, ast.Module]
+    reach: Reach
+    options: argparse.Namespace
+    server: Server
+
+    def each(self, waiting: Sequence[Mutant], done: dict[str, Any], path: Path) -> None:
+        """Add what comes of each mutant to the file at ``path``, until the time is over."""
+        started = time.monotonic()
+        history = History([*read_outcomes(HOME / "history.jsonl").values(), *done.values()])
+        for i, mutant in enumerate(waiting):
+            if self.options.minutes and time.monotonic() - started > 60 * self.options.minutes:
+                break
+            outcome = self.one(mutant, history, done.get(mutant.key, {}).get("passed", ()))
+            history.add(outcome)
+            with path.open("a") as file:
+                file.write(json.dumps(outcome) + "\n")
+            if not outcome["killer"]:
+                print(f"{i + 1}/{len(waiting)} survives {len(outcome['passed'])} tests: "
+                      f"{mutant.key} (line {mutant.line})", flush=True)  # fmt: skip
+
+    def one(self, mutant: Mutant, history: History, passed: Sequence[str]) -> dict[str, Any]:
+        """Run tests on a mutant, besides those that it passed before, until one fails."""
+        started = time.monotonic()
+        tests = self.reach.of(mutant, self.options.budget, set(passed), history)
+        if self.options.tests:
+            tests = [t for t in self.reach.costs if t.startswith(tuple(self.options.tests))]
+        killer = self.server.first_to_fail(mutant, tests)
+        if killer is None:
+            killer, now = run_mutant(mutant, self.trees[mutant.file], tests, self.reach)
+        else:
+            now = tests[: tests.index(killer)] if killer in tests else tests if not killer else []
+        seconds = round(time.monotonic() - started, 1)
+        kept = [*passed, *now]
+        return {"mutant": mutant.key, "killer": killer, "passed": kept, "seconds": seconds}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, help="this many, drawn from all; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--file", action="append", help="a file of the folder; default: all")
     parser.add_argument("--only", default="", help="mutants whose text contains this")
-    parser.add_argument("--tests", nargs="+", default=(), help="run these files of tests on each")
+    parser.add_argument("--tests", nargs="+", default=(), help="run tests whose names begin so")
     parser.add_argument("--guards", action="store_true", help="the files of guards/ too")
     parser.add_argument("--only-survivors", action="store_true", help="go on with further tests")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant")
@@ -233,25 +274,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         newer = reach.count_unknown(mutants)
         print(f"{len(waiting)} mutants, {len(reach.costs)} tests; of {newer} statements newer than "
               "the last --map the tests of their functions run", flush=True)  # fmt: skip
-        check_unchanged(trees["schedule.py"], reach)
-    started, history = time.monotonic(), History(done.values())
-    for i, mutant in enumerate(waiting):
-        if options.minutes and time.monotonic() - started > 60 * options.minutes:
-            break
-        passed = done.get(mutant.key, {}).get("passed", ())
-        outcome = run_mutant(
-            mutant, trees[mutant.file], reach, options.budget, history, passed, options.tests
-        )
-        history.add(outcome)
-        with path.open("a") as file:
-            file.write(json.dumps(outcome) + "\n")
-        if not outcome["killer"]:
-            print(f"{i + 1}/{len(waiting)} survives {len(outcome['passed'])} tests: "
-                  f"{mutant.key} (line {mutant.line})", flush=True)  # fmt: skip
-    done = read_outcomes(path)
-    if waiting:
+        run = Run(trees, reach, options, Server(reach, mutants, trees))
+        check_unchanged(run.server)
+        run.each(waiting, done, path)
+        done = read_outcomes(path)
         killers = [done[mutant.key]["killer"] for mutant in waiting if mutant.key in done]
-        drop_false_kills(path, done, false_killers(trees["schedule.py"], killers))
+        drop_false_kills(path, done, false_killers(run.server, killers))
+        run.server.end()
     report = Report(chosen, done, reasons)
     publish(
         "mutants",

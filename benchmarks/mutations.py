@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -42,7 +44,8 @@ class Mutant:
         line: where it is.
         statement: the innermost statement of a function that contains it, as ``statement_key`` has
             it; "" outside any function.
-        inner: the statements that it leads to, where it is a loop, a condition or a ``with``.
+        inner: the first statements of the blocks that it leads to, where it is a loop, a
+            condition or a ``with``.
         holder, slot, value: ``value`` goes into the list or field that ``holder`` has at ``slot``.
     """
 
@@ -61,12 +64,24 @@ class Mutant:
     def key(self) -> str:
         return f"{self.file} | {self.function} | {self.change}"
 
-    def apply(self) -> None:
-        """Change the tree that the mutant was made from."""
+    def apply(self) -> Any:
+        """Change the tree that the mutant was made from; what was there."""
         if isinstance(self.holder, list):
+            before = self.holder[self.slot]
             self.holder[self.slot] = self.value
         else:
+            before = getattr(self.holder, self.slot)
             setattr(self.holder, self.slot, self.value)
+        return before
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Scope in which the tree is that of the mutant."""
+        before = self.apply()
+        try:
+            yield
+        finally:
+            replace(self, value=before).apply()
 
 
 def statement_key(file: str, function: str, statement: ast.stmt) -> str:
@@ -98,8 +113,7 @@ def mutants_of(file: str, tree: ast.Module) -> list[Mutant]:
 
 
 def _numbered(mutant: Mutant, number: int) -> Mutant:
-    values = {name: getattr(mutant, name) for name in Mutant.__dataclass_fields__}
-    return Mutant(**values | {"change": f"{mutant.change} (number {number})"})
+    return replace(mutant, change=f"{mutant.change} (number {number})")
 
 
 class _Finder:
@@ -146,10 +160,8 @@ class _Finder:
             self.visit_function(node)
         else:
             here = self.statement
-            parts = [getattr(node, name, None) for name in ("body", "orelse")]
-            self.inner = tuple(
-                statement_key(self.file, ".".join(self.names), part[0]) for part in parts if part
-            )
+            where = self.file, ".".join(self.names)
+            self.inner = tuple(statement_key(*where, first) for first in _first_inside(node))
             self.change_statement(body, index, node)
             self.inner = ()
             for name in ("body", "orelse", "finalbody"):
@@ -315,6 +327,16 @@ class _Finder:
         new = ast.copy_location(ast.UnaryOp(ast.Not(), test), test)
         change = f"{ast.unparse(test)} -> {ast.unparse(new)}"
         self.add("condition negated", change, test, holder, slot, new)
+
+
+def _first_inside(node: ast.AST) -> Iterator[ast.stmt]:
+    """The first statement of each block in ``node``, at any depth."""
+    for name in ("body", "orelse"):
+        block = getattr(node, name, None)
+        if isinstance(block, list) and block:
+            yield block[0]
+            for statement in block:
+                yield from _first_inside(statement)
 
 
 def _short(node: ast.expr) -> str:

@@ -6,12 +6,14 @@ import ast
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import mutants as tool
+from mutant_server import compiled, functions_of
 from mutant_tests import LIMIT, judge, name_in, parse, sources
 from mutations import mutants_of
 
@@ -68,6 +70,26 @@ def test_known_mutants_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "small" not in sys.modules
         and ast.unparse(tree).split() == ast.unparse(ast.parse(SMALL)).split()
     )
+
+
+def test_functions_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what runs at import, here a default, for which the module is imported anew."""
+    tree, path, small = ast.parse(SMALL), Path("small.py"), ModuleType("small")
+    before = compiled(tree, path)
+    exec(before, vars(small))
+    monkeypatch.setitem(sys.modules, "small", small)
+    for mutant in mutants_of("small.py", tree):
+        with mutant.applied():
+            changed = functions_of(before, compiled(ast.fix_missing_locations(tree), path))
+        if mutant.change == "0 -> 1":
+            assert changed is None
+            continue
+        assert changed is not None
+        ((old, new),) = changed
+        assert old == small.largest.__code__
+        monkeypatch.setattr(small.largest, "__code__", new)
+        assert check() == OUTCOMES[mutant.change]
+        monkeypatch.setattr(small.largest, "__code__", old)
 
 
 def test_explained_mutants_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
