@@ -142,25 +142,31 @@ BUILDERS: dict[str, Callable[[Setting], nn.Module]] = {
     "FSDP2": partial(fsdp2, reshard_after_forward=None),
     "FSDP2 kept": partial(fsdp2, reshard_after_forward=False),
     "ours": partial(ours, strategy="FULL_SHARD"),
-    "ours SHARD_GRAD_OP": partial(ours, strategy="SHARD_GRAD_OP"),
+    "ours kept": partial(ours, strategy="SHARD_GRAD_OP"),
     "ours ZERO1": partial(ours, strategy="ZERO1"),
 }
 # These two leave the casting to autocast; the sharded sides cast their parameters themselves.
 AUTOCAST = {"local", "DDP"}
+# These two keep their weights gathered over the microbatches of a step.
+KEPT = {"FSDP2 kept", "ours kept"}
 
 
 @contextlib.contextmanager
-def accumulating(model: nn.Module, is_on: bool) -> Iterator[None]:
+def accumulating(model: nn.Module, is_on: bool, keeps: bool) -> Iterator[None]:
     """Scope of a backward whose gradients wait, unreduced, for those of a later one."""
     if not is_on:
         yield
     elif fsdp_compose.is_fully_sharded(model):
+        fsdp_compose.set_reshard_after_backward(model, not keeps)
         with fsdp_compose.no_sync(model):
             yield
+        fsdp_compose.set_reshard_after_backward(model, True)
     elif isinstance(model, torch_fsdp.FSDPModule):
         model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(not keeps)
         yield
         model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
     elif isinstance(model, DistributedDataParallel | torch_fsdp.FullyShardedDataParallel):
         with model.no_sync():
             yield
@@ -191,7 +197,8 @@ class Side:
     def forward_backward(self) -> None:
         """The microbatches of a step."""
         for index in range(self.setting.microbatches):
-            with accumulating(self.model, index < self.setting.microbatches - 1):
+            waits = index < self.setting.microbatches - 1
+            with accumulating(self.model, waits, self.name in KEPT):
                 self.microbatch()
 
     def microbatch(self) -> None:
