@@ -44,6 +44,16 @@ FOUND = {
         )
         for how in HYBRID for seed in (0, 1)
     },
+    "seed 143019: what was gathered ahead in vain when a step was skipped": Case(
+        Node((
+            Node((Node((Leaf("low rank", dtype="float64", unit=True),)),)),
+            Leaf("transposed", dtype="float64", unit=True),
+        )), 2, "FULL_SHARD", (("two forwards", 0), ("skippable", 2)), prefetch=(2, 1),
+    ),
+    "seed 133448: what was gathered ahead in vain when ranks disagreed": Case(
+        Node((Node((Leaf("matrix"),), True), Leaf("empty", dtype="float64", unit=True))), 2,
+        "FULL_SHARD", (("two forwards", 0), ("stray", 0)), prefetch=(2, 1),
+    ),
     "a skipped step where a unit is spread over fewer ranks": Case(
         UNITS, 4, "FULL_SHARD", (("step", 0), ("skippable", 2), ("step", 0)), release=2,
     ),

@@ -42,8 +42,7 @@ class Exchange:
     """Communication under way; ``wait`` makes its data safe to read on the current stream.
 
     Raises:
-        RuntimeError: another rank has died, did not answer within the group's timeout, or
-            communicates something else.
+        RuntimeError: another rank has died, did not answer within the group's timeout, or differs.
     """
 
     works: Sequence[Any] = ()
@@ -51,20 +50,36 @@ class Exchange:
     peers: Sequence[int] = ()  # by work, the global rank it is with; empty: all ranks at once
     heads: Heads | None = None
     finish: Callable[[], None] | None = None  # called when the data has arrived
+    is_lost: bool = False  # the data did not come, and nobody is to read it
 
     def wait(self) -> None:
         works, heads, finish = self.works, self.heads, self.finish
-        if not works and heads is None and finish is None:
-            return
-        self.works, self.heads, self.finish = (), None, None
-        if heads is None or heads.check():
-            wait_for(works, self.peers, self.purpose)
-            if finish is not None:
-                finish()
+        if works or heads is not None or finish is not None:
+            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
+            if heads is None or heads.check():
+                wait_for(works, self.peers, self.purpose)
+                if finish is not None:
+                    finish()
+                self.is_lost = False
+        if self.is_lost:
+            raise RuntimeError(
+                f"{self.purpose}: its data did not come, since ranks ran different units while it "
+                "was under way. Nothing is lost: discard this step, and run the next one."
+            )
+
+    def end(self) -> None:
+        """Wait where nobody is to read the data, and it may have been lost."""
+        if self.will_be_lost():
+            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
+        else:
+            self.wait()
+
+    def will_be_lost(self) -> bool:
+        """Whether ``wait`` would raise, as far as this rank knows."""
+        return self.is_lost or (self.heads is not None and self.heads.is_outdated())
 
 
-NOTHING_SENT = Exchange()
-"""One that is over, for whoever communicates nothing."""
+NOTHING_SENT = Exchange()  # one that is over, for whoever communicates nothing
 
 
 @dataclass(slots=True)

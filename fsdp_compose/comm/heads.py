@@ -121,13 +121,17 @@ class Heads:
 
         Some of them may never have come to this exchange then, and nobody is to read its data.
         """
-        if self.caller.epoch(self.group) != self.epoch or self.group in self.caller.unmet:
+        if self.is_outdated():
             return False
         mine, rows = self.sent, self.rows()
         self.compare(mine, rows)
         if self.flags is not None:
             self._unite(self.flags, mine, rows)
         return True
+
+    def is_outdated(self) -> bool:
+        """Whether ranks have disagreed since these were sent."""
+        return self.caller.epoch(self.group) != self.epoch or self.group in self.caller.unmet
 
     def compare(self, mine: list[int], rows: list[list[int]]) -> None:
         """Raise unless every peer does the same."""

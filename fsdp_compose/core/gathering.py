@@ -58,11 +58,22 @@ def gather(unit: Unit, is_first: bool) -> None:
 
 
 def release(unit: Unit) -> None:
-    """Free the unit's buckets that no other unit holds."""
+    """Free the unit's buckets that no other unit holds.
+
+    Raises:
+        RuntimeError: one was still being gathered, and ranks differ; all are free nevertheless.
+    """
+    failure: BaseException | None = None
     for bucket in unit.gathered:
         bucket.users.holders -= 1
         if bucket.users.holders == 0:
-            _release(unit.engine, bucket)
+            try:
+                _release(unit.engine, bucket)
+            except BaseException as error:  # such as Ctrl-C in a wait, which is over then
+                failure = error
+                _release(unit.engine, bucket)
+    if failure is not None:
+        raise failure
 
 
 def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> None:
@@ -225,7 +236,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         return
     fill, streams, is_unread = bucket.fill, engine.streams, bucket.phase is Phase.GATHERING
     if is_unread:
-        fill.exchange.wait()
+        fill.exchange.end()
     bucket.move_to(Phase.SHARDED)
     fill.is_superseded = False
     if bucket.in_place:

@@ -343,9 +343,8 @@ class Schedule(Generic[U, P]):
 
     def drop_prefetched(self) -> None:
         """Release units that were gathered ahead and not used."""
-        for unit in self.prefetched:
-            self.drop(unit, Hold.PREFETCH)
-        self.prefetched.clear()
+        while self.prefetched:
+            self.drop(self.prefetched.pop(0), Hold.PREFETCH)
 
     # Failure
 

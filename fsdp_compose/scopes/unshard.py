@@ -61,6 +61,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Make the parameters readable on the current stream, and let the modules hold them."""
         units, self._units = self._units, []
+        clear_failed_steps(units)
         for unit in units:
             if Hold.USER in unit.holds:
                 wait_gathered(unit)

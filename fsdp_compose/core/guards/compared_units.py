@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fsdp_compose.base.order import Order
-from fsdp_compose.core.state import Engine
+from fsdp_compose.buckets.bucket import Phase
+from fsdp_compose.core.schedule import Hold
+from fsdp_compose.core.state import Engine, Unit
 
 
 def did_ranks_differ(engine: Engine) -> bool:
@@ -12,13 +14,23 @@ def did_ranks_differ(engine: Engine) -> bool:
 
 
 def forget_orders(engine: Engine) -> None:
-    """After ranks differed: forget recorded orders, and what only some ranks may have gathered."""
+    """After ranks differed: forget recorded orders, and what only some ranks may have gathered.
+
+    So does what ``unshard`` asked for and did not get: its caller was told, or is not to wait.
+    """
     engine.disagreements = sum(log.disagreements for log in engine.logs.values())
     engine.schedule.forward_order, engine.schedule.backward_order = Order(), Order()
     for unit in engine.units:
         unit.expected.eval_order = Order()
         for inner in filter(None, (bucket.inner for bucket in unit.buckets)):
             inner.stamp = None
+        if Hold.USER in unit.holds and _is_cut_off(unit):
+            engine.schedule.drop(unit, Hold.USER)
+
+
+def _is_cut_off(unit: Unit) -> bool:
+    gathering = [bucket for bucket in unit.gathered if bucket.phase is Phase.GATHERING]
+    return any(bucket.fill.exchange.will_be_lost() for bucket in gathering)
 
 
 def reach_frozen(engine: Engine) -> None:
