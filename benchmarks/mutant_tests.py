@@ -41,7 +41,7 @@ FILES = (
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
 ROUNDS = (2.0, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
 OVERHEAD = 0.1  # seconds that each test costs besides, so that one that costs nothing is no bargain
-AGAIN = 0.8  # how much less than the one before it a further test of the same file is worth
+AGAIN = 0.97, 0.6  # how much less a further test of the same file, of the same function is worth
 SELDOM = 30.0  # how much more at most a test is worth that leads where few others do
 OF_FUZZER = "fuzz "
 UNWANTED = ["-p", "no:cacheprovider", "-m", "not cuda and not models"]
@@ -314,13 +314,13 @@ class Reach:
         return factors
 
     def _in_order(self, tests: set[str], chance: Callable[[str], float]) -> list[str]:
-        """By chance per second, where each further test of a file counts less than the last."""
+        """By chance per second, where further tests of a file or a function count less."""
         worth = {test: chance(test) / (OVERHEAD + self.costs[test]) for test in tests}
         taken: Counter[str] = Counter()
         for test in sorted(tests, key=lambda test: (-worth[test], test)):
-            file = test.split(":")[0]
-            worth[test] *= AGAIN ** taken[file]
-            taken[file] += 1
+            for group, less in zip((test.split(":")[0], test.split("[")[0]), AGAIN):
+                worth[test] *= less ** taken[group]
+                taken[group] += 1
         return sorted(tests, key=lambda test: (-worth[test], test))
 
 

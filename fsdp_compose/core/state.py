@@ -33,7 +33,7 @@ from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
 from fsdp_compose.core.guards.copied_units import copy_unit
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
 from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
-from fsdp_compose.sharded import STATE_KEY, Parallel
+from fsdp_compose.sharded import STATE_KEY
 
 
 @dataclass(eq=False, repr=False)
@@ -76,7 +76,7 @@ class Links:
     aliases: list[torch.Tensor]  # by entry
     anchor: torch.Tensor  # an empty leaf, at which autograd ends in place of the parameters
     with_attributes: list[int]  # entries whose parameters have a class or attributes of their own
-    dtensors: list[tuple[int, Parallel]]  # entries that tensor parallelism split
+    dtensors: list[int]  # entries that tensor parallelism split
     places: list[tuple[dict[str, Any], str, int]]  # (values, name, entry) of every slot
     tables: tuple[dict[str, Any], ...]  # first items of ``places``
     names: tuple[str, ...]  # second items of ``places``
@@ -175,11 +175,7 @@ class Unit:
             aliases=[owner_of(entry).aliases[entry.index] for entry in self.entries],
             anchor=self._make_anchor(),
             with_attributes=[i for i, e in enumerate(self.entries) if has_attributes(e)],
-            dtensors=[
-                (i, e.spec.parallel)
-                for i, e in enumerate(self.entries)
-                if e.spec.is_dtensor and e.spec.parallel is not None
-            ],
+            dtensors=[i for i, e in enumerate(self.entries) if e.spec.is_dtensor],
             places=places,
             tables=tables,
             names=names,
@@ -244,7 +240,8 @@ def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
     if not unit.links.dtensors:
         return tensors
     read = list(tensors)
-    for index, parallel in unit.links.dtensors:
+    for index in unit.links.dtensors:
+        parallel = unit.entries[index].spec.parallel
         assert parallel is not None
         read[index] = parallel.wrap(tensors[index])
     return read

@@ -161,7 +161,7 @@ KEPT = "kept"
 
 def watch_inside(units: Iterable[Unit]) -> None:
     """Gather units where a backward begins at a tensor that was made inside their last forward."""
-    lives = [(u, live) for u in units if (live := u.run.live) is not None and live.closed_at >= 0]
+    lives = [(u, live) for u in units if (live := u.run.live) is not None]
     spans = [(max(opened_at(u), live.joined_at), live.closed_at, u) for u, live in lives]
     spans = [span for span in spans if 0 <= span[0] < span[1]]
     for value in gc.get_objects() if spans else ():
