@@ -11,6 +11,7 @@ import importlib.machinery
 import json
 import mmap
 import os
+import re
 import resource
 import select
 import signal
@@ -19,6 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,9 @@ class Reach:
         self.numbers = {key: number for number, key in enumerate(self.statements)}
         self.costs: dict[str, float] = {}
         self.tests: dict[str, set[str]] = defaultdict(set)
+        self.inside: dict[str, list[str]] = defaultdict(list)  # statements, by the function's name
+        for key in self.statements:
+            self.inside[key.split(" | ")[1].rpartition(".")[2]].append(key)
         for measured in self.files.values():
             for test, (cost, numbers) in measured["tests"].items():
                 if cost <= DEAREST:
@@ -304,9 +309,14 @@ class Reach:
         return chosen
 
     def _factors(self, mutant: Mutant, found: set[str]) -> dict[str, float]:
-        """Tests that lead where few others do tell most about a change of what leads there."""
+        """Tests that lead where few others do tell most about a change of what leads there.
+
+        That is into a block, or into parts of the functions that the changed statement names.
+        """
         factors: dict[str, float] = {}
-        for key in mutant.inner:
+        words = set(re.findall(r"\w+", mutant.statement.rpartition(" | ")[2]))
+        around = {mutant.function.rpartition(".")[2]}
+        for key in chain(mutant.inner, *(self.inside[name] for name in words | around)):
             inner = self.tests[key] & found
             for test in inner:
                 seldom = min(SELDOM, len(found) / len(inner))

@@ -310,7 +310,7 @@ class _Finder:
             call("argument dropped", f"drop {_short(args[-1])}", args[:-1], words)
         first = args[:2]
         is_starred = any(isinstance(arg, ast.Starred) for arg in first)
-        if len(set(map(ast.unparse, first))) == 2 and not is_starred:
+        if len(set(map(ast.unparse, first))) == 2 and not is_starred and name not in ("max", "min"):
             change = f"swap {_short(first[0])} and {_short(first[1])}"
             call("arguments swapped", change, [*reversed(first), *args[2:]], words)
         for i, word in enumerate(words):

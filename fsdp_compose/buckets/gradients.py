@@ -114,13 +114,12 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
 
 
 def sum_slots(bucket: Bucket, grad: torch.Tensor, scale: float) -> torch.Tensor | None:
-    """``grad``; where ``deterministic=`` adds microbatches up, their sum times ``scale``.
+    """The sum of all microbatches of a step times ``scale``, where ``deterministic=`` adds them up.
 
     None before the last microbatch of a step.
     """
     mesh, sums = bucket.mesh, bucket.arriving.sums
-    if mesh.slots is None:
-        return grad
+    assert mesh.slots is not None
     total = sums.add(grad, mesh.slots // mesh.size)
     if total is None:
         return None

@@ -62,8 +62,8 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
         except BaseException:
             _abandon_forward(unit)
             raise
-        if saved_tensor_hooks(False) is not None:
-            shield_weights(unit)
+        if (hooks := saved_tensor_hooks(False)) is not None:
+            shield_weights(unit, hooks)
     inputs = None
     if unit.mp.param_dtype is not None:
         inputs = cast_inputs(unit, args, kwargs, len(active) == 1)
@@ -198,10 +198,9 @@ def end_pass(unit: Unit, failed: bool) -> None:
 
 
 def follow_order(unit: Unit) -> None:
-    """Choose the order to follow: one per device in training, the outermost unit's otherwise."""
-    schedule = unit.engine.schedule
-    if schedule.eval_order is None and len(schedule.active) == 1 and not torch.is_grad_enabled():
-        schedule.eval_order = unit.expected.eval_order
+    """Follow the device's one order in training, otherwise that of ``unit``, the outermost."""
+    if not torch.is_grad_enabled():
+        unit.engine.schedule.eval_order = unit.expected.eval_order
 
 
 def _continues_pass(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:

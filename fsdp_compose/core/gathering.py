@@ -142,19 +142,17 @@ def reread(unit: Unit, in_backward: bool) -> None:
     """Gather again what was written since it was gathered, as far as a pass would see it."""
     for bucket in unit.gathered:
         fill, residence = bucket.fill, bucket.residence
-        if in_backward and (residence.is_shared or fill.handed_out != residence.written):
-            refresh_handed_out(unit)
-            return
-        if not in_backward and fill.stamp is not None:
-            refresh_stale(unit)
-            return
+        if in_backward:
+            if residence.is_shared or fill.handed_out != residence.written:
+                return refresh_handed_out(unit)
+        elif fill.stamp is not None:
+            return refresh_stale(unit)
+    return None
 
 
 def refresh_stale(unit: Unit) -> None:
     """Gather again the buckets whose shards changed while they were kept."""
     kept = [bucket for bucket in unit.gathered if bucket.fill.stamp is not None]
-    if not kept:
-        return
     stale = [bucket for bucket in kept if _is_stale(bucket)]
     for bucket in kept:
         if bucket.residence.is_shared and bucket not in stale:

@@ -351,7 +351,7 @@ class Schedule(Generic[U, P]):
     def fail(self, units: Iterable[U]) -> None:
         """After an exception: release every unit that the user does not hold."""
         self.active.clear()
-        self.drop_prefetched()
+        self.prefetched.clear()
         for order in (self.forward_order, self.backward_order, self.eval_order):
             if order is not None:
                 order.forget()

@@ -35,8 +35,8 @@ _TRACED = (
 
 
 def is_foreign(engine: Engine) -> bool:
-    """Whether another thread's forward is under way; a backward has threads of its own."""
-    return engine.thread != get_ident() and bool(engine.schedule.active) and graph_task_id() == -1
+    """In another thread: whether a forward is under way; a backward has threads of its own."""
+    return bool(engine.schedule.active) and graph_task_id() == -1
 
 
 def check_caller(unit: Unit) -> None:

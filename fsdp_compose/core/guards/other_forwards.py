@@ -122,8 +122,9 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) 
     active.append(unit)
     if opened.stored:
         return None
-    follow_order(unit)  # units inside it that are gathered as always may run without gradients
-    return cast_inputs(unit, args, kwargs, len(active) == 1)
+    if is_outermost := len(active) == 1:
+        follow_order(unit)  # units inside it that are gathered as always may run without gradients
+    return cast_inputs(unit, args, kwargs, is_outermost)
 
 
 def _leave_apart(unit: Unit) -> None:

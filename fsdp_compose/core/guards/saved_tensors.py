@@ -30,10 +30,9 @@ class _Weight:
         self.tensor = tensor
 
 
-def shield_weights(unit: Unit) -> None:
-    """Keep the unit's weights from the caller's saved-tensor hooks, until ``unshield``."""
-    hooks = saved_tensor_hooks(False)
-    if hooks is None or not torch.is_grad_enabled():
+def shield_weights(unit: Unit, hooks: tuple[Any, Any]) -> None:
+    """Keep the unit's weights from ``hooks``, which the caller entered, until ``unshield``."""
+    if not torch.is_grad_enabled():
         return
     if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return
