@@ -43,7 +43,7 @@ FILES = (
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
 ROUNDS = (2.0, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
 OVERHEAD = 0.1  # seconds that each test costs besides, so that one that costs nothing is no bargain
-AGAIN = 0.97, 0.6  # how much less a further test of the same file, of the same function is worth
+AGAIN = 0.99, 0.8  # how much less a further test of the same file, of the same function is worth
 SELDOM = 30.0  # how much more at most a test is worth that leads where few others do
 OF_FUZZER = "fuzz "
 UNWANTED = ["-p", "no:cacheprovider", "-m", "not cuda and not models"]
@@ -328,7 +328,7 @@ class Reach:
         worth = {test: chance(test) / (OVERHEAD + self.costs[test]) for test in tests}
         taken: Counter[str] = Counter()
         for test in sorted(tests, key=lambda test: (-worth[test], test)):
-            for group, less in zip((test.split(":")[0], test.split("[")[0]), AGAIN):
+            for group, less in zip((file_of(test), test.split("[")[0]), AGAIN):
                 worth[test] *= less ** taken[group]
                 taken[group] += 1
         return sorted(tests, key=lambda test: (-worth[test], test))
@@ -339,7 +339,7 @@ def _raised(chance: Callable[[str], float], factors: dict[str, float], test: str
 
 
 class History:
-    """How often each test noticed a mutant that it ran on: of one function, and of all."""
+    """How often each test, and each file, noticed a mutant: of one function, and of all."""
 
     def __init__(self, outcomes: Iterable[dict[str, Any]] = ()) -> None:
         self.kills: Counter[tuple[str, str]] = Counter()
@@ -351,19 +351,28 @@ class History:
         around = outcome["mutant"].rpartition(" | ")[0]
         killer = outcome["killer"]
         for place in ("", around):
-            self.kills[place, killer] += bool(killer)
-            self.tries.update([(place, test) for test in {*outcome["passed"], killer}])
+            self.kills.update([(place, name) for name in (killer, file_of(killer)) if killer])
+            for test in {*outcome["passed"], killer}:
+                self.tries.update([(place, test), (place, file_of(test))])
 
     def chances(self, mutant: Mutant) -> Callable[[str], float]:
         """How likely a test is to notice ``mutant``, as far as others tell."""
         around = mutant.key.removesuffix(f" | {mutant.change}")
 
+        def rate(place: str, name: str, guess: float, weight: float) -> float:
+            kills, tries = self.kills[place, name], self.tries[place, name]
+            return (kills + weight * guess) / (tries + weight)
+
         def chance(test: str) -> float:
-            kills, tries = self.kills["", test], self.tries["", test]
-            of_all = (kills + 1) / (tries + 10)
-            return (self.kills[around, test] + 2 * of_all) / (self.tries[around, test] + 2)
+            of_file = rate("", file_of(test), 0.1, 10.0)
+            of_file = rate(around, file_of(test), of_file, 10.0)
+            return rate(around, test, rate("", test, of_file, 10.0), 2.0)
 
         return chance
+
+
+def file_of(test: str) -> str:
+    return test.split(":")[0]
 
 
 def run_programs(watch: Watch) -> None:
