@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard
-from fsdp_compose.core import forward
+from fsdp_compose.base.process import here
+from fsdp_compose.core import forward, gathering
 from fsdp_compose.core.gathering import announce
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit
@@ -157,5 +159,106 @@ def test_a_frozen_unit_watches_no_earlier_tensors() -> None:
         loss = square(model, data(0, rank))
         assert not kept[0]._backward_hooks
         loss.backward()
+
+    simulate_ranks(ranks)
+
+
+def test_a_functional_call_that_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for the weights that were not given: the next forward reads its own."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks, one_unit)
+        given = {"head.weight": torch.zeros(2, WIDTH, dtype=torch.float64)}
+        with monkeypatch.context() as patch:
+            patch.setattr(gathering, "_start_gather", fail)
+            with pytest.raises(MemoryError):
+                functional_call(twin.model, given, (data(0, rank),))
+        assert_at_rest(twin.model)
+        twin.train(steps=1)
+
+    simulate_ranks(ranks)
+
+
+def test_each_bucket_keeps_its_part_for_backward() -> None:
+    """With ``reshard_after_forward=2``, the part of 2 of 4 ranks, until backward has used it."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
+        fully_shard(model, reshard_after_forward=2)
+        model[1].register_forward_pre_hook(lambda _, given: given[0].double())
+        (unit,) = units(model)
+        output = model(torch.ones(1, 8))
+        kept = [bucket.inner.store is not None for bucket in unit.buckets]
+        assert kept == [True, True]
+        output.sum().backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks, 4)
+
+
+def test_a_failure_forgets_what_was_gathered_ahead() -> None:
+    with single_process():
+        model = by_block(seeded(two_blocks))
+        schedule, ahead = units(model)[0].engine.schedule, units(model)[1:]
+        schedule.prefetch(ahead)
+        assert schedule.prefetched == ahead
+        schedule.fail(units(model))
+        assert not schedule.prefetched
+        assert_at_rest(model)
+
+
+def test_a_failure_releases_what_a_graph_kept() -> None:
+    """Also while the graph lives: no backward over it can follow."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        weights = list(model.parameters())
+        found = torch.autograd.grad(square(model, data(0, rank)), weights, create_graph=True)
+        hook = model.blocks[0].register_full_backward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            square(model, data(0, rank)).backward()
+        hook.remove()
+        with torch.no_grad():
+            model(data(0, rank))
+        assert_at_rest(model)
+        assert found
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    simulate_ranks(ranks)
+
+
+def test_units_that_stay_gathered_in_evaluation() -> None:
+    """As ``reshard_after_forward=False`` asks: a second evaluation gathers nothing."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks), reshard_after_forward=False)
+        with torch.no_grad():
+            model(data(0, rank))
+            here.traffic.reset()
+            model(data(1, rank))
+        assert here.traffic.gathers == 0
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_unit_that_gets_no_gradient(reentrant: bool) -> None:
+    """A frozen one on inputs without gradients: it is released when the backward has ended."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        model.blocks[0].requires_grad_(False)
+
+        def part(x: Tensor) -> Tensor:
+            return model.blocks[1](model.blocks[0](x.detach()) + x)
+
+        x = data(0, rank).requires_grad_()
+        checkpoint(part, x, use_reentrant=reentrant).sum().backward()
+        assert_at_rest(model)
 
     simulate_ranks(ranks)

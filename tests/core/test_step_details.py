@@ -154,6 +154,7 @@ def test_an_evaluation_that_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> 
                     twin.model(data(0, rank))
         schedule = units(twin.model)[0].engine.schedule
         assert schedule.eval_order is None and not schedule.active
+        assert_at_rest(twin.model)
         twin.train(steps=1)
 
     start = gathering._start_gather
@@ -278,7 +279,7 @@ class Choice(nn.Module):
 @pytest.mark.parametrize("grads", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("params", [False, True], ids=["params", "offloaded"])
 def test_the_last_backward_sets_what_any_used(params: bool, grads: bool) -> None:
-    """Gradients wait in between, on the device or on the host; no earlier one is there before."""
+    """With offload they wait in between, and no earlier one is there before; else they add up."""
 
     def ranks(rank: int) -> None:
         policy = Offload(params=params, grads=grads, pin_memory=False)
@@ -290,9 +291,10 @@ def test_the_last_backward_sets_what_any_used(params: bool, grads: bool) -> None
                     module.chosen = chosen
                 set_is_last_backward(twin.model, seed == 2)
                 twin.backward(square, seed)
-                if params or grads:
-                    found = [p.grad is not None for p in twin.model.parameters()]
-                    assert found == [seed == 2] * 4 + [False] * 2
+                found = [p.grad is not None for p in twin.model.parameters()]
+                waits = params or grads
+                first, second = (seed == 2, seed == 2) if waits else (True, seed > 0)
+                assert found == [first] * 2 + [second] * 2 + [False] * 2
             twin.step()
         twin.check()
 
