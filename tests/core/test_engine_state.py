@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import fully_shard
+from fsdp_compose import fully_shard, gathered
 from fsdp_compose.base.process import here
+from fsdp_compose.comm.collectives import Exchange
 from fsdp_compose.core import forward, gathering
 from fsdp_compose.core.gathering import announce
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Unit
 
 from harness import simulate_ranks, single_process
 from models import (
@@ -107,23 +107,45 @@ class Nested(nn.Module):
         return self(x, False) if again else x
 
 
-def test_moved_parameters_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the outermost call of a unit begins, not in calls inside it or in a recomputation."""
-    looked: list[str] = []
-    take = forward.take_over_changes
+def test_what_happens_once_for_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moved parameters are looked for when its outermost call begins, not in a recomputation.
 
-    def note(unit: Unit) -> None:
-        looked.append(unit.name)
-        take(unit)
+    It is opened once, however many calls run inside that one, and closed once by its backward.
+    """
+    seen: list[str] = []
 
-    monkeypatch.setattr(forward, "take_over_changes", note)
+    def note(home: Any, name: str) -> None:
+        original = getattr(home, name)
+        noted = lambda *given: (seen.append(name), original(*given))[1]  # noqa: E731
+        monkeypatch.setattr(home, name, noted)
+
+    note(forward, "take_over_changes")
+    note(forward, "_open_forward")
     with single_process():
         model = one_unit(seeded(Nested))
-        fully = by_block(seeded(two_blocks))
-        square(model, data(0, 0)).backward()
-        assert len(looked) == 1
-        checkpoint(fully, data(0, 0), use_reentrant=False).sum().backward()
-        assert len(looked) == 1 + len(units(fully))
+        model(data(0, 0))
+        assert seen == ["take_over_changes", "_open_forward"]
+        model = by_block(seeded(two_blocks))
+        note(units(model)[0].engine.schedule, "leave_backward")
+        seen.clear()
+        checkpoint(model, data(0, 0), use_reentrant=False).sum().backward()
+        assert [seen.count(name) for name in sorted(set(seen))] == [3 * 2, 3, 3]
+
+
+def test_a_scope_and_a_forward_are_reduced_together() -> None:
+    """Where one backward brings gradients of weights that were read in both."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        loss = square(model, data(0, rank))
+        with gathered(model):
+            penalty = sum(param.square().sum() for param in model.parameters())
+        here.traffic.reset()
+        (loss + penalty).backward()
+        assert here.traffic.reduces == len(units(model))
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
 
 
 def test_buffers_of_a_failed_backward_are_let_go() -> None:
@@ -259,6 +281,24 @@ def test_a_recomputed_unit_that_gets_no_gradient(reentrant: bool) -> None:
 
         x = data(0, rank).requires_grad_()
         checkpoint(part, x, use_reentrant=reentrant).sum().backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_what_was_gathered_in_vain_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its memory is freed: until then the other ranks' shards may be written there."""
+    ended: list[Any] = []
+    end = Exchange.end
+    monkeypatch.setattr(Exchange, "end", lambda self: (ended.append(self), end(self))[1])
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        schedule, ahead = units(model)[0].engine.schedule, units(model)[1:]
+        schedule.prefetch(ahead)
+        waits = [bucket.fill.exchange for unit in ahead for bucket in unit.buckets]
+        schedule.drop_prefetched()
+        assert all(any(wait is one for one in ended) for wait in waits) and len(waits) == 2
         assert_at_rest(model)
 
     simulate_ranks(ranks)
