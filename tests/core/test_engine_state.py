@@ -149,23 +149,23 @@ def test_a_scope_and_a_forward_are_reduced_together() -> None:
 
 
 def test_buffers_of_a_failed_backward_are_let_go() -> None:
-    """Another rank may read from them until it hears of the failure."""
+    """Each bucket's: another rank may read from them until it hears of the failure."""
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, two_blocks)
-        hook = twin.model.blocks[0].register_full_backward_pre_hook(fail)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
+        model[1].register_forward_pre_hook(lambda _, given: given[0].double())
+        (unit,) = units(fully_shard(model))
+        given = torch.ones(1, 8).requires_grad_().exp()
+        given.register_hook(fail)  # reached when the unit's gradients are on their way
         with pytest.raises(ZeroDivisionError):
-            square(twin.model, data(0, rank)).backward()
-        hook.remove()
-        before = [bucket.grads for unit in units(twin.model) for bucket in unit.buckets]
-        assert any(before)
+            model(given).sum().backward()
+        assert [bucket.grads is None for bucket in unit.buckets] == [False, False]
         with torch.no_grad():
-            twin.model(data(0, rank))
-        assert not any(bucket.grads for unit in units(twin.model) for bucket in unit.buckets)
-        assert_at_rest(twin.model)
-        twin.train(steps=1)
+            model(torch.ones(1, 8))
+        assert [bucket.grads for bucket in unit.buckets] == [None, None]
+        assert_at_rest(model)
 
-    def fail(*_: Any) -> None:
+    def fail(grad: Tensor) -> None:
         raise ZeroDivisionError
 
     simulate_ranks(ranks)
@@ -299,6 +299,46 @@ def test_what_was_gathered_in_vain_has_arrived(monkeypatch: pytest.MonkeyPatch) 
         waits = [bucket.fill.exchange for unit in ahead for bucket in unit.buckets]
         schedule.drop_prefetched()
         assert all(any(wait is one for one in ended) for wait in waits) and len(waits) == 2
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_another_backward_right_after_one_that_failed() -> None:
+    """Of a forward from before the failure: it begins with nothing of the failed one."""
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks)
+        output = twin.model(data(5, rank))
+        output.register_hook(fail)
+        loss, plain = twin.losses(square, 0)
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+        loss.backward()
+        assert_at_rest(twin.model)
+        plain.backward()
+        twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
+
+
+def test_parts_of_two_inner_backwards_are_seen_once() -> None:
+    """Reentrant checkpoints run a backward each; a hook sees the sum of what both bring."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        seen: list[Any] = []
+        for name, param in model.blocks.named_parameters():
+            param.register_hook(lambda grad, name=name: seen.append(name))
+        x = data(0, rank).requires_grad_()
+        for block in (*model.blocks, *model.blocks):
+            x = checkpoint(block, x, use_reentrant=True)
+        x.sum().backward()
+        assert sorted(seen) == sorted(name for name, _ in model.blocks.named_parameters())
         assert_at_rest(model)
 
     simulate_ranks(ranks)
