@@ -15,6 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 Ref = weakref.ref[Any]
+_visitor_of = weakref.ref.__call__
 
 MAX_PASSES = 256
 """After so many passes a sequence that nobody ends, as in inference, is ended here."""
@@ -95,8 +96,8 @@ class Order:
         if not count or self.place is None:
             return []
         nearest = self.recorded[self.place][self.cursor : self.cursor + count]
-        found = [visitor for ref in nearest if (visitor := ref()) is not None]
-        if len(found) == count:
+        found: list[Any] = list(map(_visitor_of, nearest))
+        if len(found) == count and None not in found:
             return found
         later = self.recorded[self.place + 1 : self.latest] if self.place < self.latest else []
         refs = chain(self.recorded[self.place][self.cursor :], *later)

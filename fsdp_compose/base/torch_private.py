@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from inspect import signature
+from operator import methodcaller
 from threading import Thread
 from types import FrameType
 from typing import Any, TypeVar
@@ -156,10 +157,8 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def made_at(node: Any) -> int:
-    """When an autograd node was made: a number that grows with every node of a thread."""
-    number: int = node._sequence_nr()
-    return number
+made_at: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""``(node)``: when an autograd node was made, a number that grows with every node of a thread."""
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:

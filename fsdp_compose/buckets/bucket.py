@@ -170,6 +170,7 @@ class Views:
         shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.
         splits: sizes that cut a sharded gradient into slices and gaps.
         pieces: by entry, which of these is its slice.
+        in_order: whether the slices come first, in the order of the entries.
         every: the bits of all entries.
         plan: of gathers over these views, made by the first one; None where they are not alike.
     """
@@ -182,6 +183,7 @@ class Views:
     shard_bytes: torch.Tensor | None
     splits: list[int]
     pieces: list[int]
+    in_order: bool
     every: int
     plan: GatherPlan | None = field(default=None, init=False)
 

@@ -108,6 +108,7 @@ def _make_views(
         shard_bytes=shard.view(torch.uint8) if is_ready else None,
         splits=splits,
         pieces=pieces,
+        in_order=pieces == list(range(len(pieces))),
         every=(1 << len(entries)) - 1,
     )
 

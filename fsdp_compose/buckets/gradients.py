@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
-from operator import is_
 from typing import Any
 
 import torch
@@ -89,13 +87,17 @@ def make_grad_buffer(bucket: Bucket, flat: torch.Tensor | None = None) -> GradBu
         )
 
 
-def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
-    """Copy or add the gradients of the bucket's entries into its flat buffer; None is zero."""
+def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None], is_whole: bool = False) -> None:
+    """Copy or add the gradients of the bucket's entries into its flat buffer; None is zero.
+
+    Args:
+        is_whole: there is no None among them.
+    """
     buffer = open_grad_buffer(bucket)
     views: list[torch.Tensor] = buffer.views
     given: Any = grads
     zeros, used = buffer.gaps, bucket.views.every
-    if any(map(is_, grads, repeat(None))):
+    if not is_whole:
         used = sum(1 << i for i, grad in enumerate(grads) if grad is not None)
         pairs = list(zip(buffer.views, grads, strict=True))
         views = [view for view, grad in pairs if grad is not None]
@@ -154,7 +156,9 @@ def zero_gradient(entry: Entry, bucket: Bucket) -> torch.Tensor:
     return torch.zeros(entry.spec.shape, dtype=bucket.full.dtype, device=bucket.mesh.device)
 
 
-def cut(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+def cut(bucket: Bucket, flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """Slices of a sharded flat tensor by entry, as plain tensors."""
-    slices = flat.split_with_sizes(bucket.views.splits)
-    return list(map(slices.__getitem__, bucket.views.pieces))
+    views = bucket.views
+    slices: tuple[torch.Tensor, ...] = flat.split_with_sizes(views.splits)
+    pieces = views.pieces
+    return slices[: len(pieces)] if views.in_order else list(map(slices.__getitem__, pieces))

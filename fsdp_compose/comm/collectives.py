@@ -178,16 +178,18 @@ class GatherPlan:
     transport: Transport
     call: Call
     nbytes: int  # that arrive here; 0: nothing travels
+    exchange: Exchange  # the gather under way, or the last one: there is one at a time
 
     def start(self) -> Exchange:
         """Fill every part from the rank that owns it."""
-        if not self.nbytes:
-            return Exchange()
-        traffic, call = here.traffic, self.call
-        traffic.gathers += 1
-        traffic.gather_bytes += self.nbytes
-        works, peers, _, _ = self.transport.gather(self.whole, self.parts, self.own, call)
-        return Exchange(works, call.purpose, peers)
+        exchange = self.exchange
+        if self.nbytes:
+            traffic = here.traffic
+            traffic.gathers += 1
+            traffic.gather_bytes += self.nbytes
+            started = self.transport.gather(self.whole, self.parts, self.own, self.call)
+            exchange.works, exchange.peers, _, _ = started
+        return exchange
 
 
 def plan_gather(
@@ -199,7 +201,8 @@ def plan_gather(
 ) -> GatherPlan:
     """A gather to be started any number of times, where no messages between pairs go ahead."""
     nbytes = 0 if group.pg is None else whole.numel() - own.numel()
-    return GatherPlan(whole, parts, own, transport_of(group), Call(group, 0, purpose), nbytes)
+    exchange, call = Exchange(purpose=purpose), Call(group, 0, purpose)
+    return GatherPlan(whole, parts, own, transport_of(group), call, nbytes, exchange)
 
 
 def lender_of(group: Group) -> Callable[[int, Group], Any] | None:
@@ -296,17 +299,20 @@ class ReducePlan:
     transport: Transport
     call: Call
     nbytes: int  # that arrive here; 0: there is one rank
+    scatter: ReduceScatter  # the reduction under way, or the last one: there is one at a time
 
     def start(self) -> ReduceScatter:
         """Start summing every rank's buffer."""
+        scatter, traffic = self.scatter, here.traffic
         if not self.nbytes:
-            return ReduceScatter(Exchange(), [self.whole])
-        traffic, call = here.traffic, self.call
+            scatter.contributions = [self.whole]
+            return scatter
         traffic.reduces += 1
         traffic.reduce_bytes += self.nbytes
-        works, peers, parts, release = self.transport.reduce_scatter(self.whole, self.parts, call)
-        exchange = Exchange(works, call.purpose, peers)
-        return ReduceScatter(exchange, parts, call.group.rank, release)
+        started = self.transport.reduce_scatter(self.whole, self.parts, self.call)
+        exchange = scatter.exchange
+        exchange.works, exchange.peers, scatter.contributions, scatter.release = started
+        return scatter
 
 
 def plan_reduce(
@@ -320,7 +326,11 @@ def plan_reduce(
         return None
     total = 0 if group.pg is None else whole.nbytes
     nbytes = total - total // group.size
-    return ReducePlan(whole, parts, transport_of(group), Call(group, 0, purpose), nbytes)
+    scatter, call = (
+        ReduceScatter(Exchange(purpose=purpose), (), group.rank),
+        Call(group, 0, purpose),
+    )
+    return ReducePlan(whole, parts, transport_of(group), call, nbytes, scatter)
 
 
 def _exchange_parts(parts: Sequence[torch.Tensor], call: Call) -> Started:
@@ -418,12 +428,13 @@ def sum_replicas(
 @contextlib.contextmanager
 def _blocking(purpose: str, group: Group, tensor: torch.Tensor) -> Iterator[None]:
     """Scope of a collective that on a CPU returns when it is done."""
-    wait = waiting.enter(purpose, group.ranks)
+    waiting.enter(purpose, group.ranks)
     try:
         yield
     except RuntimeError as error:
-        advice = f"{wait.absent or 'it has died, is stuck, or does not take part'}. Look at what "
-        raise no_answer(purpose, "another rank", f"{advice}it printed.", error) from error
+        absent = waiting.find_absent() or "it has died, is stuck, or does not take part"
+        advice = f"{absent}. Look at what it printed."
+        raise no_answer(purpose, "another rank", advice, error) from error
     finally:
         waiting.leave()
     if tensor.device.type != "cpu":

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
@@ -47,19 +47,18 @@ def wait_for(
         RuntimeError: one does not answer, and which.
     """
     if works:
-        if here.calls and (group := here.calls.get(threading.get_ident())) is not None:
+        if here.calls and (group := here.calls.get(get_ident())) is not None:
             _wait_attentively(works, peers, purpose, group)
             return
-        index = 0
-        waiting.enter(purpose, peers)
+        begun, work = waiting.enter(purpose, peers), None
         try:
-            for index, work in enumerate(works):  # noqa: B007
+            for work in works:
                 work.wait()
         except RuntimeError as error:
-            who = f"rank {peers[index]}" if peers else "another rank"
+            who = f"rank {peers[works.index(work)]}" if peers else "another rank"
             raise no_answer(purpose, who, advice, error) from error
         finally:
-            here.watch.waits.pop(threading.get_ident(), None)
+            begun.pop(get_ident(), None)
 
 
 def no_answer(purpose: str, who: str, advice: str, error: object) -> RuntimeError:
@@ -282,11 +281,11 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
     What that raises ends the wait; the group must not be used again.
     """
-    here.looks[threading.get_ident()] = look
+    here.looks[get_ident()] = look
     try:
         yield
     finally:
-        del here.looks[threading.get_ident()]
+        del here.looks[get_ident()]
 
 
 @contextlib.contextmanager
@@ -296,9 +295,9 @@ def attend_call(group: Group) -> Iterator[None]:
     It hears of them also while it waits for tensors, which in the scope never meet those that an
     earlier call left behind.
     """
-    before = here.calls.get(threading.get_ident())
+    before = here.calls.get(get_ident())
     if group.pg is not None:
-        here.calls[threading.get_ident()] = group
+        here.calls[get_ident()] = group
     try:
         yield
     except BaseException as error:
@@ -306,9 +305,9 @@ def attend_call(group: Group) -> Iterator[None]:
             leave(group, error)
         raise
     finally:
-        here.calls.pop(threading.get_ident(), None)
+        here.calls.pop(get_ident(), None)
         if before is not None:
-            here.calls[threading.get_ident()] = before
+            here.calls[get_ident()] = before
 
 
 def tag_of(purpose: str, nbytes: int) -> int:
@@ -317,7 +316,7 @@ def tag_of(purpose: str, nbytes: int) -> int:
     Ranks that do different things never meet: their data would blend, or end the process where it
     has different sizes. Nor do those of a call and of an earlier one that was left.
     """
-    group = here.calls.get(threading.get_ident()) if here.calls else None
+    group = here.calls.get(get_ident()) if here.calls else None
     key = f"{'' if group is None else group.note} {purpose} {nbytes}"
     return _CALL_TAGS | zlib.crc32(key.encode()) & (_CALL_TAGS - 1)
 
@@ -365,7 +364,7 @@ def _wait_attentively(
     while thread.join(pause) or thread.is_alive():
         pause = min(2 * pause, 1.0)
         _raise_if_left(group)
-        look = here.looks.get(threading.get_ident())
+        look = here.looks.get(get_ident())
         if look is not None:
             look()
     if failure:

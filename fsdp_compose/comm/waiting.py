@@ -18,6 +18,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from threading import get_ident
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
@@ -38,14 +40,18 @@ _MAX_SPEAKERS = 8  # a thousand waiting ranks would all log the same
 _logger = logging.getLogger("fsdp_compose")
 
 
+Begun = tuple[str, Sequence[int], float]
+"""A wait that a thread is in: its purpose, its ranks, and when it began."""
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Wait:
-    """A wait of this rank, with ``ranks`` and for ``purpose``."""
+    """A wait of this rank, with ``ranks`` and for ``purpose``, that the watch has looked at."""
 
     purpose: str
     ranks: Sequence[int]  # of the process group; may contain this one
+    since: float
     mark: Any = None  # on a stream; the wait is over once the device has passed it
-    since: float = dataclasses.field(default_factory=time.monotonic)
     was_told: bool = False
     absent: str = ""  # who was missing when it was told
 
@@ -54,10 +60,14 @@ class Wait:
 
 
 class _Watch:
-    """The waits of this process and the thread that looks at them."""
+    """The waits of this process and the thread that looks at them.
+
+    Most waits are over before it looks: a thread notes its own in ``begun`` and nothing else.
+    """
 
     def __init__(self) -> None:
-        self.waits: dict[int, Wait] = {}  # by thread, and one for the device
+        self.begun: dict[int, Begun] = {}  # by thread
+        self.waits: dict[int, Wait] = {}  # those of it that were looked at, and the device's
         self.newest: Wait | None = None  # of those for the device
         self.thread: threading.Thread | None = None
         self.posted = ""
@@ -80,11 +90,20 @@ class _Watch:
             newest, self.newest = self.newest, None
             if newest is not None and newest is not device:
                 self.waits[_DEVICE] = dataclasses.replace(newest, since=now)
+        self._look_at_threads(self.begun.copy())
         oldest = min(self.waits.copy().values(), key=lambda wait: wait.since, default=None)
         is_long = oldest is not None and now - oldest.since > POST_AFTER
         self.post(oldest.purpose if oldest is not None and is_long else "")
         if oldest is not None and now - oldest.since > WARN_AFTER and not oldest.was_told:
             tell(oldest, now)
+
+    def _look_at_threads(self, begun: dict[int, Begun]) -> None:
+        for thread in [t for t in self.waits if t != _DEVICE and t not in begun]:
+            del self.waits[thread]
+        for thread, (purpose, ranks, since) in begun.items():
+            known = self.waits.get(thread)
+            if known is None or known.since != since:
+                self.waits[thread] = Wait(purpose, ranks, since)
 
     def post(self, text: str) -> None:
         """Lets the other ranks read what this one waits for; nothing when it does not wait."""
@@ -120,26 +139,35 @@ def _survive_forks() -> None:
 
 
 @contextlib.contextmanager
-def waiting(purpose: str, ranks: Sequence[int]) -> Iterator[Wait]:
+def waiting(purpose: str, ranks: Sequence[int]) -> Iterator[None]:
     """Scope in which this thread waits for ``ranks``, by their numbers in the process group."""
-    wait = enter(purpose, ranks)
+    enter(purpose, ranks)
     try:
-        yield wait
+        yield
     finally:
         leave()
 
 
-def enter(purpose: str, ranks: Sequence[int]) -> Wait:
-    """This thread waits from here to ``leave``; cheaper than the scope."""
+def enter(purpose: str, ranks: Sequence[int]) -> dict[int, Begun]:
+    """This thread waits until ``leave``, or until it is taken out of what is returned."""
     watch = here.watch or the_watch()
-    wait = watch.waits[threading.get_ident()] = Wait(purpose, ranks)
+    begun: dict[int, Begun] = watch.begun
+    begun[get_ident()] = (purpose, ranks, monotonic())
     if watch.thread is None:
         watch.start()
-    return wait
+    return begun
 
 
 def leave() -> None:
-    (here.watch or the_watch()).waits.pop(threading.get_ident(), None)
+    (here.watch or the_watch()).begun.pop(get_ident(), None)
+
+
+def find_absent() -> str:
+    """Who is missing in the wait that this thread is in, as it was told; empty if it was not."""
+    begun = the_watch().begun.get(get_ident())
+    wait = the_watch().waits.get(get_ident())
+    is_same = begun is not None and wait is not None and wait.since == begun[2]
+    return wait.absent if wait is not None and is_same else ""
 
 
 def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
@@ -151,7 +179,7 @@ def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
     if is_capturing():
         return
     watch = the_watch()
-    wait = watch.newest = Wait(purpose, ranks, mark)
+    wait = watch.newest = Wait(purpose, ranks, monotonic(), mark)
     watch.waits.setdefault(_DEVICE, wait)
     if watch.thread is None:
         watch.start()

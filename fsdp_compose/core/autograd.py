@@ -20,9 +20,10 @@ up and reduced once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from itertools import chain, compress, count
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain, compress, count, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -101,9 +102,12 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
     """Pack gradients into their buckets, and reduce the buckets that are complete."""
     schedule = unit.engine.schedule
     routes = unit.links.routes.get(trained) or routes_of(unit, trained)
-    parts = [
-        Arrival(r.bucket, grads if r.takes_all else r.pick(grads), r.trained, node) for r in routes
-    ]
+    has_all = not any(map(is_, grads, repeat(None)))
+    parts: list[Arrival] = []
+    for route in routes:  # which a comprehension would call a function for
+        given = grads if route.takes_all else route.pick(grads)
+        is_whole = has_all and route.is_whole
+        parts.append(Arrival(route.bucket, given, is_whole, route.trained, node))
     if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
         # A checkpointed part of the unit runs a backward of its own inside the unit's. Its
         # gradients are added up here, and reduced once with the rest.
@@ -120,7 +124,7 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
     schedule.receive(unit, parts, ends_backward)
 
 
-_grads_of = attrgetter("grads")
+_grads_of, _is_whole = attrgetter("grads"), attrgetter("is_whole")
 
 
 class EngineWork:
@@ -137,6 +141,7 @@ class EngineWork:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.finish_reductions = partial(drain, engine)
 
     def gathered_nbytes(self, unit: Unit) -> int:
         return sum(bucket.gathered_nbytes for bucket in unit.gathered)
@@ -149,15 +154,24 @@ class EngineWork:
         return True
 
     def reads_gathered(self, unit: Unit, parts: Sequence[Arrival]) -> bool:
-        return any_lies_in(unit.gathered, chain.from_iterable(map(_grads_of, parts)))
+        grads: Iterable[Any] = chain.from_iterable(map(_grads_of, parts))
+        if not all(map(_is_whole, parts)):
+            grads = filter(partial(is_not, None), grads)
+        return any_lies_in(unit.gathered, grads)
 
     def pack(self, part: Arrival) -> None:
-        pack(part.bucket, part.grads)
+        pack(part.bucket, part.grads, part.is_whole)
         part.bucket.arriving.trained |= part.trained
 
     def is_complete(self, part: Arrival) -> bool:
-        unit = unit_of(part.bucket)
-        return unit.switches.sync and not _is_awaited(unit, part.bucket, part.node)
+        bucket, node = part.bucket, part.node
+        unit = unit_of(bucket)
+        if not unit.switches.sync:
+            return False
+        is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks or bucket.mesh.slots)
+        if node is not None and not node.ends_pass:
+            is_seen = True  # only some gradients, and those of a forward may follow
+        return not (is_seen or bucket.users.is_lent) or not _is_awaited(unit, bucket, node)
 
     def postpone(self, part: Arrival) -> None:
         if unit_of(part.bucket).switches.sync:
@@ -168,17 +182,9 @@ class EngineWork:
     def reduce(self, part: Arrival) -> None:
         self.engine.reductions.append(start_reduce(part.bucket))
 
-    def finish_reductions(self) -> None:
-        drain(self.engine)
-
 
 def _is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
     """Whether this backward brings more gradients of the bucket, to be reduced with these."""
-    is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks or bucket.mesh.slots)
-    if node is not None and not node.ends_pass:
-        is_seen = True  # only some gradients, and those of a forward may follow
-    if not (is_seen or bucket.users.is_lent):
-        return False
     if node is None or len(unit.engine.tasks) > 1:
         return True  # more may follow in a compiled graph, or in a backward inside another
     users = unit, *bucket.users.borrowers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from logging import DEBUG
 from operator import setitem
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.mesh import refuse_late_group
 from fsdp_compose.base.torch_private import graph_task_id
-from fsdp_compose.buckets.bucket import Bucket, Fill, Phase
+from fsdp_compose.buckets.bucket import Bucket, Fill, Phase, logger
 from fsdp_compose.buckets.gather import (
     is_outdated,
     keep_part,
@@ -116,10 +117,10 @@ def _gather_again(unit: Unit, buckets: list[Bucket], why: str) -> None:
     for bucket, events, code in unit.links.gather_events if buckets else ():
         if bucket in buckets:
             _note(events, bucket, code, unit.name, why)
+    if buckets:
+        wait_gathered(unit)
     for bucket in buckets:
         kept = bucket.fill.stamp is not None
-        if bucket.phase is Phase.GATHERING:
-            _finish_gather(unit.engine, bucket)
         _start_gather(unit.engine, bucket)
         if kept:
             bucket.fill.stamp = stamp_of(bucket)
@@ -129,7 +130,12 @@ def wait_gathered(unit: Unit) -> None:
     """Make the unit's full parameters readable on the current stream."""
     for bucket in unit.gathered:
         if bucket.phase is Phase.GATHERING:
-            _finish_gather(unit.engine, bucket)
+            fill = bucket.fill
+            fill.exchange.wait()
+            bucket.move_to(Phase.GATHERED)
+            if fill.mark is not None:  # behind it the compute stream may read
+                unit.engine.streams.wait(fill.mark)
+                fill.mark = None
 
 
 def note_kept(unit: Unit) -> None:
@@ -219,16 +225,6 @@ def forget_inner(unit: Unit) -> None:
             bucket.inner.store = None
 
 
-def _finish_gather(engine: Engine, bucket: Bucket) -> None:
-    """Wait for the collective; behind it the compute stream may read."""
-    fill = bucket.fill
-    fill.exchange.wait()
-    bucket.move_to(Phase.GATHERED)
-    if fill.mark is not None:
-        engine.streams.wait(fill.mark)
-        fill.mark = None
-
-
 def _release(engine: Engine, bucket: Bucket) -> None:
     if bucket.phase is Phase.SHARDED:
         return
@@ -239,7 +235,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
     fill.is_superseded = False
     if bucket.in_place:
         return
-    if not is_unseen(streams.gather):
+    if logger.isEnabledFor(DEBUG):
         bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
@@ -262,9 +258,10 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def install_leaves(unit: Unit) -> None:
-    install(unit, unit.links.leaves if unit.opened is None else unit.opened.tensors)
+    links = unit.links
+    install(unit, links.leaves if unit.opened is None else unit.opened.tensors)
     unit.run.showing = None
-    for ref in unit.links.sharers:
+    for ref in links.sharers:
         other = ref()
         if other is not None and other.run.showing is not None:
             install(other, other.run.showing)  # this unit shares a module, and its pass goes on

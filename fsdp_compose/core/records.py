@@ -21,6 +21,7 @@ class Route:
     sources: list[int]  # by entry of the bucket: position among the gradients, -1 for none
     trained: int  # bits of the entries that have a source
     takes_all: bool  # the gradients are those of the bucket's entries, in their order
+    is_whole: bool  # every entry has a source
 
     def pick(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the bucket's entries, in order."""

@@ -46,12 +46,14 @@ class Arrival:
     Attributes:
         bucket: the one whose flat buffer they belong in.
         grads: by entry, in full; None where there is none.
+        is_whole: there is no None among ``grads``.
         trained: bits of the entries that could have one.
         node: the autograd node they arrived at; None: in a compiled graph, or packed before.
     """
 
     bucket: Bucket
     grads: Sequence[torch.Tensor | None] = ()
+    is_whole: bool = False
     trained: int = 0
     node: Any = None
 
@@ -303,7 +305,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     if mirror is not None:
         mirror.reconcile()
     entries, params, grads = bucket.entries, bucket.views.params, cut(bucket, flat)
-    if not used.is_full:
+    if used.bits != bucket.views.every:
         flags = [used.bits >> i & 1 for i in range(used.count)]
         entries, params = list(compress(entries, flags)), list(compress(params, flags))
         grads = list(compress(grads, flags))
@@ -324,7 +326,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
 
 
-def _add_gradients(params: Sequence[torch.Tensor], grads: list[torch.Tensor]) -> None:
+def _add_gradients(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
     """Set ``.grad`` where there is none, and add to it where there is."""
     previous = list(map(get_grad, params))
     if all(map(is_, previous, repeat(None))):

@@ -255,7 +255,13 @@ def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
         sources = [(b, [position.get(e, -1) for e in b.entries]) for b in unit.gathered]
         every = list(range(len(trained)))
         routes = unit.links.routes[trained] = [
-            Route(bucket, found, sum(1 << i for i, k in enumerate(found) if k >= 0), found == every)
+            Route(
+                bucket,
+                found,
+                trained=sum(1 << i for i, k in enumerate(found) if k >= 0),
+                takes_all=found == every,
+                is_whole=min(found) >= 0,
+            )
             for bucket, found in sources
             if max(found, default=-1) >= 0
         ]

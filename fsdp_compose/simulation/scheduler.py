@@ -169,9 +169,9 @@ class Scheduler:
             frame = frames.get(task.thread.ident or 0) if task.thread is not None else None
             place = found.setdefault(task.rank, place_of(frame))
             if task.purpose:
-                waits = task.own.process["watch"].waits  # what the engine waits for, by thread
-                wait = waits.get(task.thread.ident) if task.thread is not None else None
-                inner = "" if wait is None else f" to {wait.purpose}:"
+                begun = task.own.process["watch"].begun  # what the engine waits for, by thread
+                wait = begun.get(task.thread.ident) if task.thread is not None else None
+                inner = "" if wait is None else f" to {wait[0]}:"
                 found[task.rank] = f"{place}, waits{inner} to {task.purpose}"
         return dict(sorted(found.items()))
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections.abc import Iterable
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,10 +21,9 @@ def lies_in(bucket: Bucket, tensor: torch.Tensor) -> bool:
     return start <= pointer < start + bucket.views.nbytes
 
 
-def any_lies_in(buckets: Iterable[Bucket], grads: Iterable[torch.Tensor | None]) -> bool:
-    """Whether any of ``grads`` is in memory that releasing ``buckets`` frees."""
-    given: Any = filter(partial(operator.is_not, None), grads)
-    pointers = sorted(map(torch.Tensor.data_ptr, given))
+def any_lies_in(buckets: Iterable[Bucket], tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of ``tensors`` is in memory that releasing ``buckets`` frees."""
+    pointers = sorted(map(torch.Tensor.data_ptr, tensors))
     for bucket in buckets:
         if not bucket.in_place:
             start = bucket.full.data_ptr()

@@ -101,13 +101,10 @@ def note_users(units: Iterable[Unit]) -> None:
     as the graph is kept. Somebody kept any other from the forward.
     """
     for unit in units:
-        users = tuple(
-            [
-                storage_users(bucket.full)
-                for bucket in unit.gathered
-                if not bucket.in_place and bucket.phase is Phase.SHARDED
-            ]
-        )
+        users: tuple[int, ...] = ()
+        for bucket in unit.gathered:
+            if not bucket.in_place and bucket.phase is Phase.SHARDED:
+                users = (*users, storage_users(bucket.full))
         if users not in unit.checks.inspected:
             unit.checks.inspected.add(users)
             unit.engine.inspected.add(unit)

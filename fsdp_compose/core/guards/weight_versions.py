@@ -55,15 +55,16 @@ def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def read_versions(unit: Unit) -> list[tuple[int, ...]]:
     """Return the versions of the weights that the unit's modules read now, by bucket."""
-    return [versions_of(b) if b.in_place else b.fill.versions for b in unit.gathered]
+    versions: list[tuple[int, ...]] = []
+    for bucket in unit.gathered:
+        versions.append(versions_of(bucket) if bucket.in_place else bucket.fill.versions)
+    return versions
 
 
 def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
     """Raise unless backward computed with the versions that forward ``read`` (D8)."""
-    found = read_versions(unit)
-    if found == read:
-        return
-    for bucket, before, now in zip(unit.gathered, read, found, strict=False):
+    for bucket, before in zip(unit.gathered, read, strict=False):
+        now = versions_of(bucket) if bucket.in_place else bucket.fill.versions
         if before != now:
             changed = [
                 e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b
