@@ -13,5 +13,6 @@ Files, each importing only from those above it:
     transports   how tensors travel: shared memory, pairs of ranks, or the group's collectives
     heads        ranks say what they do ahead of data
     collectives  gather, reduce and exchange over plain tensors and a group
+    uneven       tensors of other sizes on each rank
     small_reduce  a few numbers, compared for what they are
 """

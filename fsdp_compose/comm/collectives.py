@@ -189,6 +189,7 @@ class GatherPlan:
             traffic.gather_bytes += self.nbytes
             started = self.transport.gather(self.whole, self.parts, self.own, self.call)
             exchange.works, exchange.peers, _, _ = started
+            exchange.is_lost = False
         return exchange
 
 
@@ -312,6 +313,7 @@ class ReducePlan:
         started = self.transport.reduce_scatter(self.whole, self.parts, self.call)
         exchange = scatter.exchange
         exchange.works, exchange.peers, scatter.contributions, scatter.release = started
+        exchange.is_lost = False
         return scatter
 
 
@@ -359,23 +361,6 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     started = transport.exchange(parts, received, call)
     wait_for(started.works, started.peers, call.purpose)
     return received
-
-
-def move_pieces(
-    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group, purpose: str
-) -> None:
-    """Send ``outgoing[r]`` to rank ``r`` and fill ``incoming[r]`` with what it sent here.
-
-    Args:
-        outgoing, incoming: uint8, one dimension, of sizes that both ends know; nothing travels
-            where a piece is empty, nor to the rank itself.
-    """
-    if group.pg is None:
-        return
-    here.traffic.moves += 1
-    here.traffic.move_bytes += sum(p.numel() for r, p in enumerate(incoming) if r != group.rank)
-    started = transport_of(group).exchange(outgoing, incoming, Call(group, 0, purpose))
-    wait_for(started.works, started.peers, purpose)
 
 
 def all_reduce(
@@ -453,21 +438,6 @@ def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> N
     tensor = flags.to_tensor().to(device)
     _take_largest(tensor, group, "compare gradients")
     flags.take(tensor)
-
-
-def all_gather_uneven(
-    local: torch.Tensor, lengths: Sequence[int], group: Group, purpose: str = "gather a tensor"
-) -> torch.Tensor:
-    """Concatenate one-dimensional pieces of known ``lengths`` in rank order, on every rank."""
-    if group.pg is None:
-        return local.clone()
-    width = max(lengths)
-    whole = local.new_empty(width * group.size).view(torch.uint8)
-    parts = cut_by_rank(whole, group.size) if width else [whole] * group.size
-    parts[group.rank].view(local.dtype)[: local.numel()].copy_(local)
-    gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
-    pieces = (p.view(local.dtype)[:n] for p, n in zip(parts, lengths, strict=True))
-    return torch.cat(list(pieces))
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:

@@ -28,7 +28,8 @@ from fsdp_compose.base.strides import flatten
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry
-from fsdp_compose.comm.collectives import gather_objects, move_pieces
+from fsdp_compose.comm.collectives import gather_objects
+from fsdp_compose.comm.uneven import move_pieces
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of

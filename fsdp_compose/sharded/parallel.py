@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import dtensor_spec, local_part
-from fsdp_compose.comm.collectives import all_gather_uneven
+from fsdp_compose.comm.uneven import all_gather_uneven
 
 __all__ = ["Axis", "Parallel", "like_dtensor", "part_of", "split_axes"]
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.comm.collectives import all_gather_uneven, all_reduce
+from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
+from fsdp_compose.comm.uneven import all_gather_uneven
 from fsdp_compose.sharded.ops import functions
 from fsdp_compose.sharded.spec import ShardSpec
 

@@ -29,7 +29,7 @@ from fsdp_compose.base.torch_private import (
     set_dtensor_spec,
 )
 from fsdp_compose.base.torch_stack import is_called_by_broadcast
-from fsdp_compose.comm.collectives import all_gather_uneven
+from fsdp_compose.comm.uneven import all_gather_uneven
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel
 from fsdp_compose.sharded.spec import (

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import GatherCodec, MixedPrecision, Offload, ShardingStrategy, fully_shard
 from fsdp_compose.base import mesh
-from fsdp_compose.base.group import Call
+from fsdp_compose.base.group import Call, Group, Started
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import transports
-from fsdp_compose.comm.collectives import reduce_scatter_parts
+from fsdp_compose.comm.collectives import plan_gather, plan_reduce, reduce_scatter_parts
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
-from harness import rank_errors, run_ranks
+from harness import fake_world, rank_errors, run_ranks
 from models import Tower, by_block, data, seeded
 
 
@@ -201,3 +201,41 @@ def test_what_encode_must_return() -> None:
 
     for error in rank_errors(ranks, 2):
         assert error is not None and "encode returned" in error and "uint8" in error, error
+
+
+class Work:
+    """As a collective's, whose first wait fails."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("the connection was closed")
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+def test_a_plan_starts_anew_after_a_wait_that_failed(reduces: bool) -> None:
+    """What it started then is waited for, also where nobody reads it: its memory is freed next."""
+    whole, work = torch.zeros(8, dtype=torch.uint8), Work()
+
+    def start(*_: object) -> Started:
+        return Started((work,), parts=(whole[:4].float(),))
+
+    with fake_world(2):
+        way = replace(AT_ONCE, gather=start, reduce_scatter=start)
+        pg: Any = dist.group.WORLD
+        group = Group(pg, 0, 2, "fake", (0, 1), transport=way)
+        parts = [whole[:4], whole[4:]]
+        reduction = plan_reduce(whole, parts, group, "reduce")
+        assert reduction is not None
+        gather = plan_gather(whole, parts, parts[0], group, "gather")
+        for _ in range(2):
+            exchange = reduction.start().exchange if reduces else gather.start()
+            if not work.waits:
+                with pytest.raises(RuntimeError, match="the connection was closed"):
+                    exchange.wait()
+                assert exchange.will_be_lost()
+        exchange.end()
+        assert work.waits == 2

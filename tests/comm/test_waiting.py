@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.base.process import here
 from fsdp_compose.comm import waiting
 
 from harness import run_ranks
@@ -112,6 +113,30 @@ def test_steps_in_time_touch_no_store() -> None:
             assert not watch.waits and not watch.begun
 
     run_ranks(run, 2)
+
+
+def test_who_is_absent_is_known_of_the_present_wait_alone() -> None:
+    """What was told of a wait that is over is not said of the thread's next one."""
+    with pytest.MonkeyPatch.context() as patch:
+        watch = waiting._Watch()
+        patch.setattr(here, "watch", watch)
+        patch.setattr(watch, "start", lambda: None)
+        waiting.enter("take a norm", (0, 1))
+        assert waiting.find_absent() == ""
+        watch.look(time.monotonic())
+        (wait,) = watch.waits.values()
+        wait.absent = "rank 1 did not come to it"
+        watch.look(time.monotonic())
+        assert waiting.find_absent() == "rank 1 did not come to it"
+        waiting.leave()
+        assert waiting.find_absent() == ""
+        waiting.enter("take a norm", (0, 1))
+        assert waiting.find_absent() == ""
+        watch.look(time.monotonic())
+        assert waiting.find_absent() == "" and list(watch.waits.values()) != [wait]
+        waiting.leave()
+        watch.look(time.monotonic())
+        assert not watch.waits
 
 
 class Mark:

@@ -1,0 +1,46 @@
+"""Tensors of other sizes on each rank: gathered, or moved between pairs of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_compose.base.group import Call, Group
+from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.process import here
+from fsdp_compose.comm.collectives import gather_parts
+from fsdp_compose.comm.messages import wait_for
+from fsdp_compose.comm.transports import transport_of
+
+
+def move_pieces(
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group, purpose: str
+) -> None:
+    """Send ``outgoing[r]`` to rank ``r`` and fill ``incoming[r]`` with what it sent here.
+
+    Args:
+        outgoing, incoming: uint8, one dimension, of sizes that both ends know; nothing travels
+            where a piece is empty, nor to the rank itself.
+    """
+    if group.pg is None:
+        return
+    here.traffic.moves += 1
+    here.traffic.move_bytes += sum(p.numel() for r, p in enumerate(incoming) if r != group.rank)
+    started = transport_of(group).exchange(outgoing, incoming, Call(group, 0, purpose))
+    wait_for(started.works, started.peers, purpose)
+
+
+def all_gather_uneven(
+    local: torch.Tensor, lengths: Sequence[int], group: Group, purpose: str = "gather a tensor"
+) -> torch.Tensor:
+    """Concatenate one-dimensional pieces of known ``lengths`` in rank order, on every rank."""
+    if group.pg is None:
+        return local.clone()
+    width = max(lengths)
+    whole = local.new_empty(width * group.size).view(torch.uint8)
+    parts = cut_by_rank(whole, group.size) if width else [whole] * group.size
+    parts[group.rank].view(local.dtype)[: local.numel()].copy_(local)
+    gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
+    pieces = (p.view(local.dtype)[:n] for p, n in zip(parts, lengths, strict=True))
+    return torch.cat(list(pieces))
