@@ -141,7 +141,6 @@ class EngineWork:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.finish_reductions = partial(drain, engine)
 
     def gathered_nbytes(self, unit: Unit) -> int:
         return sum(bucket.gathered_nbytes for bucket in unit.gathered)
@@ -181,6 +180,9 @@ class EngineWork:
 
     def reduce(self, part: Arrival) -> None:
         self.engine.reductions.append(start_reduce(part.bucket))
+
+    def finish_reductions(self) -> None:
+        drain(self.engine)
 
 
 def _is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
