@@ -115,7 +115,7 @@ def test_steps_in_time_touch_no_store() -> None:
     run_ranks(run, 2)
 
 
-def test_who_is_absent_is_known_of_the_present_wait_alone() -> None:
+def test_who_is_absent_is_of_the_present_wait() -> None:
     """What was told of a wait that is over is not said of the thread's next one."""
     with pytest.MonkeyPatch.context() as patch:
         watch = waiting._Watch()
