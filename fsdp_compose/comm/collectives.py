@@ -328,10 +328,8 @@ def plan_reduce(
         return None
     total = 0 if group.pg is None else whole.nbytes
     nbytes = total - total // group.size
-    scatter, call = (
-        ReduceScatter(Exchange(purpose=purpose), (), group.rank),
-        Call(group, 0, purpose),
-    )
+    scatter = ReduceScatter(Exchange(purpose=purpose), (), group.rank)
+    call = Call(group, 0, purpose)
     return ReducePlan(whole, parts, transport_of(group), call, nbytes, scatter)
 
 
