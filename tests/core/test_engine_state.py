@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import fully_shard, gathered
+from fsdp_compose import Prefetch, fully_shard, gathered
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.collectives import Exchange
 from fsdp_compose.core import forward, gathering
@@ -60,6 +60,7 @@ def test_links_of_a_unit() -> None:
         shared = seeded(two_blocks)
         shared.blocks[0].up = shared.blocks[1].up
         root, *blocks = units(by_block(shared))
+        assert repr(root).endswith("held by nothing)")
         found = [[ref() for ref in unit.links.sharers] for unit in (root, *blocks)]
         assert found == [[], blocks[1:], blocks[:1]]
 
@@ -340,5 +341,21 @@ def test_parts_of_two_inner_backwards_are_seen_once() -> None:
         x.sum().backward()
         assert sorted(seen) == sorted(name for name, _ in model.blocks.named_parameters())
         assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("moment", ["pre", "post"])
+def test_backward_gathers_ahead(moment: Any) -> None:
+    """When a unit's backward begins, or when its gradients have arrived."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), prefetch=Prefetch(0, 1, backward_moment=moment))
+        schedule, told = units(model)[0].engine.schedule, list[Any]()
+        square(model, data(0, rank)).backward()
+        loss = square(model, data(1, rank))
+        schedule.work.announce = lambda unit, reason: told.append(reason)
+        loss.backward()
+        assert told.count(Hold.PREFETCH) == 3 - (moment == "post")
 
     simulate_ranks(ranks)
