@@ -133,8 +133,9 @@ def judge(case: Case, error: SimulationError) -> str | None:
         return text
     for rank, found in error.errors.items():
         own = isinstance(found, OnPurpose) and isinstance(case.fault, RaiseError)
-        # An operation that swallows errors goes on behind a lost message, with ranks at odds.
-        at_odds = isinstance(case.fault, LoseMessage) and "ranks run different units" in str(found)
+        # An operation that swallows errors goes on behind the fault, with ranks at odds.
+        swallowed = isinstance(case.fault, LoseMessage | RaiseError)
+        at_odds = swallowed and "ranks run different units" in str(found)
         if not (own and rank == case.fault.rank) and not at_odds and not is_ours(found):
             return f"rank {rank} raises {type(found).__name__}: {found}\nin: {text}"
     lived = set(range(case.world)) - set(error.errors) - set(error.results)
