@@ -77,18 +77,22 @@ def post_pairs(
 ) -> list[Any]:
     """Start receiving from some ranks and sending to others; the works, in that order.
 
+    Where one has died, the others still get what they wait for, and find the dead one themselves.
+
     Raises:
         RuntimeError: one has died.
     """
     pg: Any = group.pg
-    works, peer = [], -1
-    try:
-        for peer, tensor in incoming.items():
-            works.append(pg.recv([tensor], peer, tag))
-        for peer, tensor in outgoing.items():
-            works.append(pg.send([tensor], peer, tag))
-    except RuntimeError as error:
-        raise no_answer(purpose, f"rank {group.ranks[peer]}", _STUCK, error) from error
+    works: list[Any] = []
+    dead: tuple[int, RuntimeError] | None = None
+    for start, tensors in ((pg.recv, incoming), (pg.send, outgoing)):
+        for peer, tensor in tensors.items():
+            try:
+                works.append(start([tensor], peer, tag))
+            except RuntimeError as error:
+                dead = dead or (group.ranks[peer], error)
+    if dead is not None:
+        raise no_answer(purpose, f"rank {dead[0]}", _STUCK, dead[1]) from dead[1]
     return works
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from fsdp_compose.base.group import Call, Group, Started
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import transports
 from fsdp_compose.comm.collectives import plan_gather, plan_reduce, reduce_scatter_parts
+from fsdp_compose.comm.messages import post_pairs
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
 from harness import fake_world, rank_errors, run_ranks
@@ -239,3 +242,23 @@ def test_a_plan_starts_anew_after_a_wait_that_failed(reduces: bool) -> None:
                 assert exchange.will_be_lost()
         exchange.end()
         assert work.waits == 2
+
+
+def test_the_living_are_served_though_a_rank_has_died() -> None:
+    """They would wait for this rank until the timeout, and name it instead of the dead one."""
+    served: list[tuple[str, int]] = []
+
+    def start(what: str) -> Callable[..., object]:
+        def act(tensors: list[Tensor], peer: int, tag: int) -> None:
+            if peer == 1:
+                raise RuntimeError("Connection closed by peer")
+            served.append((what, peer))
+
+        return act
+
+    pg = SimpleNamespace(recv=start("receive"), send=start("send"))
+    group: Any = SimpleNamespace(pg=pg, ranks=[10, 11, 12, 13])
+    tensors = {peer: torch.zeros(2) for peer in (1, 0, 3)}
+    with fake_world(4, rank=2), pytest.raises(RuntimeError, match="rank 11 does not answer"):
+        post_pairs(tensors, tensors, group, 7, "gather")
+    assert served == [("receive", 0), ("receive", 3), ("send", 0), ("send", 3)]
