@@ -322,7 +322,7 @@ def test_ctrl_c_while_waiting_is_heard(tmp_path: Path) -> None:
         model = sharded()
         for late in ("at the door", "inside"):
             if rank == 0:
-                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                signal.setitimer(signal.ITIMER_REAL, 1.2)
                 signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
                 with pytest.raises(KeyboardInterrupt):
                     fc.save_checkpoint(tmp_path, model)
@@ -330,7 +330,7 @@ def test_ctrl_c_while_waiting_is_heard(tmp_path: Path) -> None:
             else:
                 if late == "inside":
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(*WRITE_DATA, lambda *args: time.sleep(1.5))
+                        patch.setattr(*WRITE_DATA, lambda *args: time.sleep(3.0))
                         with pytest.raises(RuntimeError, match="rank 0 left save_checkpoint: Key"):
                             fc.save_checkpoint(tmp_path, model)
                 dist.barrier()
