@@ -64,7 +64,8 @@ class Exchange:
         if self.is_lost:
             raise RuntimeError(
                 f"{self.purpose}: its data did not come, since ranks ran different units while it "
-                "was under way. Nothing is lost: discard this step, and run the next one."
+                "was under way, or one did not answer. No weights are lost: discard this step, and "
+                "run the next one."
             )
 
     def end(self) -> None:

@@ -83,6 +83,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     Raises:
         ValueError: ``module`` is not a unit and contains none.
+        RuntimeError: ranks ask for different units, which this call or ``wait()`` finds; what did
+            not arrive is not held then.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))

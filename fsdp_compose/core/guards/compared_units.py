@@ -16,7 +16,7 @@ def did_ranks_differ(engine: Engine) -> bool:
 def forget_orders(engine: Engine) -> None:
     """After ranks differed: forget recorded orders, and what only some ranks may have gathered.
 
-    So does what ``unshard`` asked for and did not get: its caller was told, or is not to wait.
+    What ``unshard`` asked for and did not get is held no more: it never arrives.
     """
     engine.disagreements = sum(log.disagreements for log in engine.logs.values())
     engine.schedule.forward_order, engine.schedule.backward_order = Order(), Order()
