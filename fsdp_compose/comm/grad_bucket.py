@@ -46,12 +46,14 @@ class GradBucket:
     dtype: torch.dtype
 
 
-def run_hook(hook: Callable[..., Any], state: Any, given: GradBucket, axes: int) -> torch.Tensor:
+def run_hook(
+    hook: Callable[..., Any], state: Any, given: GradBucket, over_both: bool
+) -> torch.Tensor:
     """What a communication hook makes of ``given``: a flat tensor of this rank's own.
 
     Args:
-        axes: over how many axes of the mesh the bucket is sharded; where it is two, the hook
-            returns what all replicas of this rank hold.
+        over_both: the bucket is sharded over both groups, so that the hook returns what all
+            replicas of this rank hold.
 
     Raises:
         ValueError: the hook returned something else than this rank's part.
@@ -66,7 +68,7 @@ def run_hook(hook: Callable[..., Any], state: Any, given: GradBucket, axes: int)
             f"of the averaged gradient, {wanted} elements."
         )
     grad = grad.reshape(-1)
-    if axes == 2:
+    if over_both:
         return cut_by_rank(grad, given.replicate.size)[given.replicate.rank].clone()
     is_shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
     return grad.clone() if is_shared and given.shard.size > 1 else grad

@@ -174,7 +174,7 @@ def refresh_handed_out(unit: Unit) -> None:
     for bucket in unit.gathered:
         if bucket.fill.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
             _gather_again(unit, [bucket], "again, since p.data was handed out")
-        elif bucket.residence.is_shared and bucket.fill.stamp is not None:
+        elif bucket.residence.is_shared:
             check_lent(unit, bucket)
 
 
@@ -187,7 +187,6 @@ def _start_gather(engine: Engine, bucket: Bucket) -> None:
     """Start gathering a bucket on the gather stream."""
     bucket.move_to(Phase.GATHERING)
     if bucket.in_place:
-        bucket.fill = Fill()
         return
     fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
     streams, nbytes = engine.streams, bucket.views.nbytes

@@ -155,7 +155,7 @@ def start_all_reduce(bucket: Bucket) -> Reduction:
     """Start summing over the replicas the gradients that only the shard group has reduced yet."""
     assert bucket.arriving.partial is not None
     unit = unit_of(bucket)
-    reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket), reads_buffer=False)
+    reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket))
     unite_early(bucket, reduction.used)
     work = partial(_all_reduce, reduction)
     nbytes = bucket.arriving.partial.nbytes
@@ -223,8 +223,7 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
         scale=reduction.scale,
         dtype=bucket.stored.dtype,
     )
-    axes = 1 if bucket.mesh.axes is None else 2
-    return run_hook(hook, unit.switches.comm_state, given, axes)
+    return run_hook(hook, unit.switches.comm_state, given, bucket.mesh.axes is not None)
 
 
 def finish_reduce(reduction: Reduction) -> torch.Tensor:
@@ -234,7 +233,7 @@ def finish_reduce(reduction: Reduction) -> torch.Tensor:
         reduction.result = _combine(reduction)
     if reduction.done is not None:
         streams.wait(reduction.done)
-    if not reduction.reads_buffer or bucket.grads is None:
+    if bucket.grads is None:
         return reduction.result  # the buffer is gone where parameters moved after a failure
     if bucket.mesh.gather_axis.size == 1:
         bucket.grads = None  # the result may be the buffer itself

@@ -299,7 +299,6 @@ class Reduction:
     used: Flags  # by entry: whose ``.grad`` to set
     done: Any = None  # the mark of its stream behind it
     result: torch.Tensor | None = None
-    reads_buffer: bool = True  # the bucket's packed gradients, which are freed behind it
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -182,7 +182,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     monkeypatch.setitem(here.engines, cpu, engine)
     races = Races(device)
 
-    gather, scatter, resize = comm.gather_parts, comm.reduce_scatter_parts, None
+    gather, scatter, sum_all = comm.gather_parts, comm.reduce_scatter_parts, comm.sum_replicas
     resize = torch.UntypedStorage.resize_
 
     def noted_gather(whole: Any, parts: Any, own: Any, *rest: Any) -> Any:
@@ -196,12 +196,17 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
         races.note(whole.untyped_storage(), "reduce", True)
         return scatter(whole, *rest)
 
+    def noted_sum(grad: Any, *rest: Any) -> Any:
+        races.note(grad.untyped_storage(), "all-reduce", True)
+        return sum_all(grad, *rest)
+
     def noted_resize(storage: Any, nbytes: int) -> Any:
         races.resized(storage, nbytes)
         return resize(storage, nbytes)
 
     monkeypatch.setattr(comm, "gather_parts", noted_gather)
     monkeypatch.setattr(comm, "reduce_scatter_parts", noted_scatter)
+    monkeypatch.setattr(comm, "sum_replicas", noted_sum)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", noted_resize)
     with races:
         yield races
@@ -228,6 +233,10 @@ def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[s
             fc.clip_grad_norm_(model, 1.0)
             optim.step()
             optim.zero_grad()
+        fc.set_requires_all_reduce(model, False)
+        square(model, data(20, rank)).backward()
+        fc.reduce_grads(model)  # where there are replicas, the sum over them alone
+        optim.step()
         with torch.no_grad():
             model(data(0, rank))
     if options.get("strategy") is not ShardingStrategy.NO_SHARD:
@@ -397,6 +406,13 @@ def test_the_host_waits_at_the_end_of_a_pass_alone(offload: str) -> None:
     def ranks(rank: int) -> None:
         waits: list[str] = []
         copies: list[bool] = []
+        back: list[Any] = []  # arguments of copies to the device
+        move = Tensor.to
+
+        def to_device(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
+            if inspect.stack()[1].function == "_deliver":
+                back.append((given, options))
+            return move(tensor, *given, **options)
 
         def to_host(grad: Tensor, pin_memory: bool) -> Tensor:
             copies.append(here.engines[grad.device].streams.reduce is races.device.active)
@@ -408,6 +424,7 @@ def test_the_host_waits_at_the_end_of_a_pass_alone(offload: str) -> None:
 
         with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
             patch.setattr(reducing, "copy_to_host", to_host)
+            patch.setattr(Tensor, "to", to_device)
             patch.setattr(streams.Mark, "synchronize", synchronize)
             model = by_block(seeded(Tower), offload_policy=OFFLOADS[offload])
             plain, engine = seeded(Tower), next(iter(here.engines.values()))
@@ -424,6 +441,8 @@ def test_the_host_waits_at_the_end_of_a_pass_alone(offload: str) -> None:
         assert set(waits) <= {"land", "wait_for_host_reads"}
         assert ("wait_for_host_reads" in waits) == ("params" in offload)
         assert bool(copies) and ("land" in waits)
+        in_order = (torch.device("cpu"),), {"non_blocking": True}
+        assert bool(back) == (offload == "grads") and all(given == in_order for given in back)
         for found, wanted in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
 

@@ -1,0 +1,150 @@
+"""A unit of several buckets: what is kept, read again, reduced and freed for each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import (
+    Prefetch,
+    default_hook,
+    fully_shard,
+    register_comm_hook,
+    register_post_reduce_hook,
+)
+
+from harness import simulate_ranks
+from models import WIDTH, Tower, by_block, data, seeded, square, units
+
+
+class TwoKinds(nn.Sequential):
+    """Layers in single and in double precision: two buckets in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = self[0](x.float()).double()
+        return self[1](x) if both else x
+
+
+def two_kinds(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(TwoKinds(), **options)
+
+
+def test_a_write_to_any_kept_bucket_is_read() -> None:
+    """An evaluation after it reads the new weights, whichever bucket they are in."""
+
+    def ranks(rank: int) -> None:
+        model = two_kinds(reshard_after_forward=False)
+        with torch.no_grad():
+            for layer in (1, 0):
+                model(data(0, rank))
+                model[layer].weight.zero_()
+                model[layer].bias.fill_(3.0 + layer)
+                output = model(data(0, rank))
+                if layer:
+                    assert torch.equal(output, torch.full_like(output, 4.0))
+            assert torch.equal(model(data(1, rank), False), torch.full_like(output, 3.0))
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_unseen_write_to_any_bucket_raises(layer: int) -> None:
+    """Through memory that ``to_local()`` gave out, to a bucket that stays gathered."""
+
+    def ranks(rank: int) -> None:
+        model = two_kinds(reshard_after_forward=False)
+        given = [model[i].weight.to_local().detach().numpy() for i in range(2)]
+        with torch.no_grad():
+            model(data(0, rank))
+            given[layer] += 1.0
+            with pytest.raises(RuntimeError, match=rf"'{layer}\.weight' .* was written while"):
+                model(data(0, rank))
+
+    simulate_ranks(ranks)
+
+
+def test_memory_of_former_weights_is_freed() -> None:
+    """Once the weights were converted, though a graph over the former ones lives."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=False)
+        output = model(data(0, rank).float())
+        former = units(model)[0].buckets[0].full.untyped_storage()
+        assert former.nbytes()
+        model.double()
+        model(data(0, rank))
+        assert not former.nbytes() and output.requires_grad
+
+    simulate_ranks(ranks)
+
+
+def test_hooks_are_given_what_any_rank_used() -> None:
+    """None for a bucket without gradients; no reduction is seen where there was nothing."""
+
+    def ranks(rank: int) -> None:
+        model, seen = two_kinds(), list[Any]()
+        register_post_reduce_hook(model, lambda module, params: seen.append(len(params)))
+        model(data(0, rank), False).sum().backward()
+        assert seen == [2]
+        model(data(0, rank)).sum().backward()
+        assert seen == [2, 2, 2]
+
+    simulate_ranks(ranks)
+
+
+def test_a_hook_reduces_before_earlier_units_compute() -> None:
+    """A communication hook starts when the gradients are there, not when the next ones are."""
+
+    def ranks(rank: int) -> None:
+        model, seen = by_block(seeded(Tower), prefetch=Prefetch(0, 0)), list[str]()
+
+        def reduce(state: Any, grads: Any) -> Tensor:
+            seen.append(f"reduce {grads.unit}")
+            return default_hook(state, grads)
+
+        register_comm_hook(model, None, reduce)
+        for name, block in model.blocks.named_children():
+            block.register_full_backward_pre_hook(lambda *_, name=name: seen.append(name))
+        square(model, data(0, rank)).backward()
+        steps = [step for i in (2, 1, 0) for step in (str(i), f"reduce blocks.{i}")]
+        assert seen == [*steps, "reduce Tower"]
+
+    simulate_ranks(ranks)
+
+
+class Twice(nn.Module):
+    """A second call takes the gradient of what the first one returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, before: Any = None) -> Tensor:
+        if before is not None:
+            before()
+        return self.layer(x)
+
+
+def test_an_unseen_write_in_a_forward_raises() -> None:
+    """Where a backward inside the forward would read the weights from before the write."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Twice), reshard_after_forward=True)
+        local, x = model.layer.weight.to_local().detach(), data(0, rank).requires_grad_()
+        output = model(x)
+
+        def before() -> None:
+            local.numpy()[:] += 1.0
+            torch.autograd.grad(output.sum(), x)
+
+        with pytest.raises(RuntimeError, match=r"'layer\.weight' .* was written while"):
+            model(x, before)
+
+    simulate_ranks(ranks)
