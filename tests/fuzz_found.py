@@ -54,6 +54,12 @@ FOUND = {
         Node((Node((Leaf("matrix"),), True), Leaf("empty", dtype="float64", unit=True))), 2,
         "FULL_SHARD", (("two forwards", 0), ("stray", 0)), prefetch=(2, 1),
     ),
+    "seed 148659: one rank runs what is kept, and gathers ahead in another order": Case(
+        Node((
+            Node((Leaf("low rank", dtype="float64", unit=True),), True),
+            Leaf("matrix", dtype="float64"), Leaf("matrix", dtype="float64"),
+        )), 2, "SHARD_GRAD_OP", (("swap", 4), ("stray", 0), ("gathered loss", 0)), prefetch=(2, 1),
+    ),
     "a skipped step where a unit is spread over fewer ranks": Case(
         UNITS, 4, "FULL_SHARD", (("step", 0), ("skippable", 2), ("step", 0)), release=2,
     ),

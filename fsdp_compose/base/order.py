@@ -4,6 +4,10 @@ An ``Order`` records what was visited, to know what comes next. A sequence of vi
 between two resets, such as a training step. It is made of passes, each an outermost forward. Which
 passes follow each other is up to the caller's loop and may vary (another model, more microbatches);
 the visits inside a pass are the model's own and are expected to repeat.
+
+A pass is quiet if nothing had to be gathered in it. One rank may run it alone, such as an
+evaluation while everything is gathered, so nothing that all ranks are expected to do follows from
+it: it is known which visitors ran, and the rest goes on as if it had not been there.
 """
 
 from __future__ import annotations
@@ -19,6 +23,12 @@ _visitor_of = weakref.ref.__call__
 
 MAX_PASSES = 256
 """After so many passes a sequence that nobody ends, as in inference, is ended here."""
+
+
+class Pass(list[Ref]):
+    """The visitors of an outermost forward or of a backward, in their order."""
+
+    is_quiet = False
 
 
 @dataclass(frozen=True)
@@ -38,17 +48,22 @@ class Order:
             then those that the sequence under way only assumes.
         latest: how many of ``recorded`` are of the last sequence.
         known: how many of ``recorded`` were run.
+        quiet: passes in which nothing was gathered, by visitors as in ``recorded``.
         current: passes of the sequence under way, the last of them perhaps unfinished.
+        last: passes of the last sequence, quiet ones too.
         place: index in ``recorded`` of the pass that the present one should repeat; None: unknown.
         cursor: position in that pass behind the last visit.
     """
 
-    recorded: list[list[Ref]] = field(default_factory=list)
+    recorded: list[Pass] = field(default_factory=list)
     latest: int = 0
     known: int = 0
-    current: list[list[Ref]] = field(default_factory=list)
+    quiet: list[Pass] = field(default_factory=list)
+    current: list[Pass] = field(default_factory=list)
+    last: list[Pass] = field(default_factory=list)
     place: int | None = None
     cursor: int = 0
+    before: tuple[int | None, int] = (None, 0)  # place and cursor when the pass began
     is_open: bool = False  # a pass is under way
 
     def begin(self, visitor: Any) -> None:
@@ -56,8 +71,9 @@ class Order:
         if self.is_open:
             self.end(complete=False)
         if len(self.current) >= MAX_PASSES:
-            self.close()
-        self.current.append([weakref.ref(visitor)])
+            self._shorten()
+        self.before = self.place, self.cursor
+        self.current.append(Pass([weakref.ref(visitor)]))
         self.is_open = True
         start = -1 if self.place is None else self.place
         indices = (*range(start + 1, len(self.recorded)), *range(start + 1))
@@ -80,13 +96,16 @@ class Order:
         self.cursor = next((i + 1 for i in positions if known[i]() is visitor), len(known))
         return _change(known, at, visitor)
 
-    def end(self, complete: bool = True) -> Change | None:
+    def end(self, complete: bool = True, quiet: bool = False) -> Change | None:
         """End the pass under way, or forget one that failed; return a change since last time."""
         if not self.is_open:
             return None
         self.is_open = False
         if not complete:
             self.current.pop()
+        elif quiet:
+            self.current[-1].is_quiet = True
+            self.place, self.cursor = self.before
         elif self.place is not None:
             return _change(self.recorded[self.place], self.cursor, None)
         return None
@@ -105,16 +124,22 @@ class Order:
 
     def close(self) -> None:
         """End the sequence under way; it is what the next one is expected to repeat."""
+        gathered = [p for p in self.current if not p.is_quiet]
+        if gathered:
+            self.recorded, self.latest = _merge(gathered, self.recorded), len(gathered)
+            self.known = len(self.recorded)
         if self.current:
-            self._record(self.current)
-            self.current = []
+            self.quiet = _merge([p for p in self.current if p.is_quiet], self.quiet)
+            self.last, self.current = self.current, []
         self.place, self.cursor, self.is_open = None, 0, False
 
-    def _record(self, passes: list[list[Ref]]) -> None:
-        begun = {id(refs[0]()) for refs in passes}
-        older = [p for p in self.recorded if p[0]() is not None and id(p[0]()) not in begun]
-        self.recorded, self.latest = passes + older, len(passes)
-        self.known = len(self.recorded)
+    def _shorten(self) -> None:
+        """Forget the quiet passes of a long sequence, or end it where it is long without them."""
+        gathered = [p for p in self.current if not p.is_quiet]
+        if len(gathered) >= MAX_PASSES:
+            self.close()
+        else:
+            self.current = gathered
 
     def assume(self, visitors: Sequence[Any]) -> None:
         """Expect ``visitors`` in reverse of the pass that has just begun, if it is not recorded.
@@ -124,7 +149,7 @@ class Order:
         begun = self.current[-1][0]()
         at = next((i for i, v in enumerate(visitors) if v is begun), len(visitors))
         expected = (begun, *visitors[:at:-1], *visitors[:at][::-1])
-        self.recorded.append([weakref.ref(visitor) for visitor in expected])
+        self.recorded.append(Pass([weakref.ref(visitor) for visitor in expected]))
         self.place, self.cursor = len(self.recorded) - 1, 1
 
     def forget(self) -> None:
@@ -133,12 +158,18 @@ class Order:
         del self.recorded[self.known :]
         self.place, self.cursor, self.is_open = None, 0, False
 
-    def visited(self) -> list[Any]:
-        """The visitors of the sequence under way, or of the last one."""
-        passes = self.current or self.recorded[: self.latest]
+    def visited(self, quiet: bool = True) -> list[Any]:
+        """The visitors of the sequence under way, or of the last one; of ``quiet`` passes too."""
+        passes = [p for p in self.current or self.last if quiet or not p.is_quiet]
         return [v for refs in passes for ref in refs if (v := ref()) is not None]
 
 
-def _change(known: list[Ref], at: int, found: Any | None) -> Change | None:
+def _merge(passes: list[Pass], older: list[Pass]) -> list[Pass]:
+    """The passes, then older ones whose first visitor lives and begins none of them."""
+    begun = {id(refs[0]()) for refs in passes}
+    return passes + [p for p in older if p[0]() is not None and id(p[0]()) not in begun]
+
+
+def _change(known: Pass, at: int, found: Any | None) -> Change | None:
     expected = known[at]() if at < len(known) else None
     return None if expected is None else Change(expected, found)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_compose.base.casts import cast_inputs, cast_output
 from fsdp_compose.base.torch_private import graph_task_id, next_node_number, saved_tensor_hooks
-from fsdp_compose.base.tree import map_tensors
 from fsdp_compose.core.autograd import is_current, trained_entries, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
@@ -66,7 +65,7 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
             shield_weights(unit, hooks)
     inputs = None
     if unit.mp.param_dtype is not None:
-        inputs = cast_inputs(unit, args, kwargs, len(active) == 1)
+        inputs = cast_inputs(unit.mp, args, kwargs, len(active) == 1)
     if trained or not torch.is_grad_enabled():
         return inputs
     return bound_inputs(unit, (args, kwargs) if inputs is None else inputs)
@@ -86,7 +85,7 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     backward: Backward = "none"
     try:
         if unit.mp.output_dtype is not None:
-            output = cast_output(unit, output)
+            output = cast_output(unit.mp, output)
         lost = None if run.calls else find_writes(unit, module.training)
         backward = watch_outputs(unit, output) if lost is None else "none"
     finally:
@@ -183,14 +182,15 @@ def end_pass(unit: Unit, failed: bool) -> None:
     """End the outermost forward, which was that of ``unit``."""
     engine, schedule = unit.engine, unit.engine.schedule
     if graph_task_id() == -1:
-        order, training = schedule.order, torch.is_grad_enabled()
+        order, training, gathers = schedule.order, torch.is_grad_enabled(), schedule.gathers
         change = schedule.end_forward(not failed, training)
         if training:
             engine.wait_for_host_reads()
             watch_forwards(order.visited())
             warn_of_change(engine, change, unit)
         else:
-            engine.reached.update(*(visited.links.logs for visited in order.visited()))
+            if gathers:
+                engine.reached.update(*(visited.links.logs for visited in order.visited()))
             if not failed:
                 note_users(order.visited())
                 end_step(engine, trained=False)
@@ -214,23 +214,3 @@ def _continues_pass(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
         and bool(order.current)
         and len(order.current[-1]) == 1
     )
-
-
-def cast_inputs(unit: Unit, args: Any, kwargs: Any, is_outermost: bool) -> tuple[Any, Any] | None:
-    """Floating-point inputs in the compute dtype; None where they are not cast."""
-    dtype, casts = unit.mp.param_dtype, unit.mp.cast_forward_inputs
-    if dtype is None or not (casts is True or (casts == "root" and is_outermost)):
-        return None
-    cast: tuple[Any, Any] = map_tensors(partial(_cast, dtype), (args, kwargs))
-    return cast
-
-
-def cast_output(unit: Unit, output: Any) -> Any:
-    """Floating-point outputs in the output dtype, where one was chosen."""
-    if unit.mp.output_dtype is None:
-        return output
-    return map_tensors(partial(_cast, unit.mp.output_dtype), output)
-
-
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -152,6 +152,7 @@ class Schedule(Generic[U, P]):
         prefetched: units gathered ahead; once one is used, it is not held by ``PREFETCH``.
         forward_order, backward_order: in which units run in training.
         eval_order: that of the outermost unit, while a forward without gradients runs.
+        gathers: whether a unit was gathered for the outermost forward; else one rank may run alone.
     """
 
     def __init__(self, work: Work[U, P]) -> None:
@@ -160,6 +161,7 @@ class Schedule(Generic[U, P]):
         self.prefetched: list[U] = []
         self.forward_order, self.backward_order = Order(), Order()
         self.eval_order: Order | None = None
+        self.gathers = False
 
     # Reasons to be gathered
 
@@ -207,7 +209,13 @@ class Schedule(Generic[U, P]):
         change = None
         if len(self.active) == 1:
             order.begin(unit)
-        elif (change := order.visit(unit)) is not None:
+        else:
+            change = order.visit(unit)
+        if not self.gathers:
+            self.gathers = unit.holds == {Hold.FORWARD} and self.work.gathered_nbytes(unit) > 0
+            if not self.gathers:
+                return None
+        if change is not None:
             self.drop_prefetched()
         policy = unit.prefetch
         self._prefetch(policy, policy.forward, unit.expected.forward_list, order)
@@ -229,9 +237,11 @@ class Schedule(Generic[U, P]):
 
     def end_forward(self, complete: bool, training: bool) -> Change | None:
         """End the outermost forward; return a change where it was expected to go on."""
-        change = self.order.end(complete)
+        gathers, self.gathers = self.gathers, False
+        change = self.order.end(complete, quiet=not gathers)
         if not training:
-            self.drop_prefetched()
+            if gathers:
+                self.drop_prefetched()
             self.order.close()
             return None
         if change is not None:
@@ -258,7 +268,7 @@ class Schedule(Generic[U, P]):
         else:
             order.begin(unit)
             if order.place is None:
-                order.assume(self.forward_order.visited())
+                order.assume(self.forward_order.visited(quiet=False))
         policy = unit.prefetch
         if policy.backward_moment == "pre":
             self._prefetch(policy, policy.backward, unit.expected.backward_list, order)

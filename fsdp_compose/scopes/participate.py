@@ -129,7 +129,7 @@ def _find_last_order(unit: Unit, inner: set[Unit]) -> list[Unit]:
     if found is not None:
         return found
     for order in filter(None, (engine.schedule.eval_order, engine.schedule.forward_order)):
-        for refs in (*reversed(order.current[:-1]), *order.recorded):
+        for refs in (*reversed(order.current[:-1]), *order.recorded, *order.quiet):
             visited = _list_existing(refs)
             if unit in visited:
                 return _take_while_inside(visited[visited.index(unit) + 1 :], inner)

@@ -72,9 +72,10 @@ class UnshardHandle:
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather a unit, in its compute dtype, and keep it gathered until ``reshard(module)``.
 
-    Its forwards then gather nothing, and its modules hold full tensors between them, through which
-    gradients flow to the sharded parameters. To write, use ``gathered(module, writeback=True)``.
-    After an optimizer step the next forward gathers the new values, and so does ``unshard``.
+    Its forwards then gather nothing, so one rank may run them alone, such as to evaluate, and its
+    modules hold full tensors between them, through which gradients flow to the sharded parameters.
+    To write, use ``gathered(module, writeback=True)``. After an optimizer step the next forward
+    gathers the new values, and so does ``unshard``.
 
     Args:
         module: a unit, or a module that contains units: all of them are gathered.

@@ -22,11 +22,11 @@ class V:
 A, B, C, D, E, R, S = map(V, "ABCDERS")
 
 
-def run(order: Order, *visits: V, complete: bool = True) -> list[Change]:
+def run(order: Order, *visits: V, complete: bool = True, quiet: bool = False) -> list[Change]:
     """One pass; the changes it reported."""
     order.begin(visits[0])
     changes = [order.visit(v) for v in visits[1:]]
-    return [c for c in (*changes, order.end(complete)) if c is not None]
+    return [c for c in (*changes, order.end(complete, quiet)) if c is not None]
 
 
 def test_a_sequence_repeats() -> None:
@@ -80,6 +80,59 @@ def test_what_a_lost_sequence_assumed_is_forgotten() -> None:
     order.forget()
     order.begin(R)
     assert order.ahead(9) == [A, B]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_quiet_passes_change_no_prediction(seed: int) -> None:
+    """A rank that ran some more, for which nothing was gathered, expects what the others do."""
+    rng = random.Random(seed)
+    here, there = Order(), Order()
+    for _ in range(5):
+        for _ in range(rng.randint(0, 4)):
+            visits = [rng.choice([R, S]), *rng.choices([A, B, C, D, E], k=rng.randint(0, 4))]
+            if rng.random() < 0.5:
+                run(here, *visits, quiet=True)
+                assert here.visited()[-len(visits) :] == visits
+                continue
+            for order in (here, there):
+                order.begin(visits[0])
+            for visit in visits[1:]:
+                assert here.ahead(9) == there.ahead(9)
+                assert here.visit(visit) == there.visit(visit)
+            assert here.end() == there.end()
+            assert here.visited(quiet=False) == there.visited()
+        for order in (here, there):
+            order.close()
+        assert (here.recorded, here.latest, here.known) == (
+            there.recorded, there.latest, there.known,
+        )  # fmt: skip
+
+
+def test_what_ran_in_quiet_passes_is_known() -> None:
+    order = Order()
+    run(order, R, A)
+    run(order, S, B, quiet=True)
+    run(order, S, C, quiet=True)
+    assert order.visited() == [R, A, S, B, S, C]
+    order.close()
+    assert order.visited() == [R, A, S, B, S, C]
+    assert [[ref() for ref in p] for p in order.quiet] == [[S, B], [S, C]]
+    run(order, S, D, quiet=True)
+    order.close()
+    assert order.visited() == [S, D]
+    assert [[ref() for ref in p] for p in order.quiet] == [[S, D]]
+    assert [[ref() for ref in p] for p in order.recorded] == [[R, A]]
+
+
+def test_many_quiet_passes_end_no_sequence() -> None:
+    order = Order()
+    run(order, R, A)
+    for _ in range(3 * MAX_PASSES):
+        run(order, S, quiet=True)
+    assert not order.recorded and len(order.current) <= MAX_PASSES
+    for _ in range(MAX_PASSES):
+        run(order, R, A)
+    assert len(order.recorded) == MAX_PASSES
 
 
 def test_a_change_inside_a_pass_is_told_and_recorded() -> None:

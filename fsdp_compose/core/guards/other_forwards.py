@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.casts import cast_inputs, cast_output
 from fsdp_compose.base.policy import FullPrecision
 from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, transforms_active
 from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.core.forward import (
     Mode,
     begin_call,
-    cast_inputs,
-    cast_output,
     end_pass,
     enter_gathered,
     follow_order,
@@ -57,7 +56,7 @@ def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
                 copy_attributes(tensors[index], unit.entries[index])
         install(unit, tensors)
     is_outermost = not unit.engine.schedule.active
-    return None if opened.stored else cast_inputs(unit, args, kwargs, is_outermost)
+    return None if opened.stored else cast_inputs(unit.mp, args, kwargs, is_outermost)
 
 
 def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
@@ -73,7 +72,7 @@ def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
     raise_lost(lost)
     if opened.stored and isinstance(unit.mp, FullPrecision):
         return output
-    return cast_output(unit, output)
+    return cast_output(unit.mp, output)
 
 
 def _enter_transformed(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -124,7 +123,7 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) 
         return None
     if is_outermost := len(active) == 1:
         follow_order(unit)  # units inside it that are gathered as always may run without gradients
-    return cast_inputs(unit, args, kwargs, is_outermost)
+    return cast_inputs(unit.mp, args, kwargs, is_outermost)
 
 
 def _leave_apart(unit: Unit) -> None:
@@ -144,14 +143,14 @@ def _enter_again(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Compute under a transform inside the unit's own forward, on what that reads."""
     unit.run.calls += 1
     unit.engine.schedule.active.append(unit)
-    return cast_inputs(unit, args, kwargs, False)
+    return cast_inputs(unit.mp, args, kwargs, False)
 
 
 def _leave_again(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Leave a further forward of a unit under a transform."""
     unit.run.calls -= 1
     unit.engine.schedule.active.pop()
-    return cast_output(unit, output)
+    return cast_output(unit.mp, output)
 
 
 def computes_as_stored(unit: Unit, module: nn.Module) -> bool:
