@@ -239,12 +239,12 @@ def _release(engine: Engine, bucket: Bucket) -> None:
     if streams.gather is None:
         if bucket.static is None:
             bucket.full.untyped_storage().resize_(0)
-        return
-    # Freed on the stream that allocated it, behind the compute that read it: the allocator gives
-    # the memory only to later gathers, so no other kernel writes it while compute still reads.
-    with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
-        if bucket.static is None:
-            bucket.full.untyped_storage().resize_(0)
+    else:
+        # Freed on the stream that allocated it, behind the compute that read it: the allocator
+        # gives the memory only to later gathers, so no other kernel writes it while it is read.
+        with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
+            if bucket.static is None:
+                bucket.full.untyped_storage().resize_(0)
 
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
