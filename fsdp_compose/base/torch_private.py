@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from operator import methodcaller
@@ -194,10 +194,10 @@ def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
 
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-saved_tensor_hooks: Callable[[bool], SavedHooks | None] = (
-    torch._C._autograd._top_saved_tensors_default_hooks
+saved_tensor_hooks: Callable[[], SavedHooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
 )
-"""``(False)``: the innermost ``saved_tensors_hooks`` (pack, unpack), the only ones that apply."""
+"""The innermost ``saved_tensors_hooks`` (pack, unpack), the only ones that apply; None: none."""
 
 push_saved_tensor_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 """``(pack, unpack)``: until they are popped, these apply in place of those before."""

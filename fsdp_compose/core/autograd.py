@@ -266,7 +266,7 @@ class Spread(torch.autograd.Function):
         ctx: Any, bucket: Bucket, given: list[Entry], dtype: torch.dtype, *slices: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.bucket, ctx.given = weakref.ref(bucket), given
-        shard = torch.zeros_like(bucket.stored, dtype=dtype, device=bucket.mesh.device)
+        shard = bucket.full.new_zeros(bucket.stored.shape, dtype=dtype)
         pieces = shard.split(bucket.views.splits)
         for entry, piece in zip(given, slices, strict=True):
             pieces[bucket.views.pieces[entry.index]].copy_(piece)
@@ -355,7 +355,7 @@ class Gather(torch.autograd.Function):
         ctx.materialize_grads = False
         unit = unit_ref()
         assert unit is not None
-        ctx.ends_pass, ctx.received_in = True, -1
+        ctx.ends_pass, ctx.received_in = True, None
         unit.graphs.nodes.add(ctx)
         return tuple(map(torch.Tensor.detach, map(unit.links.aliases.__getitem__, trained)))
 

@@ -61,7 +61,7 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
         except BaseException:
             _abandon_forward(unit)
             raise
-        if (hooks := saved_tensor_hooks(False)) is not None:
+        if (hooks := saved_tensor_hooks()) is not None:
             shield_weights(unit, hooks)
     inputs = None
     if unit.mp.param_dtype is not None:
@@ -115,9 +115,8 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
     trained = trained_entries(unit)
     if engine.schedule.active:
         return trained
-    if recomputing:
-        engine.pass_id += 1
-    elif unit.run.live is None or not _continues_pass(unit, unit.run.live, trained):
+    live = unit.run.live
+    if not recomputing and (live is None or not _continues_pass(unit, live, trained)):
         begin_forward_pass(engine)
     return trained
 

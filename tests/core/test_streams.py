@@ -29,6 +29,7 @@ from fsdp_compose.base import streams
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
+from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core import reducing, state
 from fsdp_compose.core.autograd import EngineWork
@@ -265,6 +266,26 @@ def test_streams_are_ordered_and_the_host_never_waits(cell: str) -> None:
     """Work on streams is ordered and the host never waits."""
     world, options, build = CELLS[cell]
     run_ranks(train, world, world, build, options)
+
+
+class Partly(Tower):
+    """Recomputes its head where asked for."""
+
+    def forward(self, x: Tensor, again: bool) -> Tensor:
+        x = torch.tanh(self.blocks[0](self.first(x)))
+        return checkpoint(self.head, x, use_reentrant=True) if again else self.head(x)
+
+
+def test_a_recomputed_part_waits_for_a_reduction() -> None:
+    """The buffer that its gradients go to may still be read for those of another forward."""
+
+    def ranks(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch, watched(monkeypatch) as races:
+            model, x = by_block(seeded(lambda: Partly(1)), transport=PAIRS), data(0, rank)
+            (model(x, True) + model(2 * x, False)).sum().backward()
+        assert ("reduce", False) in races.seen and races.found == []
+
+    run_ranks(ranks, 2)
 
 
 def test_events_and_scopes_are_made_once() -> None:

@@ -65,7 +65,7 @@ def recover_shields(engine: Engine) -> None:
     """
     for unit in reversed(engine.schedule.active):
         if unit.run.shield is not None:
-            hooks = saved_tensor_hooks(False)
+            hooks = saved_tensor_hooks()
             if hooks is not None and hooks[0] in unit.run.shield:
                 pop_saved_tensor_hooks()
             unit.run.shield = None

@@ -29,13 +29,18 @@ def keep(model: nn.Module, where: str, kept: dict[str, Tensor]) -> Any:
 
 @pytest.mark.parametrize("shard", [by_block, one_unit])
 def test_backward_from_a_tensor_a_hook_kept(shard: Any) -> None:
-    """Gradients of parameters and of inputs, then a usual step; copies and ``undo`` too."""
+    """Gradients of parameters and of inputs, then a usual step; copies and ``undo`` too.
+
+    The hook comes before the first step, or after it.
+    """
 
     def check(rank: int) -> None:
         for where in ("blocks.1.up:output", "blocks.1.norm:output", "blocks.1.down:input"):
             plain = seeded(Tower)
             model = shard(copy.deepcopy(plain))
             twin = copy.deepcopy(model)
+            square(twin, data(1, rank)).backward()  # it comes by the outputs
+            twin.zero_grad()
             for sharded in (model, twin):
                 ours: dict[str, Tensor] = {}
                 theirs: dict[str, Tensor] = {}
