@@ -216,7 +216,7 @@ def _find_device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -
     for bucket in buckets:
         return bucket.mesh.device
     for entry in borrowed:
-        return entry.param.device
+        return owner_of(entry).mesh.device  # which is not where an offloaded parameter lies
     for module in plan.modules:
         for buffer in module.buffers():
             return buffer.device

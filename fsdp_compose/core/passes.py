@@ -85,16 +85,16 @@ def end_task(engine: Engine, task_id: int) -> None:
     """After an autograd run: reduce what is left, set the gradients, release every unit."""
     task = engine.tasks.pop(task_id)
     try:
-        with torch.no_grad():  # as in the pass itself, for the hooks of users
-            engine.schedule.reduce_rest(
-                Arrival(bucket)
-                for bucket in task.packed
-                if bucket.arriving.packed and unit_of(bucket).switches.sync
-            )
-            land(engine)
-            accumulate(task.results)
-            for mirror in task.mirrors:
-                mirror.join_gradients(None)
+        # Torch calls this in the grad mode of the pass itself, which the hooks of users see.
+        engine.schedule.reduce_rest(
+            Arrival(bucket)
+            for bucket in task.packed
+            if bucket.arriving.packed and unit_of(bucket).switches.sync
+        )
+        land(engine)
+        accumulate(task.results)
+        for mirror in task.mirrors:
+            mirror.join_gradients(None)
     except BaseException:
         engine.tasks[task_id], task.callback = task, None  # it is over; the error may hold it
         show_leaves(task)
@@ -128,12 +128,10 @@ def end_step(engine: Engine, trained: bool) -> None:
         guard_everywhere(engine)
     engine.wait_for_host_reads()
     reached, engine.reached = engine.reached, set()
-    if len(reached) > 1:
-        for log in sorted(reached, key=lambda log: [g.ranks for g in log.groups]):
-            log.end_step(trained)
-    else:
-        for log in reached:
-            log.end_step(trained)
+    logs = [log for log in engine.logs.values() if log in reached]
+    # In the same order on every rank, that of their making where groups have the same ranks.
+    for log in sorted(logs, key=lambda log: [group.ranks for group in log.groups]):
+        log.end_step(trained)
 
 
 def note_opened(unit: Unit, task: Task) -> None:

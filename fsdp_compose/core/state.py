@@ -196,9 +196,8 @@ class Unit:
 
     def _make_anchor(self) -> torch.Tensor:
         """An empty leaf on the unit's device, whose streams autograd waits for when it ends."""
-        device = self.gathered[0].mesh.device if self.gathered else self.engine.streams.device
         with torch.inference_mode(False):
-            return torch.empty(0, device=device, requires_grad=True)
+            return torch.empty(0, device=self.engine.streams.device, requires_grad=True)
 
     def _find_sharers(self) -> None:
         if self.borrowed:

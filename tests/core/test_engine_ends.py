@@ -1,0 +1,189 @@
+"""How passes end: what a failed one leaves, what is gathered behind it, who compares."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    Offload,
+    Prefetch,
+    fully_shard,
+    no_sync,
+    set_backward_prefetch,
+)
+from fsdp_compose.buckets.bucket import Phase
+from fsdp_compose.core.gathering import announce
+from fsdp_compose.core.schedule import Hold
+from fsdp_compose.core.state import routes_of
+
+from harness import simulate_ranks, single_process
+from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, square, two_blocks, units
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_clearing_a_failed_step_leaves_nothing() -> None:
+    """Nor gradients on their way to the host, nor copies that read what the caller may write."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), offload_policy=Offload(params=True))
+        engine, waits = units(model)[0].engine, list[str]()
+        x = data(0, rank).requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            square(model, x).backward()
+        engine.host_reads = SimpleNamespace(synchronize=lambda: waits.append("copy"))
+        assert engine.landing and engine.reached
+        model.zero_grad()
+        with no_sync(model):  # clears what the failed step left
+            assert_at_rest(model)
+        assert waits == ["copy"]
+
+    simulate_ranks(ranks)
+
+
+def test_backward_drops_what_was_gathered_for_forward() -> None:
+    """Units of a further forward, which the step before had: they are the last of the backward."""
+
+    def ranks(rank: int) -> None:
+        model, seen = by_block(seeded(two_blocks), prefetch=Prefetch(2, 0)), list[Phase]()
+        (first,) = units(model.blocks[0])[0].buckets
+        kept: list[Tensor] = []
+        model.blocks[1].register_forward_hook(lambda *call: kept.append(call[-1]))
+        losses = [square(model, data(i, rank)) for i in range(2)]
+        sum(losses).backward()
+        output = model(data(2, rank))
+        assert first.phase is not Phase.SHARDED
+        kept[-1].register_hook(lambda _: seen.append(first.phase))
+        output.sum().backward()
+        assert seen == [Phase.SHARDED]
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("way", ["backward", "graph", "end"])
+def test_gathering_ahead_behind_a_backward(way: str) -> None:
+    """When gradients arrived, with a graph over them too, and not where the backward has ended."""
+
+    def ranks(rank: int) -> None:
+        policy = Prefetch(0, 1, backward_moment="post")
+        model, told = by_block(seeded(two_blocks), prefetch=policy), list[Any]()
+        first, second = model.blocks
+        first.requires_grad_(way != "end")
+        set_backward_prefetch(model, [])
+        set_backward_prefetch(first if way == "end" else second, [model.blocks[way == "end"]])
+
+        def part(x: Tensor) -> Tensor:
+            return second(first(x.detach()) + x)
+
+        x = data(0, rank).requires_grad_()
+        loss = (checkpoint(part, x, use_reentrant=False) if way == "end" else model(x)).sum()
+        units(model)[0].engine.schedule.work.announce = lambda unit, why: told.append(why)
+        if way == "graph":
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        else:
+            loss.backward()
+        assert told.count(Hold.PREFETCH) == (way != "end")
+
+    simulate_ranks(ranks)
+
+
+def test_a_step_over_two_groups_ends_in_both() -> None:
+    """Ranks compare what they ran over each, in the same order where both have the same ranks."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(two_blocks)
+        for block in model.blocks:
+            fully_shard(block, mesh=dist.new_group([0, 1]))
+        for step in range(2):
+            square(nn.Sequential(*model.blocks), data(step, rank)).backward()
+            logs = [log for unit in units(model) for log in unit.links.logs]
+            assert [log.step for log in logs] == [step + 2] * 2
+            assert not any(log.events or log.is_stepwise for log in logs)
+
+    simulate_ranks(ranks)
+
+
+def test_a_forward_after_a_backward_failed_inside_it() -> None:
+    """A unit that is kept reads weights that were written between the two."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            y.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                y.sum().backward()
+            with torch.no_grad():
+                self.inner.weight.mul_(2)
+            return self.inner(x)
+
+    def ranks(rank: int) -> None:
+        model, plain = seeded(Outer), seeded(Outer)
+        fully_shard(model.inner, reshard_after_forward=False)
+        fully_shard(model)
+        x = data(0, rank)
+        torch.testing.assert_close(model(x), plain(x))
+
+    simulate_ranks(ranks)
+
+
+def test_a_bucket_without_other_ranks_comes_first() -> None:
+    """Ranks compare the gathers of the buckets behind it."""
+
+    def ranks(rank: int) -> None:
+        alone = [dist.new_group([other]) for other in range(2)][rank]
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        fully_shard(model[0])
+        fully_shard(model, mesh=alone)
+        noted: list[Any] = []
+        (log,) = units(model)[0].links.logs
+        log.note = noted.append
+        announce(units(model)[0], Hold.FORWARD)
+        assert len(noted) == 1
+
+    simulate_ranks(ranks)
+
+
+def test_gradients_that_arrive_together() -> None:
+    """Where none is missing they are packed without looking for None among them."""
+    with single_process():
+        (unit,) = units(fully_shard(nn.Linear(2, 2)))
+        assert [route.is_whole for route in routes_of(unit, (0, 1))] == [True]
+        assert [route.is_whole for route in routes_of(unit, (0,))] == [False]
+
+
+def test_grad_mode_of_hooks_under_create_graph() -> None:
+    """As a plain parameter's hooks: gradients are recorded while a graph over them is made."""
+
+    def modes(model: nn.Module) -> list[Any]:
+        seen: list[Any] = []
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.append(
+                    (name, torch.is_grad_enabled(), p.grad.requires_grad)
+                )
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a cycle between parameter and gradient
+            square(model, data(0, 0)).backward(create_graph=True)
+        model.zero_grad()
+        return sorted(seen)
+
+    with single_process():
+        assert modes(by_block(seeded(two_blocks))) == modes(seeded(two_blocks))
