@@ -85,16 +85,17 @@ def end_task(engine: Engine, task_id: int) -> None:
     """After an autograd run: reduce what is left, set the gradients, release every unit."""
     task = engine.tasks.pop(task_id)
     try:
-        # Torch calls this in the grad mode of the pass itself, which the hooks of users see.
-        engine.schedule.reduce_rest(
-            Arrival(bucket)
-            for bucket in task.packed
-            if bucket.arriving.packed and unit_of(bucket).switches.sync
-        )
-        land(engine)
-        accumulate(task.results)
-        for mirror in task.mirrors:
-            mirror.join_gradients(None)
+        # As in the pass itself, for hooks; a device's thread has a grad mode of its own.
+        with torch.set_grad_enabled(bool(task.results)):
+            engine.schedule.reduce_rest(
+                Arrival(bucket)
+                for bucket in task.packed
+                if bucket.arriving.packed and unit_of(bucket).switches.sync
+            )
+            land(engine)
+            accumulate(task.results)
+            for mirror in task.mirrors:
+                mirror.join_gradients(None)
     except BaseException:
         engine.tasks[task_id], task.callback = task, None  # it is over; the error may hold it
         show_leaves(task)

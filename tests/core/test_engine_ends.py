@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from fsdp_compose import (
     set_backward_prefetch,
 )
 from fsdp_compose.buckets.bucket import Phase
+from fsdp_compose.core import passes
 from fsdp_compose.core.gathering import announce
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import routes_of
@@ -168,8 +170,21 @@ def test_gradients_that_arrive_together() -> None:
         assert [route.is_whole for route in routes_of(unit, (0,))] == [False]
 
 
-def test_grad_mode_of_hooks_under_create_graph() -> None:
+@pytest.mark.parametrize("makes_graph", [False, True])
+def test_grad_mode_of_hooks(makes_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a plain parameter's hooks: gradients are recorded while a graph over them is made."""
+    ends: list[bool] = []
+
+    def end_in_another_mode(callback: Callable[[], None]) -> None:
+        def end() -> None:
+            with torch.set_grad_enabled(not makes_graph):  # as a device's thread of autograd may
+                callback()
+            ends.append(True)
+
+        queue(end)
+
+    queue = passes.on_backward_end
+    monkeypatch.setattr(passes, "on_backward_end", end_in_another_mode)
 
     def modes(model: nn.Module) -> list[Any]:
         seen: list[Any] = []
@@ -181,9 +196,10 @@ def test_grad_mode_of_hooks_under_create_graph() -> None:
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of a cycle between parameter and gradient
-            square(model, data(0, 0)).backward(create_graph=True)
+            square(model, data(0, 0)).backward(create_graph=makes_graph)
         model.zero_grad()
         return sorted(seen)
 
     with single_process():
         assert modes(by_block(seeded(two_blocks))) == modes(seeded(two_blocks))
+    assert ends
