@@ -231,7 +231,6 @@ def _release(engine: Engine, bucket: Bucket) -> None:
     if is_unread:
         fill.exchange.end()
     bucket.move_to(Phase.SHARDED)
-    fill.is_superseded = False
     if bucket.in_place:
         return
     if logger.isEnabledFor(DEBUG):

@@ -111,7 +111,7 @@ def _scatter(reduction: Reduction, buffer: GradBuffer) -> comm.ReduceScatter:
     if flat.dtype == torch.float16:
         before = 2.0 ** round(math.log2(reduction.scale) / 2)
         reduction.scale /= before
-    elif not in_tree and comm.lender_of(group) is None:
+    elif not in_tree:
         buffer.plan = comm.plan_reduce(flat, buffer.parts, group, purpose)
     if buffer.plan is not None:
         return buffer.plan.start()

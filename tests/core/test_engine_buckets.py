@@ -14,10 +14,11 @@ from fsdp_compose import (
     fully_shard,
     register_comm_hook,
     register_post_reduce_hook,
+    wrap,
 )
 
 from harness import simulate_ranks
-from models import WIDTH, Tower, by_block, data, seeded, square, units
+from models import WIDTH, Tower, Twin, by_block, data, seeded, square, units
 
 
 class TwoKinds(nn.Sequential):
@@ -86,15 +87,17 @@ def test_memory_of_former_weights_is_freed() -> None:
 
 
 def test_hooks_are_given_what_any_rank_used() -> None:
-    """None for a bucket without gradients; no reduction is seen where there was nothing."""
+    """Each hook once for a bucket, in their order; none for a bucket without gradients."""
 
     def ranks(rank: int) -> None:
         model, seen = two_kinds(), list[Any]()
-        register_post_reduce_hook(model, lambda module, params: seen.append(len(params)))
+        for sign in (1, -1):
+            look = lambda _, params, sign=sign: seen.append(sign * len(params))  # noqa: E731
+            register_post_reduce_hook(model, look)
         model(data(0, rank), False).sum().backward()
-        assert seen == [2]
+        assert seen == [2, -2]
         model(data(0, rank)).sum().backward()
-        assert seen == [2, 2, 2]
+        assert seen == [2, -2] * 3
 
     simulate_ranks(ranks)
 
@@ -146,5 +149,56 @@ def test_an_unseen_write_in_a_forward_raises() -> None:
 
         with pytest.raises(RuntimeError, match=r"'layer\.weight' .* was written while"):
             model(x, before)
+
+    simulate_ranks(ranks)
+
+
+def test_each_bucket_that_was_emptied_is_asked_for() -> None:
+    """After ``to_empty``, each parameter has to be written, whichever bucket it is in."""
+
+    def ranks(rank: int) -> None:
+        model = two_kinds()
+        model(data(0, rank))
+        for written, missing in ((0, 1), (1, 0)):
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for param in model[written].parameters():
+                    param.fill_(0.5)
+                named = rf"'{missing}\.weight', parameter '{missing}\.bias' came from"
+                with pytest.raises(RuntimeError, match=named):
+                    model(data(0, rank))
+                for param in model[missing].parameters():
+                    param.fill_(0.5)
+                model(data(0, rank))
+
+    simulate_ranks(ranks)
+
+
+class Lender(nn.Module):
+    """Reads its layer before and after each of its parts, which read the same layer."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(Lender(0) for _ in range(parts))
+        for part in self.parts:
+            part.layer = self.layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        for part in self.parts:
+            x = torch.tanh(self.layer(part(x)))
+        return x
+
+
+def test_a_layer_of_several_units_in_their_passes() -> None:
+    """Behind a part's forward the layer is read in full, though other parts are at rest."""
+
+    def ranks(rank: int) -> None:
+        build = lambda: Lender(3)  # noqa: E731
+        shard = lambda m: fully_shard(m, units=wrap.by_class({Lender}))  # noqa: E731
+        twin = Twin(rank, 2, build, shard)
+        print([[s().name for s in u.links.sharers] for u in units(twin.model)])
+        twin.train(steps=2)
 
     simulate_ranks(ranks)

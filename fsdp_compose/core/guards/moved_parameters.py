@@ -62,7 +62,7 @@ def copy_moved_parameters(bucket: Bucket) -> None:
         else:
             _rebuild(bucket, shard)
         bucket.history.earlier = earlier
-    bucket.fill.is_superseded = bucket.phase is not Phase.SHARDED
+    bucket.fill.is_superseded = bucket.phase is not Phase.SHARDED and not bucket.in_place
     bucket.residence.moved = False
     if bucket.residence.emptied:  # on every rank, and ``require_written`` needs them all
         bucket.residence.emptied = False

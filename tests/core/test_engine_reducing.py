@@ -1,0 +1,120 @@
+"""What is reduced when, over which ranks, and what waits meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_compose import (
+    ShardingStrategy,
+    no_sync,
+    reduce_grads,
+    set_requires_all_reduce,
+)
+from fsdp_compose.base.process import here
+from fsdp_compose.comm import collectives as comm
+
+from harness import fake_world, simulate_ranks
+from models import (
+    Tower,
+    Twin,
+    by_block,
+    data,
+    mesh_of_replicas,
+    seeded,
+    square,
+    two_blocks,
+    whole,
+)
+
+
+def test_what_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's gathers and reductions in the first step; none where a tree adds them up."""
+    planned: list[str] = []
+
+    def note(name: str) -> None:
+        plan = getattr(comm, name)
+        monkeypatch.setattr(comm, name, lambda *given: (planned.append(name), plan(*given))[1])
+
+    note("plan_gather")
+    note("plan_reduce")
+    with fake_world(4):
+        model = by_block(seeded(two_blocks))
+        for seed in range(3):
+            square(model, data(seed, 0)).backward()
+            assert sorted(planned) == ["plan_gather"] * 3 + ["plan_reduce"] * 3
+        planned.clear()
+        model = by_block(seeded(two_blocks), deterministic=4)
+        square(model, data(0, 0)).backward()
+        assert planned == ["plan_gather"] * 3
+
+
+def test_a_backward_leaves_what_replicas_gathered() -> None:
+    """Until the optimizer writes, further passes gather over the shard group alone."""
+
+    def ranks(rank: int) -> None:
+        strategy = ShardingStrategy.HYBRID_SHARD_OPTIMIZER
+        model = by_block(seeded(two_blocks), mesh=mesh_of_replicas(2, 2), strategy=strategy)
+
+        def evaluate() -> tuple[int, int]:
+            here.traffic.reset()
+            with torch.no_grad():
+                model(data(0, rank))
+            return here.traffic.gathers, here.traffic.gather_bytes
+
+        first, wanted = evaluate(), evaluate()
+        square(model, data(1, rank)).backward()
+        assert first > wanted == evaluate()
+
+    simulate_ranks(ranks, 4)
+
+
+def test_without_replicas_nothing_waits_for_them() -> None:
+    """``set_requires_all_reduce(False)`` puts off the sum over replicas, and there are none."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks)
+        set_requires_all_reduce(twin.model, False)
+        twin.train(steps=2)
+
+    simulate_ranks(ranks)
+
+
+def test_gradients_asked_for_while_others_wait() -> None:
+    """They are averaged over all replicas, and do not join what waits to be."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2)
+        twin = Twin(rank, 4, two_blocks, lambda m: by_block(m, mesh=mesh))
+        set_requires_all_reduce(twin.model, False)
+        twin.backward(square, 0)
+        loss, plain = twin.losses(square, 1)
+        found = torch.autograd.grad(loss, list(twin.model.parameters()))
+        wanted = torch.autograd.grad(plain, list(twin.reference.parameters()))
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(whole(mine), theirs)
+        assert all(param.grad is None for param in twin.model.parameters())
+        set_requires_all_reduce(twin.model, True)
+        twin.backward(square, 2)
+        twin.step()
+        twin.check()
+
+    simulate_ranks(ranks, 4)
+
+
+def test_what_is_added_to_gradients_with_a_graph() -> None:
+    """As in autograd, adding to ``.grad`` in place makes no graph of its own."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        params = list(model.parameters())
+        found = torch.autograd.grad(square(model, data(0, rank)), params, create_graph=True)
+        before = [grad.grad_fn for grad in found]
+        for param, grad in zip(params, found, strict=True):
+            param.grad = grad
+        with no_sync(model):
+            square(model, data(1, rank)).backward()
+        reduce_grads(model)
+        assert None not in before and [param.grad.grad_fn for param in params] == before
+
+    simulate_ranks(ranks)
