@@ -243,7 +243,7 @@ class Reduce(torch.autograd.Function):
     def forward(
         ctx: Any, bucket: Bucket, given: list[Entry], trained: int, *grads: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.bucket, ctx.given, ctx.trained = weakref.ref(bucket), given, trained
+        ctx.bucket, ctx.given = weakref.ref(bucket), given
         ctx.dtype = grads[0].dtype if grads else bucket.full.dtype
         by_entry = dict(zip(given, grads, strict=True))
         flat = reduce_apart(bucket, [by_entry.get(entry) for entry in bucket.entries], trained)
@@ -289,9 +289,7 @@ DELETED = (
 
 
 def trained_entries(unit: Unit) -> tuple[int, ...]:
-    """Entries whose parameters need gradients now; none where grad mode is off."""
-    if not torch.is_grad_enabled():
-        return ()
+    """Entries whose parameters need gradients now, where grad mode is on."""
     flags: list[bool] = []
     with raw():
         for bucket in unit.buckets:

@@ -112,7 +112,7 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
     engine, recomputing = unit.engine, graph_task_id() != -1
     if unit.run.calls == 0 and not recomputing:
         take_over_changes(unit)
-    trained = trained_entries(unit)
+    trained = trained_entries(unit) if torch.is_grad_enabled() else ()
     if engine.schedule.active:
         return trained
     live = unit.run.live

@@ -93,7 +93,7 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
     if is_transformed or (unit.mp.full_precision_in_eval and computes_as_stored(unit, module)):
         if not unit.run.calls:
             return TRANSFORMED
-        if is_transformed and not computes_as_stored(unit, module):
+        if is_transformed:
             return AGAIN
     is_at_rest = not unit.run.calls and unit.run.task is None and not unit.run.finished
     return FUNCTIONAL if is_at_rest and replaced(unit) else NORMAL
@@ -102,7 +102,7 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
 def clear_failed(unit: Unit, module: nn.Module) -> None:
     """Clear up after a forward or a backward that was interrupted."""
     engine, active = unit.engine, unit.engine.schedule.active
-    is_left = active and active[0] is unit and not is_running(module)
+    is_left = active and active[0] is unit and not is_running(unit, module)
     if is_left or (not active and engine.has_failed):
         with outside_transforms():
             recover(engine)

@@ -114,8 +114,7 @@ def _require_traceable(unit: Unit) -> None:
 
 
 def _record_unit(unit: Unit) -> Traced:
-    with torch.enable_grad():
-        trained = trained_entries(unit)
+    trained = trained_entries(unit)
     shapes = [(e.spec.shape, e.spec.stride, e.spec.offset) for e in unit.entries]
     buffers = [(b.layout.numel, b.full.dtype, b.mesh.device) for b in unit.gathered]
     # Compiled code is cached on disk by the text of its graph, which these would not be part of.
@@ -256,8 +255,7 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
     take_over_changes(unit)
     check_slots(unit)
     check_additions(unit)
-    with torch.enable_grad():
-        trained = trained_entries(unit)
+    trained = trained_entries(unit)
     if traced.epoch != unit.checks.epoch or trained != _list_trained(traced):
         raise RuntimeError(
             f"parameters of unit {unit.name!r} were frozen, unfrozen or converted since a graph "

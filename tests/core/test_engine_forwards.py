@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +13,23 @@ from torch.func import functional_call
 
 from fsdp_compose import MixedPrecision, fully_shard, gathered, wrap
 from fsdp_compose.base.process import here
-from fsdp_compose.sharded import own_slice
+from fsdp_compose.sharded import is_sharded, own_slice
 
 from autograd_steps import leaves
-from harness import simulate_ranks, single_process
+from harness import run_ranks, simulate_ranks, single_process
 from models import (
     WIDTH,
+    Checkpointed,
     Tower,
+    Twin,
     by_block,
     data,
+    mesh_of_replicas,
     one_unit,
     seeded,
     square,
     units,
+    whole,
 )
 
 
@@ -54,6 +58,40 @@ def test_asking_for_gradients_releases_units() -> None:
         x.register_hook(lambda grad: seen.extend(not unit.holds for unit in units(model)[1:]))
         torch.autograd.grad(square(model, x), [*leaves(model), x])
         assert seen == [True] * 3
+
+    simulate_ranks(ranks)
+
+
+class TwoKinds(nn.Sequential):
+    """A layer in float, and one in double precision: two buckets of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x.float()).double())
+
+
+def test_gradients_of_one_bucket_are_asked_for() -> None:
+    """The other one of its unit has none to reduce."""
+    with single_process():
+        plain = TwoKinds()
+        model = fully_shard(copy.deepcopy(plain))
+        for ours, theirs in zip(model, plain, strict=True):
+            (wanted,) = torch.autograd.grad(square(plain, data(0, 0)), theirs.bias)
+            (found,) = torch.autograd.grad(square(model, data(0, 0)), ours.bias)
+            torch.testing.assert_close(whole(found), wanted)
+
+
+def test_ranks_that_give_other_tensors_are_told() -> None:
+    """Second gradients of what they gave would be added up for different parameters."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(1)))
+        names = ["head.weight", "head.bias"][: rank + 1]
+        given = {name: model.get_parameter(name) * 2 for name in names}
+        with pytest.raises(RuntimeError, match="reduce"):
+            functional_call(model, given, (data(0, rank),)).sum().backward()
 
     simulate_ranks(ranks)
 
@@ -110,6 +148,71 @@ def test_a_copy_begins_with_a_functional_call() -> None:
         assert torch.equal(functional_call(model, given, (data(0, 0),)), wanted)
 
 
+def test_a_transform_of_a_step_after_one_that_failed() -> None:
+    """What the failed one left to be summed is summed outside of the transform."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(1)), mesh=mesh_of_replicas(2, 1))
+        hook = model.first.register_full_backward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            square(model, data(0, rank)).backward()
+        hook.remove()
+        wanted = seeded(lambda: Tower(1))(data(0, rank))
+        torch.testing.assert_close(torch.func.functionalize(model)(data(0, rank)), wanted)
+
+    run_ranks(ranks, 2)
+
+
+class Around(nn.Module):
+    """Computes before and behind another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, inner: Any) -> Tensor:
+        return self.layer(torch.tanh(inner(self.layer(x))))
+
+
+class Pair(nn.Module):
+    """Two modules side by side, one of which is called inside the other."""
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.around, self.inner, self.call = Around(), nn.Linear(WIDTH, WIDTH), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(x, self.call(self.inner))
+
+
+@pytest.mark.parametrize("call", [lambda module: module, torch.vmap], ids=["called", "vmap"])
+def test_a_unit_of_modules_that_call_each_other(call: Callable[[Any], Any]) -> None:
+    """The call inside belongs to the forward that runs, which no interrupt ended."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda model: fully_shard([model.around, model.inner])  # noqa: E731
+        Twin(rank, 2, lambda: Pair(call), shard).train(steps=2)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_units_show_their_shards(reentrant: bool) -> None:
+    """As behind a first forward, while the units that follow are recomputed too."""
+
+    def ranks(rank: int) -> None:
+        model, seen = by_block(seeded(lambda: Checkpointed("pairs", reentrant, 2))), list[bool]()
+        look = lambda *_: seen.append(is_sharded(model.blocks[0].up.weight))  # noqa: E731
+        model.blocks[1].register_forward_pre_hook(look)
+        square(model, data(0, rank)).backward()
+        assert seen == [True] * 2
+
+    simulate_ranks(ranks)
+
+
 class Opaque(nn.Linear):
     """Gives its output in an object that nothing looks into."""
 
@@ -124,7 +227,6 @@ def test_a_backward_through_what_outlives_its_model() -> None:
         model = fully_shard(Opaque(WIDTH, 2))
         (output,) = model(torch.ones(1, WIDTH))
         del model
-        gc.collect()
         with pytest.raises(RuntimeError, match="deleted after its forward"):
             output.sum().backward()
 

@@ -73,15 +73,15 @@ def check_caller(unit: Unit) -> None:
         )
 
 
-def is_running(module: nn.Module) -> bool:
-    """Whether a call of ``module`` besides the present one is on this thread's stack."""
+def is_running(unit: Unit, module: nn.Module) -> bool:
+    """Whether a call of the unit besides the present one, of ``module``, is on this stack."""
     frame: FrameType | None = sys._getframe()
-    calls = 0
+    heads, calls = unit.links.heads | {id(module)}, 0  # it may be a shallow copy
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":
-            calls += frame.f_locals.get("self") is module
+            calls += id(frame.f_locals.get("self")) in heads
         elif frame.f_code.co_name == "call_as_forward":
-            calls += frame.f_locals.get("module") is module
+            calls += id(frame.f_locals.get("module")) in heads
         frame = frame.f_back
     return calls > 1
 
