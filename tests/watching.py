@@ -35,9 +35,9 @@ def events() -> Iterator[list[str]]:
     start, opened = gathering._start_gather, inner_backward.open_backward
     closed = Schedule.leave_backward
 
-    def gather(engine: Engine, bucket: Any) -> None:
-        log.append(bucket.entries[0].spec.unit)
-        start(engine, bucket)
+    def gather(engine: Engine, buckets: Any) -> None:
+        log.extend(bucket.entries[0].spec.unit for bucket in buckets)
+        start(engine, buckets)
 
     def open_backward(unit: Any, task: Any) -> None:
         if unit.run.task is None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fsdp_compose.base.codec import name_of
 
 Op: TypeAlias = Literal["sum", "max", "min", "product"]
+Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ class Transport:
             compared is there to be read. None: nothing is offered.
         lend: ``(nbytes, group)``: memory in which gradients are packed, so that they are offered
             where they lie; it answers None where there is none.
+        gather_all: ``(wholes, parts, owns, call)``: do what ``gather`` does for several buffers,
+            those of a unit's buckets, at once; ``call`` is that of the first. None: each of them is
+            a ``gather``, as on gloo, where ranks compare what they do before each.
         room: ``(parts, group)``: memory for what other ranks add in a reduction, which gets it in
             ``Call.room``. Called before ranks compare what they do: a rank without memory has then
             promised nothing that others would wait for. None: the reduction takes none.
@@ -124,6 +128,7 @@ class Transport:
     may_wait: bool = True
     offer: Callable[[torch.Tensor, Group], Sequence[int]] | None = None
     lend: Callable[[int, Group], Any] | None = None
+    gather_all: Callable[[Tensors, Sequence[Tensors], Tensors, Call], Started] | None = None
     room: Callable[[Sequence[torch.Tensor], Group], Sequence[torch.Tensor]] | None = None
 
     def __repr__(self) -> str:

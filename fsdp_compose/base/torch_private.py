@@ -275,15 +275,17 @@ def set_leaf_hooks(parameter: torch.Tensor, gradient: Any, post: Any) -> None:
 
 
 _of_group: Any = dist.ProcessGroup
-_HAS_SINGLE = "all_gather_single" in dir(_of_group)  # torch 2.13
-all_gather_single: Callable[..., dist.Work] = (
-    _of_group.all_gather_single if _HAS_SINGLE else _of_group._allgather_base
-)
-"""``(group, full, shard, options)``: the group's own entry point, without argument checks."""
-reduce_scatter_single: Callable[..., dist.Work] = (
-    _of_group.reduce_scatter_single if _HAS_SINGLE else _of_group._reduce_scatter_base
-)
-"""``(group, shard, full, options)``: the group's own entry point, without argument checks."""
+
+
+def _entry_point(name: str, before: str) -> Any:
+    """``(group, out, given, options)``, without checks; ``before`` torch 2.13 by another name."""
+    return getattr(_of_group, name if name in dir(_of_group) else before)
+
+
+all_gather_single = _entry_point("all_gather_single", "_allgather_base")
+reduce_scatter_single = _entry_point("reduce_scatter_single", "_reduce_scatter_base")
+all_gather_several = _entry_point("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+"""``(group, outs, given, options)``: as ``all_gather_single`` of each, in one launch."""
 
 
 _c10d: Any = dist.distributed_c10d

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.parts import cut_by_rank
-from fsdp_compose.base.streams import copy_shard
+from fsdp_compose.base.streams import Streams, copy_shard
 from fsdp_compose.base.torch_private import raw, read_version
 from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Inner
+from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import waiting
+from fsdp_compose.comm.codecs import encode_parts
 
 
 def versions_of(bucket: Bucket) -> tuple[int, ...]:
@@ -44,35 +49,74 @@ def purpose_of(bucket: Bucket) -> str:
     return f"gather unit {bucket.entries[0].spec.unit!r}"
 
 
-def start_fill(bucket: Bucket) -> comm.Exchange:
-    """Allocate ``full`` and start filling it from every rank's shard."""
-    storage, views = bucket.full.untyped_storage(), bucket.views
-    if storage.nbytes() == 0:
-        storage.resize_(views.nbytes)
-    if views.plan is not None:
-        if views.plan.own is not views.shard_bytes:
+def start_fills(buckets: Sequence[Bucket]) -> None:
+    """Allocate each ``full`` and start filling it from every rank's shard.
+
+    Gathers that no messages between pairs of ranks go ahead of are started together.
+    """
+    plans: list[comm.GatherPlan] = []
+    for bucket in buckets:
+        storage, views = bucket.full.untyped_storage(), bucket.views
+        if storage.nbytes() == 0:
+            storage.resize_(views.nbytes)
+        plan = views.plan
+        if plan is None:
+            plan = _begin_fill(bucket)
+        elif plan.own is not views.shard_bytes:
             copy_shard(views.own, _resident_shard(bucket))
-        return views.plan.start()
-    group, parts, inner = bucket.mesh.shard, views.part_bytes, bucket.inner
+        if plan is not None:
+            bucket.fill.exchange = plan.exchange
+            plans.append(plan)
+    if len(plans) == 1:
+        plans[0].start()
+    elif plans:
+        comm.start_gathers(plans)
+
+
+def start_fills_on(streams: Streams, buckets: Sequence[Bucket]) -> None:
+    """As ``start_fills``, on the gather stream, with one mark in it behind all of them."""
+    first = buckets[0]
+
+    def work() -> None:
+        for bucket in buckets[1:]:  # issue names the first
+            bucket.log("gather", bucket.views.nbytes)
+        start_fills(buckets)
+        mark = streams.record(streams.gather)
+        for bucket in buckets:
+            bucket.fill.mark = mark
+
+    issue(streams, streams.gather, "gather", first, first.views.nbytes, work)
+    for bucket in buckets if first.fill.mark is not None else ():
+        waiting.watch_mark(purpose_of(bucket), bucket.mesh.shard.ranks, bucket.fill.mark)
+
+
+def _begin_fill(bucket: Bucket) -> comm.GatherPlan | None:
+    """Start filling ``full`` between pairs of ranks, or return a gather that is to be started."""
+    views, inner, group = bucket.views, bucket.inner, bucket.mesh.shard
     purpose, caller, codec = purpose_of(bucket), bucket.users.caller, bucket.mp.gather_codec
-    whole, own = views.whole_bytes, views.shard_bytes
+    whole, parts, own, decode = views.whole_bytes, views.part_bytes, views.shard_bytes, None
     if inner is not None and _is_stored(bucket, inner):
         assert inner.store is not None
         group, parts, own = inner.group, inner.parts, None
         inner.own.copy_(inner.store)
-    elif codec is not None and group.pg and storage.nbytes():
+    elif codec is not None and group.pg and views.nbytes:
         shard = _resident_shard(bucket).to(bucket.full.device, non_blocking=True)
         into = cut_by_rank(bucket.full, group.size)
-        return comm.gather_encoded(shard, into, codec, group, purpose, caller)
+        whole, parts, decode = encode_parts(shard, into, codec, group)
+        own = None
     elif own is None or not comm.transport_of(group).copies_own or not group.pg:
         own = None
         copy_shard(views.own, _resident_shard(bucket))
     if own is None:
         own = parts[group.rank] if parts else whole
-    if inner is None and not comm.is_point_to_point(group):
-        views.plan = comm.plan_gather(whole, parts, own, group, purpose)
-        return views.plan.start()
-    return comm.gather_parts(whole, parts, own, group, purpose, caller)
+    if comm.is_point_to_point(group):
+        gather = comm.gather_parts(whole, parts, own, group, purpose, caller, decode)
+        bucket.fill.exchange = gather
+        return None
+    plan = comm.plan_gather(whole, parts, own, group, purpose, decode)
+    if inner is None and decode is None:
+        views.plan = plan
+    return plan
 
 
 def _is_stored(bucket: Bucket, inner: Inner) -> bool:

@@ -6,9 +6,14 @@ is encoded is the scales, then the values, then zeros up to a multiple of 16 byt
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
-from fsdp_compose.base.codec import GatherCodec
+from fsdp_compose.base.codec import GatherCodec, encode_shard
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.layout.shards import ALIGN_BYTES
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -129,3 +134,35 @@ def _rows(flat: torch.Tensor, block: int) -> list[torch.Tensor]:
     whole = flat.numel() // block * block
     pieces = flat[:whole], flat[whole:]
     return [p.view(-1, min(block, p.numel())) for p in pieces if p.numel()]
+
+
+class Encoded(NamedTuple):
+    """What a codec made of a shard: ``parts`` of ``whole`` by rank, of which this one's is filled.
+
+    ``decode`` is called when all parts are filled.
+    """
+
+    whole: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    decode: Callable[[], None]
+
+
+def encode_parts(
+    shard: torch.Tensor, full: Sequence[torch.Tensor], codec: GatherCodec, group: Group
+) -> Encoded:
+    """Encode this rank's ``shard`` for a gather, whose parts are decoded into ``full`` by rank.
+
+    What this rank encoded is decoded here too: all ranks compute with the same weights.
+    """
+    with torch.no_grad():
+        own = encode_shard(codec, shard)
+    whole = own.new_empty(own.numel() * group.size)
+    parts = cut_by_rank(whole, group.size)
+    parts[group.rank].copy_(own)
+
+    def decode() -> None:
+        with torch.no_grad():
+            for part, into in zip(parts, full, strict=True):
+                codec.decode(part, into)
+
+    return Encoded(whole, parts, decode)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.codec import GatherCodec, encode_shard
 from fsdp_compose.base.group import Call, Group, Op, Started, Transport
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
@@ -147,6 +146,7 @@ def gather_parts(
     group: Group,
     purpose: str = "gather",
     caller: Caller | None = None,
+    finish: Callable[[], None] | None = None,
 ) -> Exchange:
     """Fill every part of ``whole`` from the rank that owns it.
 
@@ -155,9 +155,9 @@ def gather_parts(
         parts: ``whole`` cut into ``group.size`` equal views.
         own: what this rank sends: its part, filled already; or, where the transport copies it there
             (``copies_own``), another tensor of the same bytes.
+        finish: called when the data has arrived: on an accelerator in the order of the current
+            stream, elsewhere by ``wait``.
     """
-    if not is_point_to_point(group):
-        return plan_gather(whole, parts, own, group, purpose).start()
     total = whole.numel()
     if group.pg is None or total == 0:
         return Exchange()
@@ -166,7 +166,10 @@ def gather_parts(
     traffic.gather_bytes += total - nbytes
     call, heads = _open(group, transport, purpose, nbytes, caller, own)
     works, peers, _, _ = transport.gather(whole, parts, own, call)
-    return Exchange(works, purpose, peers, heads)
+    exchange = Exchange(works, purpose, peers, heads, finish)
+    if finish is not None and not whole.is_cpu:
+        exchange.wait()
+    return exchange
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -180,17 +183,23 @@ class GatherPlan:
     call: Call
     nbytes: int  # that arrive here; 0: nothing travels
     exchange: Exchange  # the gather under way, or the last one: there is one at a time
+    finish: Callable[[], None] | None = None
 
-    def start(self) -> Exchange:
-        """Fill every part from the rank that owns it."""
+    def start(self, started: Started | None = None) -> Exchange:
+        """Fill every part from the rank that owns it; ``started``: what does so, with others."""
         exchange = self.exchange
         if self.nbytes:
             traffic = here.traffic
             traffic.gathers += 1
             traffic.gather_bytes += self.nbytes
-            started = self.transport.gather(self.whole, self.parts, self.own, self.call)
+            if started is None:
+                started = self.transport.gather(self.whole, self.parts, self.own, self.call)
             exchange.works, exchange.peers, _, _ = started
             exchange.is_lost = False
+            if self.finish is not None:
+                exchange.finish = self.finish
+                if not self.whole.is_cpu:
+                    exchange.wait()
         return exchange
 
 
@@ -200,47 +209,32 @@ def plan_gather(
     own: torch.Tensor,
     group: Group,
     purpose: str,
+    finish: Callable[[], None] | None = None,
 ) -> GatherPlan:
     """A gather to be started any number of times, where no messages between pairs go ahead."""
     nbytes = 0 if group.pg is None else whole.numel() - own.numel()
     exchange, call = Exchange(purpose=purpose), Call(group, 0, purpose)
-    return GatherPlan(whole, parts, own, transport_of(group), call, nbytes, exchange)
+    return GatherPlan(whole, parts, own, transport_of(group), call, nbytes, exchange, finish)
+
+
+def start_gathers(plans: Sequence[GatherPlan]) -> None:
+    """Start gathers together; those over one group are one call, where its transport has one."""
+    joined: dict[tuple[Any, int], list[GatherPlan]] = {}
+    for plan in plans:
+        if plan.nbytes:
+            joined.setdefault((plan.call.group.pg, id(plan.transport)), []).append(plan)
+    for alike in joined.values():
+        first, started = alike[0], None
+        if len(alike) > 1 and first.transport.gather_all is not None:
+            wholes, parts, owns = zip(*((p.whole, p.parts, p.own) for p in alike), strict=True)
+            started = first.transport.gather_all(wholes, parts, owns, first.call)
+        for plan in alike:
+            plan.start(started)
 
 
 def lender_of(group: Group) -> Callable[[int, Group], Any] | None:
     """What lends memory to pack gradients in that ``group`` reduces, see ``Transport.lend``."""
     return None if group.pg is None else transport_of(group).lend
-
-
-def gather_encoded(
-    shard: torch.Tensor,
-    full: Sequence[torch.Tensor],
-    codec: GatherCodec,
-    group: Group,
-    purpose: str = "gather",
-    caller: Caller | None = None,
-) -> Exchange:
-    """Gather every rank's ``shard`` as ``codec`` encodes it, and decode each into its ``full``.
-
-    On an accelerator the decoding is in the order of the current stream; elsewhere it is done by
-    ``wait``. What this rank encoded is decoded here too: all ranks compute with the same weights.
-    """
-    with torch.no_grad():
-        own = encode_shard(codec, shard)
-    whole = own.new_empty(own.numel() * group.size)
-    parts = cut_by_rank(whole, group.size)
-    parts[group.rank].copy_(own)
-
-    def decode() -> None:
-        with torch.no_grad():
-            for part, into in zip(parts, full, strict=True):
-                codec.decode(part, into)
-
-    exchange = gather_parts(whole, parts, parts[group.rank], group, purpose, caller)
-    exchange.finish = decode
-    if whole.device.type != "cpu":
-        exchange.wait()
-    return exchange
 
 
 def reduce_scatter_parts(

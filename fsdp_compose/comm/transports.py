@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.group import Call, Group, Op, Started, Transport
+from fsdp_compose.base.group import Call, Group, Op, Started, Tensors, Transport
 from fsdp_compose.base.torch_private import (
     GATHER_OPTIONS,
     REDUCE_OPTIONS,
+    all_gather_several,
     all_gather_single,
     premultiplied,
     reduce_scatter_single,
@@ -194,6 +195,13 @@ def _gather_at_once(
     return Started((work,)) if whole.is_cpu and work is not None else _order(work)
 
 
+def _gather_all_at_once(
+    wholes: Tensors, parts: Sequence[Tensors], owns: Tensors, call: Call
+) -> Started:
+    work = all_gather_several(call.group.pg, list(wholes), list(owns), GATHER_OPTIONS)
+    return Started((work,)) if wholes[0].is_cpu and work is not None else _order(work)
+
+
 def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
     total = torch.empty_like(parts[call.group.rank])
     pg = call.group.reductions or call.group.pg
@@ -255,8 +263,14 @@ AT_ONCE = Transport(
     exchange=_exchange_at_once,
     copies_own=True,
     may_wait=False,
+    gather_all=_gather_all_at_once,
 )
-"""The collectives of the group, one call for all ranks; the default on NCCL and other backends."""
+"""The collectives of the group, one call for all ranks and for all buckets of a unit; on NCCL."""
+
+ONE_BY_ONE = replace(AT_ONCE, gather_all=None)
+"""As ``AT_ONCE``, with a call for each bucket, which every backend has; the default on others."""
+
+_COALESCES = ("nccl", "fake")
 
 
 def transport_of(group: Group) -> Transport:
@@ -264,7 +278,7 @@ def transport_of(group: Group) -> Transport:
     if group.transport is not None:
         return group.transport
     if group.backend != "gloo":
-        return AT_ONCE
+        return AT_ONCE if group.backend in _COALESCES else ONE_BY_ONE
     return PAIRS if segments_of(group) is None else ON_HOST
 
 

@@ -6,7 +6,7 @@ A unit stays gathered while it has a reason to (``Hold``), a bucket while some u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
 from logging import DEBUG
 from operator import setitem
 
@@ -20,13 +20,12 @@ from fsdp_compose.buckets.bucket import Bucket, Fill, Phase, logger
 from fsdp_compose.buckets.gather import (
     is_outdated,
     keep_part,
-    purpose_of,
     stamp_of,
-    start_fill,
+    start_fills,
+    start_fills_on,
     versions_of,
 )
-from fsdp_compose.buckets.issue import is_unseen, issue
-from fsdp_compose.comm import waiting
+from fsdp_compose.buckets.issue import is_unseen
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.moved_parameters import (
     copy_moved_parameters,
@@ -51,11 +50,14 @@ def gather(unit: Unit, is_first: bool) -> None:
     if is_first:
         for bucket in unit.gathered:
             bucket.users.holders += 1
+    released: list[Bucket] = []
     for bucket in unit.gathered:
         if bucket.residence.moved or bucket.fill.is_superseded:
             renew_bucket(bucket)
         if bucket.phase is Phase.SHARDED:
-            _start_gather(unit.engine, bucket)
+            released.append(bucket)
+    if released:
+        _start_gather(unit.engine, released)
 
 
 def release(unit: Unit) -> None:
@@ -119,23 +121,24 @@ def _gather_again(unit: Unit, buckets: list[Bucket], why: str) -> None:
             _note(events, bucket, code, unit.name, why)
     if buckets:
         wait_gathered(unit)
-    for bucket in buckets:
-        kept = bucket.fill.stamp is not None
-        _start_gather(unit.engine, bucket)
-        if kept:
+        kept = [bucket for bucket in buckets if bucket.fill.stamp is not None]
+        _start_gather(unit.engine, buckets)
+        for bucket in kept:
             bucket.fill.stamp = stamp_of(bucket)
 
 
 def wait_gathered(unit: Unit) -> None:
     """Make the unit's full parameters readable on the current stream."""
+    passed = None
     for bucket in unit.gathered:
         if bucket.phase is Phase.GATHERING:
             fill = bucket.fill
             fill.exchange.wait()
             bucket.move_to(Phase.GATHERED)
-            if fill.mark is not None:  # behind it the compute stream may read
-                unit.engine.streams.wait(fill.mark)
-                fill.mark = None
+            if fill.mark is not passed:  # behind it the compute stream may read
+                passed = fill.mark
+                unit.engine.streams.wait(passed)
+            fill.mark = None
 
 
 def note_kept(unit: Unit) -> None:
@@ -183,31 +186,26 @@ def _is_stale(bucket: Bucket) -> bool:
     return bucket.phase is not Phase.SHARDED and bucket.fill.stamp != stamp_of(bucket)
 
 
-def _start_gather(engine: Engine, bucket: Bucket) -> None:
-    """Start gathering a bucket on the gather stream."""
-    bucket.move_to(Phase.GATHERING)
-    if bucket.in_place:
-        return
-    fill = bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
-    streams, nbytes = engine.streams, bucket.views.nbytes
+def _start_gather(engine: Engine, buckets: Sequence[Bucket]) -> None:
+    """Start gathering buckets of a unit on the gather stream, together where that is one call."""
+    filled: list[Bucket] = []
     try:
-        if is_unseen(streams.gather):
-            fill.exchange = start_fill(bucket)
-            return
-        issue(streams, streams.gather, "gather", bucket, nbytes, partial(_fill, engine, bucket))
-    except BaseException:  # such as no memory: the next use gathers it
-        _release(engine, bucket)
+        for bucket in buckets:
+            bucket.move_to(Phase.GATHERING)
+            if not bucket.in_place:
+                bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
+                filled.append(bucket)
+        if filled and is_unseen(engine.streams.gather):
+            start_fills(filled)
+        elif filled:
+            start_fills_on(engine.streams, filled)
+            if any(bucket.offload.shards for bucket in filled):
+                engine.host_reads = filled[0].fill.mark
+    except BaseException:  # such as no memory: the next use gathers them
+        for bucket in [*buckets, *buckets]:
+            with suppress(BaseException):  # of a gather that was started and lost, the first time
+                _release(engine, bucket)
         raise
-    if fill.mark is not None:
-        waiting.watch_mark(purpose_of(bucket), bucket.mesh.shard.ranks, fill.mark)
-        if bucket.offload.shards:
-            engine.host_reads = fill.mark
-
-
-def _fill(engine: Engine, bucket: Bucket) -> None:
-    """Issue the collective, on the current stream."""
-    bucket.fill.exchange = start_fill(bucket)
-    bucket.fill.mark = engine.streams.record(engine.streams.gather)
 
 
 def spread_inner(unit: Unit) -> None:

@@ -383,6 +383,36 @@ def test_calls_of_a_unit_and_step() -> None:
         assert (count_calls(12) - count_calls(4)) / 8 <= 133
 
 
+class GroupCalls(TorchDispatchMode):
+    """Counts what is asked of process groups, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_one_call_gathers_a_unit(buckets: int) -> None:
+    """Also of two buckets: one call in forward and one in backward for each of 3 units."""
+    with fake_world(2):
+        model = nn.Sequential(*(Block(8) for _ in range(3)))
+        for block in model if buckets == 2 else ():
+            block.norm.requires_grad_(False)
+        fully_shard(model, units=wrap.by_class({Block}), reshard_after_forward=True)
+        assert [len(unit.buckets) for unit in units(model)] == [0] + [buckets] * 3
+        for _ in range(2):
+            with GroupCalls() as calls:
+                model(torch.ones(1, 8)).sum().backward()
+    name = "_allgather_base_" if buckets == 1 else "allgather_into_tensor_coalesced_"
+    gathers = {key: count for key, count in calls.found.items() if "gather" in key}
+    assert gathers == {name: 6}
+
+
 def test_autograd_sees_one_leaf_per_unit() -> None:
     with fake_world(2):
         model = fully_shard(Many(40))

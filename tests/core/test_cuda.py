@@ -8,14 +8,18 @@ Written where no GPU was at hand, and not run on one yet.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_compose import MixedPrecision, Offload, Prefetch, ShardingStrategy, accumulate
+from fsdp_compose.base.group import Call, Group, Started, Transport
+from fsdp_compose.comm.transports import AT_ONCE
 
-from harness import run_ranks
+from harness import fake_world, run_ranks
 from models import Tower, by_block, data, seeded, square
 
 pytestmark = pytest.mark.cuda
@@ -83,3 +87,52 @@ def test_a_step_never_waits_and_memory_stays(cell: str) -> None:
         assert len(set(peaks[2:])) == 1, peaks
 
     run_ranks(ranks, 1, backend=BACKEND)
+
+
+def test_one_call_of_nccl_gathers_several_buffers() -> None:
+    """In the order of the caller's stream, and the host waits for nothing."""
+
+    def ranks(rank: int) -> None:
+        assert AT_ONCE.gather_all is not None
+        group = Group(dist.group.WORLD, 0, 1, "nccl", (0,))
+        side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+        for step in range(3):  # the first one starts the communicator, which the host waits for
+            owns = [
+                torch.full((n,), step + 1, dtype=torch.uint8, device="cuda") for n in (16, 4096)
+            ]
+            wholes = [torch.zeros_like(own) for own in owns]
+            side.wait_stream(here)
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            with torch.cuda.stream(side):
+                parts = [[whole] for whole in wholes]
+                started = AT_ONCE.gather_all(wholes, parts, owns, Call(group, 0, "gather"))
+            torch.cuda.set_sync_debug_mode("default")
+            here.wait_stream(side)
+            assert started == Started() and all(map(torch.equal, wholes, owns))
+
+    run_ranks(ranks, 1, backend=BACKEND)
+
+
+def check_together(device: str) -> None:
+    """A world of two whose other rank does not answer: units of two buckets, in one call or two."""
+
+    def losses(transport: Transport) -> list[torch.Tensor]:
+        with fake_world(2):
+            model = seeded(Tower).float().to(device)
+            for block in model.blocks:
+                block.norm.requires_grad_(False)
+            by_block(model, mp_policy=LOW, transport=transport)
+            optim = torch.optim.SGD(model.parameters(), lr=0.1)
+            found = []
+            for step in range(4):
+                found.append(square(model, data(step, 0).float().to(device)))
+                found[-1].backward()
+                optim.step()
+                optim.zero_grad()
+            return [loss.detach().cpu() for loss in found]
+
+    assert all(map(torch.equal, losses(AT_ONCE), losses(replace(AT_ONCE, gather_all=None))))
+
+
+def test_buckets_of_a_unit_travel_together() -> None:
+    run_ranks(lambda rank: check_together("cuda"), 1, init=False)

@@ -241,10 +241,10 @@ def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:
         most = [0]
         start = residency._start_gather
 
-        def gather(engine: Engine, bucket: Any) -> None:
+        def gather(engine: Engine, buckets: Any) -> None:
             ahead = [u for u in engine.units if Hold.PREFETCH in u.holds]
             most[0] = max(most[0], len(ahead))
-            start(engine, bucket)
+            start(engine, buckets)
 
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,24 +29,24 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         self.gathered: list[tuple[str, int]] = []
         self.packed: list[tuple[str, int]] = []
-        self.fill, self.lend = gathering.start_fill, gradients.open_grad_buffer
+        self.fill, self.lend = gathering.start_fills, gradients.open_grad_buffer
 
     def __enter__(self) -> Watched:
-        def filled(bucket: Bucket) -> Any:
-            started = self.fill(bucket)
-            self.gathered.append((bucket.entries[0].spec.unit, bucket.full.data_ptr()))
-            return started
+        def filled(buckets: Sequence[Bucket]) -> None:
+            self.fill(buckets)
+            for bucket in buckets:
+                self.gathered.append((bucket.entries[0].spec.unit, bucket.full.data_ptr()))
 
         def opened(bucket: Bucket) -> Any:
             buffer = self.lend(bucket)
             self.packed.append((bucket.entries[0].spec.unit, buffer.flat.data_ptr()))
             return buffer
 
-        gathering.start_fill, gradients.open_grad_buffer = filled, opened
+        gathering.start_fills, gradients.open_grad_buffer = filled, opened
         return self
 
     def __exit__(self, *_: object) -> None:
-        gathering.start_fill, gradients.open_grad_buffer = self.fill, self.lend
+        gathering.start_fills, gradients.open_grad_buffer = self.fill, self.lend
 
 
 def train(model: nn.Module, rank: int, steps: int = 2, micro: int = 1, scope: Any = None) -> Any:

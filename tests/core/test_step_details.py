@@ -159,10 +159,10 @@ def test_an_evaluation_that_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> 
 
     start = gathering._start_gather
 
-    def start_first(engine: Any, bucket: Any) -> None:
-        if bucket.entries[0].spec.unit.startswith("blocks"):
+    def start_first(engine: Any, buckets: Any) -> None:
+        if buckets[0].entries[0].spec.unit.startswith("blocks"):
             raise MemoryError
-        start(engine, bucket)
+        start(engine, buckets)
 
     simulate_ranks(ranks)
 

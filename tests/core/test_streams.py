@@ -27,9 +27,10 @@ import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
 from fsdp_compose.base import streams
 from fsdp_compose.base.process import here
+from fsdp_compose.buckets.gather import start_fills
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm import waiting
-from fsdp_compose.comm.transports import PAIRS
+from fsdp_compose.comm import transports, waiting
+from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core import reducing, state
 from fsdp_compose.core.autograd import EngineWork
@@ -117,6 +118,7 @@ class Races(TorchDispatchMode):
         self.kept: list[Any] = []  # storages, so that no address is used twice
         self.found: list[str] = []
         self.seen: set[tuple[str, bool]] = set()  # (what, whether on the main stream)
+        self.calls: list[int] = []  # of gathers through the group's collectives: their buffers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -184,6 +186,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     races = Races(device)
 
     gather, scatter, sum_all = comm.gather_parts, comm.reduce_scatter_parts, comm.sum_replicas
+    several, single = transports.all_gather_several, transports.all_gather_single
+    reduce = transports.reduce_scatter_single
     resize = torch.UntypedStorage.resize_
 
     def noted_gather(whole: Any, parts: Any, own: Any, *rest: Any) -> Any:
@@ -192,6 +196,24 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
         exchange = gather(whole, parts, own, *rest)
         exchange.wait()  # the host does not wait on a device; here the data must be there
         return exchange
+
+    def noted_several(pg: Any, wholes: Any, owns: Any, options: Any) -> None:
+        races.calls.append(len(wholes))
+        for whole, own in zip(wholes, owns, strict=True):
+            races.note(own.untyped_storage(), "gather from", False)
+            races.note(whole.untyped_storage(), "gather into", True)
+        several(pg, wholes, owns, options).wait()
+
+    def noted_single(pg: Any, whole: Any, own: Any, options: Any) -> None:
+        races.calls.append(1)
+        races.note(own.untyped_storage(), "gather from", False)
+        races.note(whole.untyped_storage(), "gather into", True)
+        single(pg, whole, own, options).wait()
+
+    def noted_reduce(pg: Any, total: Any, whole: Any, options: Any) -> None:
+        races.note(whole.untyped_storage(), "reduce", False)
+        races.note(total.untyped_storage(), "reduce", True)
+        reduce(pg, total, whole, options).wait()
 
     def noted_scatter(whole: Any, *rest: Any) -> Any:
         races.note(whole.untyped_storage(), "reduce", True)
@@ -208,6 +230,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     monkeypatch.setattr(comm, "gather_parts", noted_gather)
     monkeypatch.setattr(comm, "reduce_scatter_parts", noted_scatter)
     monkeypatch.setattr(comm, "sum_replicas", noted_sum)
+    monkeypatch.setattr(transports, "all_gather_several", noted_several)
+    monkeypatch.setattr(transports, "all_gather_single", noted_single)
+    monkeypatch.setattr(transports, "reduce_scatter_single", noted_reduce)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", noted_resize)
     with races:
         yield races
@@ -221,10 +246,26 @@ class Checkpointed(Tower):
         return self.head(x)
 
 
+class ThreeBuckets(Tower):
+    """Blocks with a bucket of each kind: trained, of another dtype, frozen."""
+
+    def double(self) -> ThreeBuckets:
+        super().double()
+        for block in self.blocks:
+            block.norm.float()
+            block.up.bias.requires_grad_(False)
+        return self
+
+
+TOGETHER = {"transport": AT_ONCE, "mp_policy": MixedPrecision(torch.float64, torch.float64)}
+
+
 def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     if "mesh" in options:
         options = {**options, "mesh": mesh_of_replicas(*options["mesh"])}
     with pytest.MonkeyPatch.context() as monkeypatch, watched(monkeypatch) as races:
+        if "transport" in options:
+            monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
         model = by_block(seeded(build), **options)
         optim = sgd(model.parameters())
         for step in range(4):
@@ -244,6 +285,7 @@ def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[s
         assert ("gather into", False) in races.seen and ("gather into", True) not in races.seen
         assert ("reduce", False) in races.seen and ("reduce", True) not in races.seen
     assert races.found == []
+    assert ("transport" in options) == (3 in races.calls)  # blocks together, and the rest alone
 
 
 CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
@@ -258,6 +300,9 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
     "no prefetch": (2, {"prefetch": Prefetch(0, 0)}, Tower),
     "deep prefetch": (2, {"prefetch": Prefetch(3, 3, "post")}, Tower),
     "static": (2, {"static_buffers": True}, lambda: Tower(4)),
+    "together": (2, TOGETHER, ThreeBuckets),
+    "together, spread": (4, {**TOGETHER, "reshard_after_forward": 2}, ThreeBuckets),
+    "together, static": (2, {**TOGETHER, "static_buffers": 4}, ThreeBuckets),
 }
 
 
@@ -390,6 +435,24 @@ def test_what_a_device_waits_for_is_noted() -> None:
     run_ranks(ranks, 2)
 
 
+def test_buckets_that_travel_together_are_one_wait() -> None:
+    """The compute stream waits once for all buckets of a unit, which one call gathers."""
+
+    def ranks(rank: int) -> None:
+        waits: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+            patch.setattr(comm, "is_point_to_point", lambda group: False)
+            model = by_block(seeded(ThreeBuckets), **TOGETHER)
+            handle = fc.unshard(model.blocks[0], async_op=True)
+            unit = fc.get_state(model.blocks[0]).unit
+            marks = {bucket.fill.mark for bucket in unit.gathered}
+            patch.setattr(races.device.main, "wait_event", waits.append)
+            handle.wait()
+            assert races.calls == [3] and [mark.event for mark in marks] == waits
+
+    run_ranks(ranks, 2)
+
+
 def test_a_failed_backward_waits_for_its_reduction() -> None:
     """The buffer of a reduction that a failure left under way is not freed while it is read."""
 
@@ -496,6 +559,14 @@ def test_a_captured_step_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     run_ranks(ranks, 2)
 
 
+def mark_ahead(device: streams.Streams, buckets: Any) -> None:
+    with device.on(device.gather):
+        mark = device.record(device.gather)
+        start_fills(buckets)
+    for bucket in buckets:
+        bucket.fill.mark = mark
+
+
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "what was read is freed at once": (
         streams.Streams,
@@ -515,18 +586,20 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
             Engine(streams.Streams(engine.streams.device, None, None), EngineWork), bucket
         ),
     ),
+    "a mark ahead of what it is for": (residency, "start_fills_on", mark_ahead),
 }
 _release = residency._release
 
 
 @pytest.mark.parametrize(
-    ("what", "options"),
-    [(what, {}) for what in BREAKS] + [(what, {"static_buffers": True}) for what in [*BREAKS][:2]],
+    ("what", "cell"),
+    [(what, "default") for what in BREAKS]
+    + [(what, "static") for what in [*BREAKS][:2]]
+    + [(what, "together") for what in [*BREAKS][1:]],
 )
-def test_a_missing_wait_is_found(
-    what: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_wait_is_found(what: str, cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In static buffers nothing is freed, and the next gather may not write what compute reads."""
     monkeypatch.setattr(*BREAKS[what])
-    for error in rank_errors(train, 2, 2, Tower, options):
+    world, options, build = CELLS[cell]
+    for error in rank_errors(train, world, world, build, options):
         assert error is not None and ("races" in error or "freed on" in error)

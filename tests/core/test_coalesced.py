@@ -1,0 +1,247 @@
+"""Buckets of one unit over one group travel in one call, where a transport has one.
+
+Gloo ranks compare what they do ahead of each gather, so the ranks here are told that they do not,
+and use the collectives of their group, as on NCCL.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
+from fsdp_compose.base.group import SELF, Group, Transport
+from fsdp_compose.base.mesh import group_of
+from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.process import here
+from fsdp_compose.buckets.bucket import Phase
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import transports
+from fsdp_compose.comm.transports import AT_ONCE
+
+from harness import fake_world, run_ranks, simulate_ranks
+from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square, units
+
+APART = replace(AT_ONCE, gather_all=None)
+DOUBLE = MixedPrecision(torch.float64, torch.float64)
+
+
+def three_buckets() -> nn.Module:
+    """A tower whose blocks have a bucket of each kind: trained, of another dtype, frozen."""
+    model = seeded(lambda: Tower(2))
+    for block in model.blocks:
+        block.norm.float()
+        block.up.bias.requires_grad_(False)
+    return model
+
+
+@contextmanager
+def at_once(is_simulated: bool) -> Iterator[defaultdict[int, list[int]]]:
+    """Inside, buffers travel through the group's collectives; by rank, how many each gather had."""
+    gathers: defaultdict[int, list[int]] = defaultdict(list)
+    several, single = transports.all_gather_several, transports.all_gather_single
+    scatter = transports.reduce_scatter_single
+
+    def gather_several(pg: Any, wholes: Any, owns: Any, *rest: Any) -> Any:
+        gathers[dist.get_rank()].append(len(wholes))
+        if not is_simulated:
+            return several(pg, wholes, owns, *rest)
+        return pg.all_gather_single_coalesced(wholes, owns, *rest)
+
+    def gather_single(pg: Any, *rest: Any) -> Any:
+        gathers[dist.get_rank()].append(1)
+        return pg.all_gather_single(*rest) if is_simulated else single(pg, *rest)
+
+    def reduce_single(pg: Any, *rest: Any) -> Any:
+        return pg.reduce_scatter_single(*rest) if is_simulated else scatter(pg, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "is_point_to_point", lambda group: False)
+        patch.setattr(transports, "all_gather_several", gather_several)
+        patch.setattr(transports, "all_gather_single", gather_single)
+        patch.setattr(transports, "reduce_scatter_single", reduce_single)
+        yield gathers
+
+
+def train(rank: int, transport: Transport, options: dict[str, Any]) -> list[Tensor]:
+    """Losses, gradients and parameters of steps with all that is gathered again in them."""
+    if "mesh" in options:
+        options = {**options, "mesh": mesh_of_replicas(*options["mesh"])}
+    model = by_block(three_buckets(), **{"mp_policy": DOUBLE, **options}, transport=transport)
+    optim = sgd(p for p in model.parameters() if p.requires_grad)
+    found: list[Tensor] = []
+    for step in range(3):
+        with fc.no_sync(model):
+            square(model, data(step, rank)).backward()
+        loss = square(model, data(10 + step, rank))
+        loss.backward()
+        fc.clip_grad_norm_(model, 1.0)
+        found += [loss.detach(), *(p.grad.full_tensor() for p in optim.param_groups[0]["params"])]
+        optim.step()
+        optim.zero_grad()
+    with torch.no_grad():
+        found.append(model(data(0, rank)))
+        model.blocks[0].up.bias.data.mul_(2.0)  # frozen, and gathered again where it was kept
+        found.append(model(data(0, rank)))
+    return found + [p.full_tensor() for p in model.parameters()]
+
+
+CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (2, {}),
+    "uneven": (3, {}),
+    "kept": (2, {"strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "no shard": (2, {"strategy": ShardingStrategy.NO_SHARD}),
+    "hybrid": (4, {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": (2, 2)}),
+    "fused": (4, {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2)}),
+    "spread": (4, {"reshard_after_forward": 2}),
+    "codec": (2, {"mp_policy": replace(DOUBLE, gather_codec=fc.bf16_codec())}),
+    "deep prefetch": (2, {"prefetch": Prefetch(3, 3, "post")}),
+    "static": (2, {"static_buffers": 4}),
+    "offload": (2, {"offload_policy": fc.Offload(params=True, grads=True)}),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_together_and_apart_are_the_same_bits(cell: str) -> None:
+    """With fewer calls of the group; what is counted as traffic is the same."""
+    world, options = CELLS[cell]
+
+    def ranks(rank: int) -> None:
+        counts, results, traffic = [], [], []
+        for transport in (AT_ONCE, APART):
+            gathers[rank].clear()
+            here.traffic.reset()
+            results.append(train(rank, transport, options))
+            traffic.append((here.traffic.gathers, here.traffic.gather_bytes))
+            counts.append(list(gathers[rank]))
+        assert all(map(torch.equal, *results)) and traffic[0] == traffic[1]
+        together, apart = counts
+        assert sum(together) == len(apart) and set(apart) <= {1}
+        assert 3 in together or cell == "no shard"
+
+    with at_once(is_simulated=True) as gathers:
+        simulate_ranks(ranks, world)
+
+
+def test_one_call_for_each_group() -> None:
+    """What travels over other ranks, or by another transport, has a call of its own."""
+    asked: list[int] = []
+
+    def gather_all(wholes: Any, parts: Any, owns: Any, call: Any) -> Any:
+        asked.append(len(wholes))
+        assert AT_ONCE.gather_all is not None
+        return AT_ONCE.gather_all(wholes, parts, owns, call)
+
+    def ranks(rank: int) -> None:
+        mine = replace(AT_ONCE, gather_all=gather_all)
+        pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+        halves = replace(group_of(pairs[rank // 2], torch.device("cpu")), transport=mine)
+        world = replace(group_of(dist.group.WORLD, torch.device("cpu")), transport=mine)
+        plans = []
+        one = replace(SELF, transport=mine)  # which nothing travels to
+        for index, group in enumerate((world, halves, world, halves, one, one)):
+            whole = torch.zeros(4 * group.size, dtype=torch.uint8)
+            own = torch.full((4,), 10 * index + rank, dtype=torch.uint8)
+            parts = cut_by_rank(whole, group.size)
+            plans.append(comm.plan_gather(whole, parts, own, group, "gather"))
+        alone = replace(world, transport=replace(mine))  # another one, of which there is one gather
+        plans.append(comm.plan_gather(whole.new_zeros(16), (), own, alone, "gather"))
+        asked.clear()
+        comm.start_gathers(plans)
+        for index, plan in enumerate(plans[:4]):
+            plan.exchange.wait()
+            members = plan.call.group.ranks
+            wanted = [10 * index + r for r in members for _ in range(4)]
+            assert plan.whole.tolist() == wanted
+        plans[6].exchange.wait()
+        assert plans[6].whole.tolist() == [50 + r for r in range(4) for _ in range(4)]
+        assert asked == [2, 2]
+
+    run_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize(("backend", "is_one"), [("nccl", True), ("mpi", False), ("gloo", False)])
+def test_backends_that_are_known_to(backend: str, is_one: bool) -> None:
+    """Another backend may lack the call, and gathers one bucket after the other."""
+    group = Group(None, 0, 2, backend, (0, 1))
+    assert (transports.transport_of(group).gather_all is not None) == is_one
+
+
+class Broken:
+    """As a collective's work, whose first wait fails."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("the connection was closed")
+
+
+@pytest.mark.parametrize("fails", ["memory for the last bucket", "the call", "the wait for it"])
+def test_a_unit_that_could_not_be_gathered(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of its buckets is gathered then, and the next forward gathers all of them."""
+    broken = Broken()
+
+    def fail(*_: Any) -> Broken:
+        if fails == "the call":
+            raise MemoryError
+        return broken
+
+    def resize(storage: Any, nbytes: int) -> None:
+        if nbytes and storage is last.full.untyped_storage():
+            raise MemoryError
+        resized(storage, nbytes)
+
+    resized = torch.UntypedStorage.resize_
+    with fake_world(2):
+        model = by_block(three_buckets(), mp_policy=DOUBLE)
+        model(data(0, 0))
+        unit = units(model)[1]
+        assert unit.name == "blocks.0" and len(unit.buckets) == 3
+        last = unit.gathered[-1]
+        with monkeypatch.context() as patch:
+            if fails.startswith("memory"):
+                patch.setattr(torch.UntypedStorage, "resize_", resize)
+            else:
+                patch.setattr(transports, "all_gather_several", fail)
+            with pytest.raises((MemoryError, RuntimeError)):
+                model(data(0, 0))
+        for bucket in unit.gathered:
+            assert bucket.phase is Phase.SHARDED and bucket.full.untyped_storage().nbytes() == 0
+        square(model, data(0, 0)).backward()
+
+
+def test_each_bucket_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A profile names the one call that gathers them, by the unit."""
+    with fake_world(2), caplog.at_level(logging.DEBUG, "fsdp_compose"):
+        model = by_block(three_buckets(), mp_policy=DOUBLE)
+        with torch.profiler.profile() as profile, torch.no_grad():
+            model(data(0, 0))
+        unit = units(model)[1]
+    lines = [r.message for r in caplog.records if "gather blocks.0:" in r.message]
+    sizes = [f"{bucket.full_nbytes} bytes" for bucket in unit.gathered]
+    assert len(lines) == 3 and all(size in line for size, line in zip(sizes, lines))
+    ranges = [event.name for event in profile.events() if "gather blocks.0" in event.name]
+    assert ranges == ["fsdp_compose.gather blocks.0"]
+
+
+def test_ranks_over_gloo_gather_together() -> None:
+    """As above, through the call of a group of torch's."""
+
+    def ranks(rank: int) -> None:
+        with at_once(is_simulated=False) as gathers:
+            results = [train(rank, way, {}) for way in (AT_ONCE, APART)]
+        assert all(map(torch.equal, *results)) and 3 in gathers[rank]
+
+    run_ranks(ranks)
