@@ -65,6 +65,17 @@ class Tower(nn.Module):
         return self.head(x)
 
 
+class ThreeBuckets(Tower):
+    """In double precision its blocks have parts that train, of another dtype, and frozen ones."""
+
+    def double(self) -> ThreeBuckets:
+        super().double()
+        for block in self.blocks:
+            block.norm.float()
+            block.up.bias.requires_grad_(False)
+        return self
+
+
 def two_blocks() -> Tower:
     return Tower(2)
 

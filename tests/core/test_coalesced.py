@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
@@ -30,19 +30,10 @@ from fsdp_compose.comm import transports
 from fsdp_compose.comm.transports import AT_ONCE
 
 from harness import fake_world, run_ranks, simulate_ranks
-from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square, units
+from models import ThreeBuckets, by_block, data, mesh_of_replicas, seeded, sgd, square, units
 
 APART = replace(AT_ONCE, gather_all=None)
 DOUBLE = MixedPrecision(torch.float64, torch.float64)
-
-
-def three_buckets() -> nn.Module:
-    """A tower whose blocks have a bucket of each kind: trained, of another dtype, frozen."""
-    model = seeded(lambda: Tower(2))
-    for block in model.blocks:
-        block.norm.float()
-        block.up.bias.requires_grad_(False)
-    return model
 
 
 @contextmanager
@@ -73,11 +64,11 @@ def at_once(is_simulated: bool) -> Iterator[defaultdict[int, list[int]]]:
         yield gathers
 
 
-def train(rank: int, transport: Transport, options: dict[str, Any]) -> list[Tensor]:
+def train(rank: int, transport: Transport | None, options: dict[str, Any]) -> list[Tensor]:
     """Losses, gradients and parameters of steps with all that is gathered again in them."""
     if "mesh" in options:
         options = {**options, "mesh": mesh_of_replicas(*options["mesh"])}
-    model = by_block(three_buckets(), **{"mp_policy": DOUBLE, **options}, transport=transport)
+    model = by_block(seeded(ThreeBuckets), **{"mp_policy": DOUBLE, **options}, transport=transport)
     optim = sgd(p for p in model.parameters() if p.requires_grad)
     found: list[Tensor] = []
     for step in range(3):
@@ -116,7 +107,7 @@ def test_together_and_apart_are_the_same_bits(cell: str) -> None:
     """With fewer calls of the group; what is counted as traffic is the same."""
     world, options = CELLS[cell]
 
-    def ranks(rank: int) -> None:
+    def ranks(rank: int) -> list[Tensor]:
         counts, results, traffic = [], [], []
         for transport in (AT_ONCE, APART):
             gathers[rank].clear()
@@ -128,9 +119,11 @@ def test_together_and_apart_are_the_same_bits(cell: str) -> None:
         together, apart = counts
         assert sum(together) == len(apart) and set(apart) <= {1}
         assert 3 in together or cell == "no shard"
+        return results[0]
 
     with at_once(is_simulated=True) as gathers:
-        simulate_ranks(ranks, world)
+        found = simulate_ranks(ranks, world)
+    torch.testing.assert_close(found, simulate_ranks(train, world, None, options))
 
 
 def test_one_call_for_each_group() -> None:
@@ -205,7 +198,7 @@ def test_a_unit_that_could_not_be_gathered(fails: str, monkeypatch: pytest.Monke
 
     resized = torch.UntypedStorage.resize_
     with fake_world(2):
-        model = by_block(three_buckets(), mp_policy=DOUBLE)
+        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE)
         model(data(0, 0))
         unit = units(model)[1]
         assert unit.name == "blocks.0" and len(unit.buckets) == 3
@@ -222,10 +215,43 @@ def test_a_unit_that_could_not_be_gathered(fails: str, monkeypatch: pytest.Monke
         square(model, data(0, 0)).backward()
 
 
+@pytest.mark.parametrize("transport", [AT_ONCE, APART])
+def test_a_held_unit_that_could_not_be_gathered(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is held still, and gathered when it runs next, though a gather had begun that is lost."""
+    works = [Broken()] if transport is APART else []
+
+    def fail(*_: Any) -> Broken:
+        if not works:
+            raise MemoryError
+        return works.pop()
+
+    with fake_world(2), torch.no_grad():
+        strategy = ShardingStrategy.SHARD_GRAD_OP
+        options = {"mp_policy": DOUBLE, "transport": transport, "strategy": strategy}
+        block = by_block(seeded(ThreeBuckets), **options).blocks[0]
+        unit = fc.get_state(block).unit
+        block(data(0, 0))
+        for param in block.parameters():
+            param.mul_(2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(transports, "all_gather_several", fail)
+            patch.setattr(transports, "all_gather_single", fail)
+            with pytest.raises(MemoryError):
+                fc.unshard(block)
+        assert unit.holds
+        assert [bucket.phase for bucket in unit.gathered] == [Phase.SHARDED] * 3
+        block(data(0, 0))
+        for bucket in unit.gathered:
+            for part in bucket.full.view(2, -1):  # the other rank is played by this one
+                assert torch.equal(part, bucket.stored.to(part.dtype))
+
+
 def test_each_bucket_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A profile names the one call that gathers them, by the unit."""
     with fake_world(2), caplog.at_level(logging.DEBUG, "fsdp_compose"):
-        model = by_block(three_buckets(), mp_policy=DOUBLE)
+        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE)
         with torch.profiler.profile() as profile, torch.no_grad():
             model(data(0, 0))
         unit = units(model)[1]

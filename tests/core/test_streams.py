@@ -1,26 +1,17 @@
-"""A device with streams, played on the CPU: is all work ordered, and does the host never wait?
-
-The engine asks a device for streams, events and a scope that makes a stream current, as
-``torch.get_device_module`` gives them. Here that is a model of them with vector clocks. Every
-operation, collective, allocation and free is noted on the stream that it was issued on; two that
-touch one storage, of which one writes, must be ordered by what streams waited for.
-"""
+"""Is all work on a device's streams ordered, and does the host never wait? On a played device."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from played_device import Device, Event, Stream, watched
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
@@ -29,213 +20,24 @@ from fsdp_compose.base import streams
 from fsdp_compose.base.process import here
 from fsdp_compose.buckets.gather import start_fills
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm import transports, waiting
+from fsdp_compose.comm import waiting
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 from fsdp_compose.core import gathering as residency
-from fsdp_compose.core import reducing, state
+from fsdp_compose.core import reducing
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.state import Engine
 
 from harness import rank_errors, run_ranks
-from models import Tower, by_block, data, is_shared, mesh_of_replicas, seeded, sgd, square
-
-Clock = dict[int, int]
-"""By stream, the last of its operations that is known to be done before what comes next."""
-
-
-class Stream:
-    """As ``torch.cuda.Stream``, as far as the engine needs one."""
-
-    count = 0
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        Stream.count += 1
-        self.key = Stream.count
-        self.clock: Clock = {self.key: 0}
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event({})
-        event.clock = dict(self.clock)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        for key, tick in event.clock.items():
-            self.clock[key] = max(self.clock.get(key, 0), tick)
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits for a stream")
-
-
-@dataclass
-class Event:
-    clock: Clock
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits for an event")
-
-
-class Device:
-    """As ``torch.cuda``: what ``torch.get_device_module`` returns."""
-
-    Stream = Stream
-
-    def __init__(self) -> None:
-        self.active = self.main = Stream()
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self.active
-
-    def set_stream(self, stream: Stream) -> None:
-        self.active = stream
-
-
-@dataclass
-class Use:
-    stream: int
-    tick: int
-    what: str
-
-
-@dataclass
-class Memory:
-    """What was done to one storage since it was last written."""
-
-    write: Use | None = None
-    reads: list[Use] = field(default_factory=list)
-    allocated_on: int | None = None
-
-
-class Races(TorchDispatchMode):
-    """Notes every operation on the stream that is current, and what it is not ordered behind."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self.device = device
-        self.memory: dict[int, Memory] = {}
-        self.kept: list[Any] = []  # storages, so that no address is used twice
-        self.found: list[str] = []
-        self.seen: set[tuple[str, bool]] = set()  # (what, whether on the main stream)
-        self.calls: list[int] = []  # of gathers through the group's collectives: their buffers
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            return result
-        written = {id(t) for t in self._written(func, args, kwargs or {})}
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        is_view = any(a.alias_info is not None for a in func._schema.returns)
-        name = func.name()
-        if not is_view or written:
-            for tensor in given:
-                self.note(tensor.untyped_storage(), name, id(tensor) in written)
-            for tensor in made if not is_view else ():
-                self.note(tensor.untyped_storage(), name, True)
-        return result
-
-    @staticmethod
-    def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        written = []
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                written += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        return written
-
-    def note(self, storage: Any, what: str, writes: bool) -> None:
-        stream = self.device.active
-        stream.clock[stream.key] += 1
-        use = Use(stream.key, stream.clock[stream.key], what)
-        self.seen.add((what, stream is self.device.main))
-        key = storage._cdata
-        if not storage.resizable() and not is_shared(storage):
-            key = -storage.data_ptr()  # static buffers, in which units have storages of their own
-        if key not in self.memory:
-            self.kept.append(storage)
-        memory = self.memory.setdefault(key, Memory())
-        before = [memory.write] if memory.write is not None else []
-        for earlier in before + (memory.reads if writes else []):
-            if stream.clock.get(earlier.stream, 0) < earlier.tick:
-                self.found.append(f"{what} on {stream.key} races {earlier.what} on {earlier}")
-        if writes:
-            memory.write, memory.reads = use, []
-        else:
-            memory.reads.append(use)
-
-    def resized(self, storage: Any, nbytes: int) -> None:
-        """Memory is allocated and freed on one stream, whose pool it goes back to."""
-        self.note(storage, f"resize to {nbytes}", True)
-        memory, active = self.memory[storage._cdata], self.device.active.key
-        if nbytes:
-            memory.allocated_on = active
-        elif memory.allocated_on not in (None, active):
-            self.found.append(f"allocated on {memory.allocated_on}, freed on {active}")
-
-
-@contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
-    """Inside, the CPU is a device with streams, and each use of memory is noted."""
-    device = Device()
-    monkeypatch.setattr(streams, "_module", lambda of: device)
-    cpu = torch.device("cpu")
-    engine = state.Engine(streams.Streams(cpu, Stream(), Stream(), Event({})), EngineWork)
-    monkeypatch.setitem(here.engines, cpu, engine)
-    races = Races(device)
-
-    gather, scatter, sum_all = comm.gather_parts, comm.reduce_scatter_parts, comm.sum_replicas
-    several, single = transports.all_gather_several, transports.all_gather_single
-    reduce = transports.reduce_scatter_single
-    resize = torch.UntypedStorage.resize_
-
-    def noted_gather(whole: Any, parts: Any, own: Any, *rest: Any) -> Any:
-        races.note(own.untyped_storage(), "gather from", False)
-        races.note(whole.untyped_storage(), "gather into", True)
-        exchange = gather(whole, parts, own, *rest)
-        exchange.wait()  # the host does not wait on a device; here the data must be there
-        return exchange
-
-    def noted_several(pg: Any, wholes: Any, owns: Any, options: Any) -> None:
-        races.calls.append(len(wholes))
-        for whole, own in zip(wholes, owns, strict=True):
-            races.note(own.untyped_storage(), "gather from", False)
-            races.note(whole.untyped_storage(), "gather into", True)
-        several(pg, wholes, owns, options).wait()
-
-    def noted_single(pg: Any, whole: Any, own: Any, options: Any) -> None:
-        races.calls.append(1)
-        races.note(own.untyped_storage(), "gather from", False)
-        races.note(whole.untyped_storage(), "gather into", True)
-        single(pg, whole, own, options).wait()
-
-    def noted_reduce(pg: Any, total: Any, whole: Any, options: Any) -> None:
-        races.note(whole.untyped_storage(), "reduce", False)
-        races.note(total.untyped_storage(), "reduce", True)
-        reduce(pg, total, whole, options).wait()
-
-    def noted_scatter(whole: Any, *rest: Any) -> Any:
-        races.note(whole.untyped_storage(), "reduce", True)
-        return scatter(whole, *rest)
-
-    def noted_sum(grad: Any, *rest: Any) -> Any:
-        races.note(grad.untyped_storage(), "all-reduce", True)
-        return sum_all(grad, *rest)
-
-    def noted_resize(storage: Any, nbytes: int) -> Any:
-        races.resized(storage, nbytes)
-        return resize(storage, nbytes)
-
-    monkeypatch.setattr(comm, "gather_parts", noted_gather)
-    monkeypatch.setattr(comm, "reduce_scatter_parts", noted_scatter)
-    monkeypatch.setattr(comm, "sum_replicas", noted_sum)
-    monkeypatch.setattr(transports, "all_gather_several", noted_several)
-    monkeypatch.setattr(transports, "all_gather_single", noted_single)
-    monkeypatch.setattr(transports, "reduce_scatter_single", noted_reduce)
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", noted_resize)
-    with races:
-        yield races
+from models import (
+    ThreeBuckets,
+    Tower,
+    by_block,
+    data,
+    mesh_of_replicas,
+    seeded,
+    sgd,
+    square,
+)
 
 
 class Checkpointed(Tower):
@@ -244,17 +46,6 @@ class Checkpointed(Tower):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.head(x)
-
-
-class ThreeBuckets(Tower):
-    """Blocks with a bucket of each kind: trained, of another dtype, frozen."""
-
-    def double(self) -> ThreeBuckets:
-        super().double()
-        for block in self.blocks:
-            block.norm.float()
-            block.up.bias.requires_grad_(False)
-        return self
 
 
 TOGETHER = {"transport": AT_ONCE, "mp_policy": MixedPrecision(torch.float64, torch.float64)}
