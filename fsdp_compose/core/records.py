@@ -55,11 +55,6 @@ class Switches:
     comm_hook: Callable[[Any, GradBucket], torch.Tensor] | None = None
     comm_state: Any = None
 
-    @property
-    def is_last(self) -> bool:
-        """Whether a backward brings gradients all the way to ``.grad``."""
-        return self.sync and self.all_reduce and self.last_backward
-
 
 @dataclass(eq=False, repr=False)
 class Opened:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,19 @@ from fsdp_compose.core.gathering import announce
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import routes_of
 
-from harness import simulate_ranks, single_process
-from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, square, two_blocks, units
+from harness import fake_world, simulate_ranks, single_process
+from models import (
+    WIDTH,
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    seeded,
+    square,
+    two_blocks,
+    units,
+)
 
 
 def fail(*_: Any) -> None:
@@ -101,11 +113,13 @@ def test_gathering_ahead_behind_a_backward(way: str) -> None:
     simulate_ranks(ranks)
 
 
-def test_a_step_over_two_groups_ends_in_both() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_over_two_groups_ends_in_both(frozen: bool) -> None:
     """Ranks compare what they ran over each, in the same order where both have the same ranks."""
 
     def ranks(rank: int) -> None:
         model = seeded(two_blocks)
+        model.blocks[0].requires_grad_(not frozen)
         for block in model.blocks:
             fully_shard(block, mesh=dist.new_group([0, 1]))
         for step in range(2):
@@ -203,3 +217,59 @@ def test_grad_mode_of_hooks(makes_graph: bool, monkeypatch: pytest.MonkeyPatch) 
     with single_process():
         assert modes(by_block(seeded(two_blocks))) == modes(seeded(two_blocks))
     assert ends
+
+
+def test_a_recomputation_reads_what_was_written_since() -> None:
+    """By a unit that is kept from the forward, in which reentrant checkpoints record nothing."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks, partial(by_block, reshard_after_forward=False))
+
+        def forward(model: nn.Module, x: Tensor) -> Tensor:
+            return checkpoint(model.blocks[0], x.requires_grad_(), use_reentrant=True).sum()
+
+        loss, plain = twin.losses(forward, 0)
+        with torch.no_grad():
+            for model in (twin.model, twin.reference):
+                model.blocks[0].up.weight.mul_(2)
+        loss.backward()
+        plain.backward()
+        twin.step()
+
+    simulate_ranks(ranks)
+
+
+def test_a_forward_that_ends_early_releases_what_was_ahead() -> None:
+    class Short(Tower):
+        depth = 3
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[: self.depth](x)
+
+    with fake_world(2):
+        model = seeded(Short)
+        model.blocks = nn.Sequential(*model.blocks)
+        by_block(model)
+        model(data(0, 0)).sum().backward()
+        model.depth = 1
+        with pytest.warns(UserWarning, match="ended where the forward before ran unit 'blocks.1'"):
+            output = model(data(1, 0))
+        (ahead,) = units(model.blocks[1])[0].buckets
+        assert ahead.phase is Phase.SHARDED
+        output.sum().backward()
+
+
+def test_weights_gathered_for_a_further_forward_are_current() -> None:
+    """Units that were gathered ahead of it are gathered again where weights were written since."""
+
+    def ranks(rank: int) -> None:
+        model, plain = seeded(two_blocks), seeded(two_blocks)
+        by_block(model, prefetch=Prefetch(2, 0))
+        sum(square(model, data(i, rank)) for i in range(2)).backward()
+        square(model, data(2, rank))
+        with torch.no_grad():
+            for either in (model, plain):
+                either.blocks[0].up.weight.mul_(2)
+        torch.testing.assert_close(model(data(3, rank)), plain(data(3, rank)))
+
+    simulate_ranks(ranks)
