@@ -145,9 +145,7 @@ def open_backward(unit: Unit, task: Task) -> None:
     """Gather the unit for its backward, and show its modules the parameters of its forward."""
     schedule = unit.engine.schedule
     if unit.run.task is not None and unit.run.task.alive:
-        schedule.hold(unit, Hold.BACKWARD)
-        schedule.work.wait(unit)
-        return
+        return  # it is open, and held until its gradients arrive or its task ends
     unit.run.task = task
     note_opened(unit, task)
     schedule.enter_backward(unit)

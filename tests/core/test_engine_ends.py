@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
+    MixedPrecision,
     Offload,
     Prefetch,
     fully_shard,
+    gathered,
     no_sync,
+    reshard,
     set_backward_prefetch,
+    unshard,
 )
 from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.core import passes
@@ -239,17 +243,20 @@ def test_a_recomputation_reads_what_was_written_since() -> None:
     simulate_ranks(ranks)
 
 
+class Short(Tower):
+    """Runs as many of its blocks as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.depth = nn.Sequential(*self.blocks), 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[: self.depth](x)
+
+
 def test_a_forward_that_ends_early_releases_what_was_ahead() -> None:
-    class Short(Tower):
-        depth = 3
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[: self.depth](x)
-
     with fake_world(2):
-        model = seeded(Short)
-        model.blocks = nn.Sequential(*model.blocks)
-        by_block(model)
+        model = by_block(seeded(Short))
         model(data(0, 0)).sum().backward()
         model.depth = 1
         with pytest.warns(UserWarning, match="ended where the forward before ran unit 'blocks.1'"):
@@ -273,3 +280,75 @@ def test_weights_gathered_for_a_further_forward_are_current() -> None:
         torch.testing.assert_close(model(data(3, rank)), plain(data(3, rank)))
 
     simulate_ranks(ranks)
+
+
+def test_units_whose_gradients_never_arrive_are_released() -> None:
+    """Several frozen ones, which one checkpointed region runs again on inputs without gradients."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        model.requires_grad_(False)
+
+        def part(x: Tensor) -> Tensor:
+            return torch.tanh(sum((block(x.detach()) for block in model.blocks), x))
+
+        checkpoint(part, data(0, rank).requires_grad_(), use_reentrant=False).sum().backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_a_forward_that_cannot_gather_ahead_is_forgotten() -> None:
+    """The next one runs in the order of the one before, with no word of a change."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        work = units(model)[0].engine.schedule.work
+
+        def refuse(unit: Any, reason: Hold) -> None:
+            if reason is Hold.PREFETCH:
+                raise ZeroDivisionError
+            announce(unit, reason)
+
+        square(model, data(0, rank)).backward()
+        work.announce = refuse
+        with pytest.raises(ZeroDivisionError):
+            model(data(1, rank))
+        work.announce = announce
+        square(model, data(2, rank)).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_an_order_in_which_nothing_is_gathered_may_change() -> None:
+    """On one rank there is no word of it."""
+    with single_process():
+        model = by_block(seeded(Short))
+        for model.depth in (3, 1, 2):
+            model(data(0, 0)).sum().backward()
+
+
+def test_backward_expects_no_unit_that_ran_gathered() -> None:
+    """A forward between ``unshard`` and ``reshard`` gathers nothing, and backward follows."""
+
+    def ranks(rank: int) -> None:
+        model, told = by_block(seeded(two_blocks), prefetch=Prefetch(0, 2)), list[str]()
+        first, second = model.blocks
+        unshard(first)
+        first(data(0, rank))
+        reshard(first)
+        loss = second(data(0, rank)).sum()
+        work = units(model)[0].engine.schedule.work
+        work.announce = lambda unit, reason: told.append(unit.name)
+        loss.backward()
+        assert told == ["blocks.1"]
+
+    simulate_ranks(ranks)
+
+
+def test_a_forward_in_a_scope_casts_its_inputs() -> None:
+    with single_process():
+        model = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecision(torch.bfloat16))
+        with gathered(model):
+            assert model(torch.ones(1, 2)).dtype is torch.bfloat16
