@@ -254,7 +254,7 @@ class Short(Tower):
         return self.blocks[: self.depth](x)
 
 
-def test_a_forward_that_ends_early_releases_what_was_ahead() -> None:
+def test_a_forward_that_ends_early_releases_units() -> None:
     with fake_world(2):
         model = by_block(seeded(Short))
         model(data(0, 0)).sum().backward()
@@ -266,7 +266,7 @@ def test_a_forward_that_ends_early_releases_what_was_ahead() -> None:
         output.sum().backward()
 
 
-def test_weights_gathered_for_a_further_forward_are_current() -> None:
+def test_weights_gathered_for_a_further_forward() -> None:
     """Units that were gathered ahead of it are gathered again where weights were written since."""
 
     def ranks(rank: int) -> None:
@@ -282,7 +282,7 @@ def test_weights_gathered_for_a_further_forward_are_current() -> None:
     simulate_ranks(ranks)
 
 
-def test_units_whose_gradients_never_arrive_are_released() -> None:
+def test_units_that_get_no_gradient_are_released() -> None:
     """Several frozen ones, which one checkpointed region runs again on inputs without gradients."""
 
     def ranks(rank: int) -> None:
@@ -298,7 +298,7 @@ def test_units_whose_gradients_never_arrive_are_released() -> None:
     simulate_ranks(ranks)
 
 
-def test_a_forward_that_cannot_gather_ahead_is_forgotten() -> None:
+def test_a_forward_that_cannot_gather_ahead() -> None:
     """The next one runs in the order of the one before, with no word of a change."""
 
     def ranks(rank: int) -> None:
@@ -321,7 +321,7 @@ def test_a_forward_that_cannot_gather_ahead_is_forgotten() -> None:
     simulate_ranks(ranks)
 
 
-def test_an_order_in_which_nothing_is_gathered_may_change() -> None:
+def test_an_order_that_gathers_nothing_may_change() -> None:
     """On one rank there is no word of it."""
     with single_process():
         model = by_block(seeded(Short))
