@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fsdp_compose import MixedPrecision, fully_shard, gathered, wrap
+from fsdp_compose import MixedPrecision, fully_shard, gathered, set_debug, wrap
 from fsdp_compose.base.process import here
 from fsdp_compose.sharded import is_sharded, own_slice
 
@@ -58,6 +58,22 @@ def test_asking_for_gradients_releases_units() -> None:
         x.register_hook(lambda grad: seen.extend(not unit.holds for unit in units(model)[1:]))
         torch.autograd.grad(square(model, x), [*leaves(model), x])
         assert seen == [True] * 3
+
+    simulate_ranks(ranks)
+
+
+def test_what_is_made_between_calls_is_not_theirs() -> None:
+    """In debug mode tensors inside a forward lead to its unit; those between two of them do not."""
+
+    def ranks(rank: int) -> None:
+        set_debug(True)
+        head = fully_shard(seeded(lambda: nn.Linear(WIDTH, 2)), reshard_after_forward=True)
+        kept = [head(data(0, rank))]
+        between = torch.ones(2, requires_grad=True).exp()
+        kept.append(head(data(1, rank)))
+        here.traffic.reset()
+        between.sum().backward()
+        assert here.traffic.gathers == 0
 
     simulate_ranks(ranks)
 
@@ -211,6 +227,30 @@ def test_recomputed_units_show_their_shards(reentrant: bool) -> None:
         assert seen == [True] * 2
 
     simulate_ranks(ranks)
+
+
+class Seeing(nn.Linear):
+    """Notes in which dtype its inputs come; hands float32 on to the module inside it."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.inner, self.seen = inner, list[torch.dtype]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.dtype)
+        x = super().forward(x.to(self.weight.dtype))
+        return x if self.inner is None else self.inner(x.float())
+
+
+def test_which_forwards_cast_their_inputs() -> None:
+    """Each unit's, none, or the outermost one's."""
+    full, half = torch.float32, torch.bfloat16
+    for casts, wanted in (True, [half, half]), (False, [full, full]), ("root", [half, full]):
+        with single_process():
+            policy = MixedPrecision(half, cast_forward_inputs=casts)
+            model = Seeing(fully_shard(Seeing(), mp_policy=policy))
+            fully_shard(model, mp_policy=policy)(torch.ones(1, WIDTH))
+            assert model.seen + model.inner.seen == wanted
 
 
 class Opaque(nn.Linear):

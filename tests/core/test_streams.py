@@ -124,6 +124,23 @@ def test_a_recomputed_part_waits_for_a_reduction() -> None:
     run_ranks(ranks, 2)
 
 
+def test_asking_for_gradients_waits_for_a_reduction() -> None:
+    """In a hook of a backward whose reductions may still read the buffers."""
+
+    def ranks(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch, watched(monkeypatch) as races:
+            model, x = by_block(seeded(Tower), transport=PAIRS), data(0, rank)
+            other, weight = square(model, 2 * x), model.blocks[2].up.weight
+            hook = lambda grad: torch.autograd.grad(other, weight) and None  # noqa: E731
+            model.blocks[2].register_forward_pre_hook(
+                lambda _, args: args[0].register_hook(hook) and None
+            )
+            square(model, x).backward()
+        assert ("reduce", False) in races.seen and races.found == []
+
+    run_ranks(ranks, 2)
+
+
 def test_events_and_scopes_are_made_once() -> None:
     """From the third step on no event and no scope of a stream is made, only used again."""
     made: list[str] = []
