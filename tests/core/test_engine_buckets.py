@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from fsdp_compose import (
     fully_shard,
     register_comm_hook,
     register_post_reduce_hook,
+    reshard,
+    set_reshard_after_forward,
+    state_dict,
     wrap,
 )
+from fsdp_compose.base.process import here
 
 from harness import simulate_ranks
-from models import WIDTH, Tower, Twin, by_block, data, seeded, square, units
+from models import WIDTH, Tower, Twin, by_block, data, seeded, square, two_blocks, units
 
 
 class TwoKinds(nn.Sequential):
@@ -67,6 +72,9 @@ def test_an_unseen_write_to_any_bucket_raises(layer: int) -> None:
             given[layer] += 1.0
             with pytest.raises(RuntimeError, match=rf"'{layer}\.weight' .* was written while"):
                 model(data(0, rank))
+            output = model(data(0, rank))  # reads what was written
+            reshard(model)
+            assert torch.equal(output, model(data(0, rank)))
 
     simulate_ranks(ranks)
 
@@ -198,7 +206,60 @@ def test_a_layer_of_several_units_in_their_passes() -> None:
         build = lambda: Lender(3)  # noqa: E731
         shard = lambda m: fully_shard(m, units=wrap.by_class({Lender}))  # noqa: E731
         twin = Twin(rank, 2, build, shard)
-        print([[s().name for s in u.links.sharers] for u in units(twin.model)])
         twin.train(steps=2)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_was_gathered_again_is_still_compared(moves: bool) -> None:
+    """A unit that an earlier forward left gathered reads every later write, not only the first."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks, partial(by_block, reshard_after_forward=False))
+        mine, theirs = (m.blocks[0].up.weight for m in (twin.model, twin.reference))
+        twin.losses(square, 0)
+        set_reshard_after_forward(twin.model, True)  # from here on no forward keeps it
+        for step in range(2):
+            with torch.no_grad():
+                theirs *= 2.0
+                if moves and step == 0:
+                    mine.data = mine.data * 2.0
+                else:
+                    mine *= 2.0
+            twin.losses(square, 0)
+
+    simulate_ranks(ranks)
+
+
+def test_backward_of_kept_weights_that_were_replaced() -> None:
+    """It reads what forward read, as a plain module's, once the new values are in the shards."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks, partial(by_block, reshard_after_forward=False))
+        loss, plain = twin.losses(square, 0)
+        for model in (twin.model, twin.reference):
+            param = model.blocks[0].up.weight
+            param.data = param.detach() * 2.0
+        state_dict(twin.model)  # reads the new values
+        loss.backward()
+        plain.backward()
+        twin.check_grads()
+        twin.losses(square, 1)
+
+    simulate_ranks(ranks)
+
+
+def test_a_read_of_data_before_a_forward_costs_nothing() -> None:
+    """Weights that stay gathered are those that forward read, so backward gathers none again."""
+
+    def ranks(rank: int) -> None:
+        model = two_kinds(reshard_after_forward=False)
+        for layer in model:
+            assert layer.weight.data.numel()
+        loss = square(model, data(0, rank))
+        here.traffic.reset()
+        loss.backward()
+        assert here.traffic.gathers == 0
 
     simulate_ranks(ranks)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from fsdp_compose import (
     ShardingStrategy,
+    gathered,
+    local_parameters,
     no_sync,
     reduce_grads,
+    register_post_reduce_hook,
     set_requires_all_reduce,
 )
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.sharded import is_sharded
 
 from harness import fake_world, simulate_ranks
 from models import (
@@ -116,5 +122,41 @@ def test_what_is_added_to_gradients_with_a_graph() -> None:
             square(model, data(1, rank)).backward()
         reduce_grads(model)
         assert None not in before and [param.grad.grad_fn for param in params] == before
+
+    simulate_ranks(ranks)
+
+
+def test_gradients_that_a_hook_took_are_gone() -> None:
+    """An optimizer over plain parameters that steps in a hook and clears its gradients."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        optim = torch.optim.SGD(local_parameters(model.blocks[0]), lr=0.1)
+
+        def step(*_: Any) -> None:
+            optim.step()
+            optim.zero_grad()
+
+        register_post_reduce_hook(model.blocks[0], step)
+        square(model, data(0, rank)).backward()
+        assert all(param.grad is None for param in model.blocks[0].parameters())
+        assert all(param.grad is not None for param in model.blocks[1].parameters())
+
+    simulate_ranks(ranks)
+
+
+def test_hooks_in_a_scope_see_slices() -> None:
+    """As in any backward, though the parameters are full around it."""
+
+    def ranks(rank: int) -> None:
+        model, seen = by_block(seeded(two_blocks)), list[bool]()
+        weight = model.blocks[0].up.weight
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(is_sharded(p)))
+        look = lambda _, params: seen.extend(map(is_sharded, params))  # noqa: E731
+        register_post_reduce_hook(model.blocks[0], look)
+        with gathered(model):
+            square(model, data(0, rank)).backward()
+            assert not is_sharded(weight)
+        assert seen == [True] * 6
 
     simulate_ranks(ranks)

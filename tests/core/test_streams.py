@@ -31,12 +31,14 @@ from harness import rank_errors, run_ranks
 from models import (
     ThreeBuckets,
     Tower,
+    assert_at_rest,
     by_block,
     data,
     mesh_of_replicas,
     seeded,
     sgd,
     square,
+    units,
 )
 
 
@@ -72,6 +74,9 @@ def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[s
         optim.step()
         with torch.no_grad():
             model(data(0, rank))
+            for unit in units(model):  # which evaluation may keep
+                fc.reshard(unit.modules[0]())
+    assert_at_rest(model)
     if options.get("strategy") is not ShardingStrategy.NO_SHARD:
         assert ("gather into", False) in races.seen and ("gather into", True) not in races.seen
         assert ("reduce", False) in races.seen and ("reduce", True) not in races.seen
