@@ -165,12 +165,10 @@ class EngineWork:
     def is_complete(self, part: Arrival) -> bool:
         bucket, node = part.bucket, part.node
         unit = unit_of(bucket)
-        if not unit.switches.sync:
-            return False
-        is_seen = bucket.residence.is_hooked or bool(unit.post_reduce_hooks or bucket.mesh.slots)
-        if node is not None and not node.ends_pass:
-            is_seen = True  # only some gradients, and those of a forward may follow
-        return not (is_seen or bucket.users.is_lent) or not _is_awaited(unit, bucket, node)
+        is_seen = bucket.residence.is_hooked or unit.post_reduce_hooks or bucket.mesh.slots
+        is_part = node is not None and not node.ends_pass  # those of a forward may follow
+        waits = is_seen or is_part or bucket.users.is_lent
+        return unit.switches.sync and not (waits and _is_awaited(unit, bucket, node))
 
     def postpone(self, part: Arrival) -> None:
         if unit_of(part.bucket).switches.sync:
@@ -315,7 +313,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
         return read
     versions = read_versions(unit)
     tensors = _gather(weakref.ref(unit), trained, versions, unit.links.anchor)
-    if len(trained) < len(unit.links.aliases):
+    if len(trained) != len(unit.links.aliases):
         outputs, tensors = tensors, list(unit.links.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, fully_shard, gathered, set_debug, wrap
 from fsdp_compose.base.process import here
@@ -97,6 +98,23 @@ def test_gradients_of_one_bucket_are_asked_for() -> None:
             (wanted,) = torch.autograd.grad(square(plain, data(0, 0)), theirs.bias)
             (found,) = torch.autograd.grad(square(model, data(0, 0)), ours.bias)
             torch.testing.assert_close(whole(found), wanted)
+
+
+def test_a_recomputed_part_has_two_buckets() -> None:
+    """Its gradients wait for the rest of the unit's, those of both kinds."""
+
+    class Whole(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](checkpoint(self[0], x, use_reentrant=True))
+
+    with single_process():
+        plain = Whole(TwoKinds(), nn.Linear(WIDTH, 2).double())
+        model = fully_shard(copy.deepcopy(plain))
+        x = data(0, 0).requires_grad_()
+        square(plain, x).backward()
+        square(model, x).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad)
 
 
 def test_ranks_that_give_other_tensors_are_told() -> None:
