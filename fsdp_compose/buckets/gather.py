@@ -54,7 +54,7 @@ def start_fills(buckets: Sequence[Bucket]) -> None:
 
     Gathers that no messages between pairs of ranks go ahead of are started together.
     """
-    plans: list[comm.GatherPlan] = []
+    plans: list[comm.GatherPlan] | None = [] if len(buckets) > 1 else None
     for bucket in buckets:
         storage, views = bucket.full.untyped_storage(), bucket.views
         if storage.nbytes() == 0:
@@ -62,14 +62,16 @@ def start_fills(buckets: Sequence[Bucket]) -> None:
         plan = views.plan
         if plan is None:
             plan = _begin_fill(bucket)
+            if plan is None:
+                continue
         elif plan.own is not views.shard_bytes:
             copy_shard(views.own, _resident_shard(bucket))
-        if plan is not None:
+        if plans is None:
+            bucket.fill.exchange = plan.start()
+        else:
             bucket.fill.exchange = plan.exchange
             plans.append(plan)
-    if len(plans) == 1:
-        plans[0].start()
-    elif plans:
+    if plans:
         comm.start_gathers(plans)
 
 

@@ -135,10 +135,10 @@ def wait_gathered(unit: Unit) -> None:
             fill = bucket.fill
             fill.exchange.wait()
             bucket.move_to(Phase.GATHERED)
-            if fill.mark is not passed:  # behind it the compute stream may read
-                passed = fill.mark
-                unit.engine.streams.wait(passed)
-            fill.mark = None
+            if fill.mark is not None:
+                if fill.mark is not passed:  # behind it the compute stream may read
+                    unit.engine.streams.wait(fill.mark)
+                passed, fill.mark = fill.mark, None
 
 
 def note_kept(unit: Unit) -> None:
