@@ -37,9 +37,13 @@ class TwoKinds(nn.Sequential):
         return self[1](x) if both else x
 
 
-def two_kinds(**options: Any) -> nn.Module:
+def seeded_kinds() -> TwoKinds:
     torch.manual_seed(0)
-    return fully_shard(TwoKinds(), **options)
+    return TwoKinds()
+
+
+def two_kinds(**options: Any) -> nn.Module:
+    return fully_shard(seeded_kinds(), **options)
 
 
 def test_a_write_to_any_kept_bucket_is_read() -> None:
@@ -228,6 +232,23 @@ def test_what_was_gathered_again_is_still_compared(moves: bool) -> None:
                 else:
                     mine *= 2.0
             twin.losses(square, 0)
+
+    simulate_ranks(ranks)
+
+
+def test_each_bucket_gathered_again_is_still_compared() -> None:
+    """Also where a write to all of them had them gathered again together."""
+
+    def ranks(rank: int) -> None:
+        model, plain = two_kinds(reshard_after_forward=False), seeded_kinds()
+        model(data(0, rank))
+        set_reshard_after_forward(model, True)
+        for written in ((0, 1), (1,), (0,)):
+            with torch.no_grad():
+                for layer in written:
+                    for each in (model, plain):
+                        each[layer].bias += 1.0
+            assert torch.equal(model(data(0, rank)), plain(data(0, rank)))
 
     simulate_ranks(ranks)
 
