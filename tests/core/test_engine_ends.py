@@ -352,3 +352,39 @@ def test_a_forward_in_a_scope_casts_its_inputs() -> None:
         model = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecision(torch.bfloat16))
         with gathered(model):
             assert model(torch.ones(1, 2)).dtype is torch.bfloat16
+
+
+def test_what_waits_for_the_end_is_reduced_in_turn() -> None:
+    """Each reduction ends before the next begins, so that one flat buffer exists at a time."""
+
+    def ranks(rank: int) -> None:
+        model, under_way = by_block(seeded(two_blocks)), list[int]()
+        engine = units(model)[0].engine
+        work = engine.schedule.work
+        reduce = work.reduce
+        work.reduce = lambda part: (under_way.append(len(engine.reductions)), reduce(part))
+        x = data(0, rank).requires_grad_()
+        for block in model.blocks:
+            block.up.weight.register_hook(lambda grad: None)
+            x = checkpoint(block, x, use_reentrant=True)
+        x.sum().backward()
+        assert under_way == [0, 0]
+
+    simulate_ranks(ranks)
+
+
+def test_backwards_over_a_graph_over_gradients() -> None:
+    """Units stay gathered while it is kept; its last backward releases all of them."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        loss = square(model, data(0, rank))
+        found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        penalty = sum(grad.square().sum() for grad in found)
+        penalty.backward(retain_graph=True)
+        assert all(Hold.RETAINED in unit.holds for unit in units(model))
+        penalty.backward()
+        assert_at_rest(model)
+        assert found and loss.grad_fn is not None  # the graphs live
+
+    simulate_ranks(ranks)
