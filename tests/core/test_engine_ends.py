@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -386,5 +387,41 @@ def test_backwards_over_a_graph_over_gradients() -> None:
         penalty.backward()
         assert_at_rest(model)
         assert found and loss.grad_fn is not None  # the graphs live
+
+    simulate_ranks(ranks)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_evaluation_leaves_no_order() -> None:
+    """The training forward behind it is recorded, so that the first backward gathers ahead."""
+
+    def ranks(rank: int) -> None:
+        model, told = by_block(seeded(two_blocks), prefetch=Prefetch(0, 1)), list[Any]()
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model(data(0, rank))
+        handle.remove()
+        loss = square(model, data(1, rank))
+        units(model)[0].engine.schedule.work.announce = lambda unit, why: told.append(why)
+        loss.backward()
+        assert told.count(Hold.PREFETCH) == 2
+
+    simulate_ranks(ranks)
+
+
+def test_an_interrupted_functional_call_is_over() -> None:
+    """The next forward reads the parameters, not what the call was given in their place."""
+
+    def ranks(rank: int) -> None:
+        model, plain = fully_shard(seeded(two_blocks)), seeded(two_blocks)
+        zeros = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            functional_call(model, zeros, data(0, rank))
+        handle.remove()
+        torch.testing.assert_close(model(data(0, rank)), plain(data(0, rank)))
 
     simulate_ranks(ranks)
