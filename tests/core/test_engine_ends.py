@@ -425,3 +425,20 @@ def test_an_interrupted_functional_call_is_over() -> None:
         torch.testing.assert_close(model(data(0, rank)), plain(data(0, rank)))
 
     simulate_ranks(ranks)
+
+
+def test_a_backward_after_ranks_differed_expects_nothing() -> None:
+    """Of a forward from before: what some ranks ran since is no order, on any of them."""
+
+    def ranks(rank: int) -> None:
+        model, told = by_block(seeded(two_blocks), prefetch=Prefetch(0, 1)), list[Any]()
+        square(model, data(0, rank)).backward()
+        loss = square(model, data(1, rank))
+        with pytest.raises(RuntimeError, match="different units"):
+            model.blocks[rank](data(2, rank)).sum().backward()
+        units(model)[0].engine.schedule.work.announce = lambda unit, why: told.append(why)
+        loss.backward()
+        assert Hold.BACKWARD in told and Hold.PREFETCH not in told
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
