@@ -427,7 +427,7 @@ def test_an_interrupted_functional_call_is_over() -> None:
     simulate_ranks(ranks)
 
 
-def test_a_backward_after_ranks_differed_expects_nothing() -> None:
+def test_a_backward_after_ranks_differed() -> None:
     """Of a forward from before: what some ranks ran since is no order, on any of them."""
 
     def ranks(rank: int) -> None:
