@@ -160,3 +160,13 @@ def test_hooks_in_a_scope_see_slices() -> None:
         assert seen == [True] * 6
 
     simulate_ranks(ranks)
+
+
+def test_gradients_added_up_in_a_tree_are_averaged() -> None:
+    """``deterministic=`` changes the order of the sum, not what it is."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda m: by_block(m, deterministic=2)  # noqa: E731
+        Twin(rank, 2, two_blocks, shard).train(steps=2)
+
+    simulate_ranks(ranks)
