@@ -378,7 +378,7 @@ class _FSDPState:
     """What ``fully_shard`` attaches to a module."""
 
     unit: Unit
-    buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # before the cast
+    buffer_dtypes: dict[str, torch.dtype]  # before the cast
     state_dict_type: Any = None  # what set_state_dict_type chose
 
     def __reduce_ex__(self, protocol: object) -> Any:
