@@ -262,7 +262,7 @@ def routes_of(unit: Unit, trained: tuple[int, ...]) -> list[Route]:
                 is_whole=min(found) >= 0,
             )
             for bucket, found in sources
-            if max(found, default=-1) >= 0
+            if max(found) >= 0
         ]
     return routes
 
