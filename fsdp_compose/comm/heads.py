@@ -1,8 +1,9 @@
 """Ranks tell each other what they are doing ahead of each exchange, on gloo.
 
-A head is a small message that goes point to point before data. Where heads differ, the ranks run
-different units. The buffers behind them never meet, since their tags are made of the heads, and the
-receiver says so instead of waiting for ever or reading what is not meant for it.
+A head is a small message that goes point to point before data, between ranks of one host through a
+pipe (comm/mail.py). Where heads differ, the ranks run different units. The buffers behind them
+never meet, since their tags are made of the heads, and the receiver says so instead of waiting for
+ever or reading what is not meant for it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from fsdp_compose.base.group import Call, Group
+from fsdp_compose.base.group import Group
 from fsdp_compose.comm.flags import Flags
-from fsdp_compose.comm.messages import wait_for
-from fsdp_compose.comm.shared_memory import Offer
-from fsdp_compose.comm.transports import send_pairs
+from fsdp_compose.comm.mail import ROW, Letter
+from fsdp_compose.comm.messages import post_pairs, wait_for
+from fsdp_compose.comm.shared_memory import Offer, segments_of
 
 Head = tuple[int, ...]
-"""Eight integers that say what a rank is doing; as sent, ``HEAD`` integers, see ``send_heads``."""
+"""Eight integers that say what a rank is doing; as sent, ``ROW`` integers, see ``send_heads``."""
 
-HEAD = 14
 DATA, COMPARISON, MEETING = 0, 1, 2
 KIND, FLAGS, OFFER = 8, 9, 10  # what stands where; before FLAGS, ranks that do the same are equal
 
@@ -70,7 +70,8 @@ class Heads:
     caller: Caller
     group: Group
     sent: list[int]
-    received: torch.Tensor  # by peer
+    letters: Sequence[Letter]  # from ranks of this host
+    received: dict[int, torch.Tensor]  # from the others
     works: Sequence[Any]
     peers: Sequence[int]
     purpose: str
@@ -114,7 +115,15 @@ class Heads:
         """The heads of the other ranks, once they have arrived."""
         works, self.works = self.works, ()
         wait_for(works, self.peers, self.purpose)
-        return self.received.tolist()
+        return self.arrived()
+
+    def arrived(self) -> list[list[int]]:
+        """The heads of the other ranks, in rank order, which were waited for."""
+        if not self.received:
+            return [letter.row for letter in self.letters]
+        rows = {rank: tensor.tolist() for rank, tensor in self.received.items()}
+        rows |= {letter.rank: letter.row for letter in self.letters}
+        return [rows[rank] for rank in sorted(rows)]
 
     def check(self) -> bool:
         """Raise unless every peer does the same; False if ranks have disagreed since it was sent.
@@ -141,7 +150,7 @@ class Heads:
 
     def offers(self) -> list[Offer]:
         """What each rank of the group offers in its memory, by rank; when the heads are there."""
-        rows = self.received.tolist()
+        rows = self.arrived()
         rows.insert(self.group.rank, self.sent)
         return [Offer(*row[OFFER:]) for row in rows]
 
@@ -188,19 +197,25 @@ def send_heads(
     is_partial = flags is not None and not flags.is_full
     mine = [*head, kind, flags.nbytes if flags is not None and is_partial else 0]
     mine += offer or Offer()
-    sent = torch.tensor(mine)
-    received = sent.new_empty(group.size - 1, HEAD)
-    incoming = list(received.unbind())
-    incoming.insert(group.rank, sent)
-    epoch = caller.epoch(group)
-    started = send_pairs([sent] * group.size, incoming, Call(group, 1 + epoch, purpose))
-    heads = Heads(
-        caller, group, mine, received, started.works, started.peers, purpose, epoch, flags
-    )
+    epoch, segments = caller.epoch(group), segments_of(group)
+    far = [(group.rank + step) % group.size for step in range(1, group.size)]
+    letters: list[Letter] = []
+    if segments is not None:
+        letters = segments.mail.post(1 + epoch, mine, purpose)
+        far = [rank for rank in far if rank not in segments.peers]
+    works: list[Any] = [*letters]
+    peers = [group.ranks[letter.rank] for letter in letters]
+    received: dict[int, torch.Tensor] = {}
+    if far:
+        received = {rank: torch.empty(ROW, dtype=torch.int64) for rank in reversed(far)}
+        outgoing = dict.fromkeys(far, torch.tensor(mine))
+        works += post_pairs(received, outgoing, group, 1 + epoch, purpose)
+        peers += [group.ranks[rank] for rank in (*received, *far)]
+    heads = Heads(caller, group, mine, letters, received, works, peers, purpose, epoch, flags)
     caller.unread.setdefault(group.pg, deque()).append(heads)
     if flags is not None and is_partial:
-        data, peers = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
-        heads.flag_works = [group.pg.send([data], r, _flag_tag(epoch, mine)) for r in peers]
+        data, others = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
+        heads.flag_works = [group.pg.send([data], r, _flag_tag(epoch, mine)) for r in others]
     return heads
 
 

@@ -68,6 +68,11 @@ def no_answer(purpose: str, who: str, advice: str, error: object) -> RuntimeErro
     )
 
 
+def died(purpose: str, rank: int, error: object) -> RuntimeError:
+    """The error where a message could not be sent to ``rank``."""
+    return no_answer(purpose, f"rank {rank}", _STUCK, error)
+
+
 def post_pairs(
     incoming: Mapping[int, torch.Tensor],
     outgoing: Mapping[int, torch.Tensor],
@@ -92,7 +97,7 @@ def post_pairs(
             except RuntimeError as error:
                 dead = dead or (group.ranks[peer], error)
     if dead is not None:
-        raise no_answer(purpose, f"rank {dead[0]}", _STUCK, dead[1]) from dead[1]
+        raise died(purpose, *dead) from dead[1]
     return works
 
 

@@ -47,6 +47,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group, is_alive
 from fsdp_compose.base.process import here
+from fsdp_compose.comm.mail import Mail
 from fsdp_compose.comm.messages import gather_objects
 
 MAX_SLOTS = 64
@@ -161,9 +162,10 @@ class Segments:
         self.header = memoryview(mmap.mmap(self.fd, self.end)).cast("B").cast("q")
         self.secret = secrets.randbits(62)
         self.header[0] = self.secret
+        self.mail = Mail(group)
 
-    def try_peer(self, rank: int, pid: int, fd: int, secret: int) -> bool:
-        """Open another rank's segment; False where this rank cannot."""
+    def try_peer(self, rank: int, pid: int, fd: int, secret: int, entrance: int) -> bool:
+        """Open another rank's segment, and its pipe; False where this rank cannot."""
         try:
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -173,6 +175,7 @@ class Segments:
             header = memoryview(mmap.mmap(opened, size, prot=mmap.PROT_READ)).cast("B").cast("q")
             if header[0] != secret:
                 raise OSError("another file")
+            self.mail.open_to(rank, pid, entrance)
         except (OSError, ValueError):
             os.close(opened)
             return False
@@ -321,18 +324,20 @@ def _meet(group: Group) -> Segments | None:
     with contextlib.suppress(OSError, AttributeError, ValueError):
         host = _name_host()
         own = Segments(group)
-        place = host, os.getpid(), own.fd, own.secret
+        place = host, os.getpid(), own.fd, own.secret, own.mail.entrances
     places = gather_objects(place, group)
     opened = []
     if own is not None and place is not None:
         for rank, other in enumerate(places):
             if rank != group.rank and other is not None and other[0] == place[0]:
-                _, pid, fd, secret = other
-                opened += [rank] if own.try_peer(rank, pid, fd, secret) else []
+                _, pid, fd, secret, entrances = other
+                can_read = own.try_peer(rank, pid, fd, secret, entrances[group.rank])
+                opened += [rank] if can_read else []
     answers = gather_objects(opened, group)
     if own is None:
         return None
     own.peers = {rank: p for rank, p in own.peers.items() if group.rank in answers[rank]}
+    own.mail.keep([*own.peers])
     return own if own.peers else None
 
 

@@ -17,7 +17,7 @@ from harness import simulate_ranks, single_process
 from models import Tower, assert_at_rest, by_block, data, seeded, square, two_blocks, units
 
 
-def test_a_unit_linked_again_finds_who_shares_its_modules() -> None:
+def test_a_unit_linked_again_finds_its_sharers() -> None:
     """As ``refresh`` links it, whichever of the two owns the parameters."""
     with single_process():
         shared = seeded(two_blocks)
@@ -28,7 +28,7 @@ def test_a_unit_linked_again_finds_who_shares_its_modules() -> None:
             assert {ref() for ref in unit.links.sharers} == {other}
 
 
-def test_groups_that_data_travels_over_are_told_of_a_failure() -> None:
+def test_groups_that_data_travels_over() -> None:
     """Among them the part of a group that weights are kept in after forward."""
 
     def ranks(rank: int) -> None:
@@ -42,7 +42,7 @@ def test_groups_that_data_travels_over_are_told_of_a_failure() -> None:
     simulate_ranks(ranks, world_size=4)
 
 
-def test_a_list_waits_until_what_was_gathered_ahead_is_used() -> None:
+def test_lists_wait_for_what_was_gathered_ahead() -> None:
     """No more units wait than it names, whichever list they came from."""
 
     def ranks(rank: int) -> None:
