@@ -22,8 +22,8 @@ here, and never a bus error later: ``offer`` and ``lend`` then answer None, and 
 messages, as it does between hosts. Other ranks map a segment for reading alone.
 
 Ranks find out once per group which of them share a host, see ``open_segments``: those that have the
-same boot and process namespace, and that can open and read each other's segment. Whoever cannot,
-for want of Linux, ``/proc``, permission or memory, is treated as on another host.
+same boot, process and network namespaces, and that can open each other's segment and pipe. Whoever
+cannot, for want of Linux, ``/proc``, permission or memory, is treated as on another host.
 """
 
 from __future__ import annotations
@@ -341,10 +341,10 @@ def _meet(group: Group) -> Segments | None:
     return own if own.peers else None
 
 
-def _name_host() -> tuple[str, str]:
-    """What processes have in common that see the same memory and the same process numbers."""
+def _name_host() -> tuple[str, ...]:
+    """What processes have in common that see the same memory, process numbers and network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    return boot, os.readlink("/proc/self/ns/pid")
+    return boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
 
 
 def _whole_pages(nbytes: int) -> int:
