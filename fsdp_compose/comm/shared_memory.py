@@ -186,9 +186,11 @@ class Segments:
     def lend(self, nbytes: int) -> Lease | None:
         """Memory of this rank's segment that nobody reads; None where there is none."""
         with self.lock:
-            free = [s for i, s in enumerate(self.slots) if self._is_free(i, s)]
-            large = [s for s in free if len(s.map) >= nbytes]
-            slot = min(large, key=lambda s: len(s.map)) if large else self._grow(nbytes, free)
+            slots = sorted(enumerate(self.slots), key=lambda pair: len(pair[1].map))
+            large = (s for i, s in slots if len(s.map) >= nbytes and self._is_free(i, s))
+            slot = next(large, None)
+            if slot is None:
+                slot = self._grow(nbytes, [s for i, s in slots if self._is_free(i, s)])
             if slot is None:
                 return None
             lease = Lease(slot.memory(nbytes), slot.kept)
@@ -199,8 +201,10 @@ class Segments:
         if slot.lease is not None and slot.lease() is not None:
             return False
         floor, read = _FLOORS + self.rank, _FLOORS + self.size + self.rank * MAX_SLOTS + index
-        headers = [peer.header for peer in self.peers.values()]
-        return all(h[floor] >= slot.ticket or h[read] >= slot.ticket for h in headers)
+        for peer in self.peers.values():
+            if peer.header[floor] < slot.ticket and peer.header[read] < slot.ticket:
+                return False
+        return True
 
     def _grow(self, nbytes: int, free: list[_Slot]) -> _Slot | None:
         """Make another slot, or a larger one in the place of one that is free and too small."""
