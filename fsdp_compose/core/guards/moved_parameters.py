@@ -137,13 +137,12 @@ def _convert_gradients(bucket: Bucket) -> None:
         bucket.grads = make_grad_buffer(bucket)
         bucket.grads.flat.copy_(old.flat)
     kind = bucket.dtypes.grad
-    real = kind.to_real() if kind.is_complex else kind
     if bucket.arriving.partial is not None:
-        bucket.arriving.partial = bucket.arriving.partial.to(device=bucket.mesh.device, dtype=real)
+        bucket.arriving.partial = bucket.arriving.partial.to(bucket.mesh.device, kind.to_real())
     if bucket.arriving.waiting is not None:
         bucket.arriving.waiting = bucket.arriving.waiting.to(kind)
     nodes = bucket.arriving.sums.nodes
-    nodes[:] = [node.to(device=bucket.mesh.device, dtype=kind) for node in nodes]
+    nodes[:] = [node.to(bucket.mesh.device, kind) for node in nodes]
     for entry in bucket.entries:
         grad = entry.param.grad
         if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
@@ -178,11 +177,12 @@ def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
     moved = [(entry, kind) for entry, kind in named if kind != kept]
     same = [entry.spec.fqn for entry, kind in named if kind == kept]
     names = ", ".join(f"{e.spec.fqn!r} is {kind[0]} on {kind[1]}" for e, kind in moved[:4])
-    others = f"{same[0]!r} and {len(same) - 1} more are" if len(same) > 1 else f"{same} is"
+    first = repr(same[0]) if same else "none"
+    others = f"{first} and {len(same) - 1} more are" if len(same) > 1 else f"{first} is"
     return (
         f"parameters of unit {bucket.entries[0].spec.unit!r} share a buffer, and only some were "
         f"converted since they were sharded: {names}{', ...' if len(moved) > 4 else ''}, "
-        f"{others if same else 'none is'} {kept[0]} on {kept[1]}. Convert the whole unit with "
+        f"{others} {kept[0]} on {kept[1]}. Convert the whole unit with "
         "module.to(dtype or device), or call fsdp_compose.undo(module), convert, and shard again."
     )
 

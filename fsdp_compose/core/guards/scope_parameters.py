@@ -324,13 +324,7 @@ def set_trained(entry: Entry, value: bool) -> None:
     if entry.param.requires_grad == value:
         return
     entry.param.requires_grad = value
-    layer = entry.layers[-1]
-    held, again = entry.held, layer.rebuild(entry, value)
-    if again is held:
-        with raw():
-            _requires_set(held, value)
-        return
-    _exchange(held, again)
+    _exchange(entry.held, entry.layers[-1].rebuild(entry, value))
 
 
 @contextmanager
@@ -346,10 +340,10 @@ def at_rest(entries: Iterable[Entry]) -> Iterator[None]:
 
 def rest(entry: Entry) -> bool:
     """Let the parameter hold its shard until ``end_rests``; False if it does already."""
-    if not entry.layers or entry.param is entry.held:
-        return False
-    _turn(entry)
-    return True
+    is_shown = bool(entry.layers) and entry.param is not entry.held
+    if is_shown:
+        _turn(entry)
+    return is_shown
 
 
 def end_rests(entries: Iterable[Entry]) -> None:
