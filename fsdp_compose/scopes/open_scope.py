@@ -16,7 +16,13 @@ from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.connect import connect
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.guards.scope_parameters import as_parameter, is_whole, new_layer, show
+from fsdp_compose.core.guards.scope_parameters import (
+    as_parameter,
+    end_rests,
+    is_whole,
+    new_layer,
+    show,
+)
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Unit
@@ -53,6 +59,7 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
     fulls: dict[Entry, torch.Tensor] = {}
     grads: dict[Entry, torch.Tensor | None] = {}
     for unit in units:
+        end_rests(unit.entries)  # in a hook on gradients, which an outer scope lets see slices
         here = has_full_tensors(unit, options)
         outer = unit.opened
         reused = dict(zip(unit.entries, outer.tensors, strict=True)) if outer is not None else {}

@@ -28,7 +28,6 @@ from fsdp_compose.base.torch_private import (
     call_raw,
     is_asked_for_node,
     make_subclass,
-    raw,
     swap_contents,
     swap_dtensor_slots,
 )
@@ -154,7 +153,7 @@ class _Whole(_Base):
     def detach(self) -> Any:
         """A plain tensor; of this class for ``nn.Parameter(p)``, which then sets ``_is_param``."""
         if is_called_by_parameter():
-            return make_subclass(type(self), call_raw(_plain.detach, (), (self,)), False)
+            return make_subclass(type(self), call_raw(_plain.detach, (), (self,)))
         return call_raw(_plain.detach, (), (self,))
 
     @property
@@ -261,9 +260,11 @@ def is_connected(tensor: Any) -> bool:
 
 
 def show(entry: Entry, full: Any, layer: Layer) -> None:
-    """Let the parameter hold ``full`` until ``hide``; ``full`` then holds what it held."""
+    """Let the parameter hold ``full`` until ``hide``; ``full`` then holds what it held.
+
+    It must not be at rest, see ``end_rests``.
+    """
     held = entry.held
-    _end_rest(entry)
     before = type(held)
     layer.beneath, layer.kind = full, type(full)
     _exchange(held, full)
@@ -369,7 +370,6 @@ def _turn(entry: Entry) -> None:
 
 def _exchange(first: Any, second: Any) -> None:
     """Exchange the tensors of two objects; their classes, attributes and references stay."""
-    with raw():
-        if isinstance(first, DTensor):
-            swap_dtensor_slots(first, second)
-        swap_contents(first, second)
+    if isinstance(first, DTensor):
+        swap_dtensor_slots(first, second)
+    swap_contents(first, second)

@@ -45,6 +45,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "hybrid": {"strategy": ShardingStrategy.HYBRID_SHARD},
     "fused": {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER},
     "spread": {"reshard_after_forward": 2},
+    "slots": {"deterministic": 4},
 }
 
 
@@ -63,7 +64,7 @@ def test_a_move_to_another_device(kind: str) -> None:
     """Groups, buffers, gradients that wait, specs and engine are those of the new device."""
     def ranks(rank: int) -> None:
         options = {"transport": AT_ONCE, **MESHES[kind]}
-        if kind != "spread":
+        if kind in ("hybrid", "fused"):
             options["mesh"] = mesh_of_replicas(2, 2)
         model = one_unit(seeded(lambda: nn.Linear(6, 4)), **options)
         (unit,) = units(model)
@@ -82,7 +83,7 @@ def test_a_move_to_another_device(kind: str) -> None:
             else:
                 assert new == replace(old, backend="of meta") and new.pg is old.pg
                 assert new.transport is old.transport is not None
-        assert mesh.slots is before.slots
+        assert mesh.slots == before.slots and (mesh.slots == 4) == (kind == "slots")
         assert (mesh.axes is not None) == (kind == "fused")
         assert (spread is not None) == (kind == "spread")
         assert (bucket.inner is None) == (inner is None)
@@ -127,6 +128,8 @@ def test_offloaded_parameters_stay_on_the_host(policy: Offload) -> None:
         square(model, data(0, rank).float()).backward()
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         (bucket,) = units(model.blocks[0])[0].buckets
+        copied = bucket.device_copy
+        assert policy.params or copied.tensor.dtype is torch.float32
         with pytest.raises(RuntimeError) as caught:
             play_a_move(bucket)
         wanted = r"parameter 'blocks\.0\.norm\.weight' of unit 'blocks\.0' was moved to meta"

@@ -21,10 +21,13 @@ from fsdp_compose.core.guards.scope_parameters import (
     at_rest,
     end_rests,
     hide,
+    hide_all,
     is_connected,
     is_whole,
     leaf_of,
+    new_layer,
     rest,
+    show,
 )
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
@@ -260,6 +263,9 @@ def test_flags_set_in_nested_scopes(options: dict[str, bool]) -> None:
         with gathered(model), gathered(model, **options):
             assert p.requires_grad_(False) is p and q.requires_grad_() is q
             p.requires_grad = False  # once more
+            node = q.grad_fn
+            q.requires_grad = True
+            assert q.grad_fn is node
             assert not p.requires_grad and q.requires_grad
             assert not (p * 2).requires_grad and (q * 2).requires_grad
             if not options:
@@ -409,5 +415,62 @@ def test_hooks_on_reduced_gradients_see_slices() -> None:
             square(model, data(0, rank)).backward()
             assert not any(map(is_sharded, model.parameters()))
         assert len(seen) == len(list(model.parameters())) and all(seen)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_scope_opened_in_a_hook_on_a_gradient(grad: bool) -> None:
+    """The hook's parameter holds its slice, in a scope too; one that the hook opens shows all."""
+
+    def ranks(rank: int) -> None:
+        model, plain = pair()
+        seen: list[Tensor] = []
+
+        def hook(p: nn.Parameter) -> None:
+            assert is_sharded(p) and is_sharded(p.grad)
+            with torch.set_grad_enabled(grad), gathered(model):
+                seen.extend(p.detach().clone() for p in model.parameters())
+
+        with gathered(model):
+            model[1].weight.register_post_accumulate_grad_hook(hook)
+            square(model, data(0, rank, 2, 3)).backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert is_whole(p) and torch.equal(p, q)
+        for p, q, shown in zip(model.parameters(), plain.parameters(), seen, strict=True):
+            assert is_sharded(p) and torch.equal(whole(p), q) and torch.equal(shown, q)
+
+    simulate_ranks(ranks)
+
+
+def test_what_two_layers_showed_is_given_back() -> None:
+    """In either order: the values of each, in objects of their own classes; ``hide_all`` too."""
+
+    def ranks(rank: int) -> None:
+        model, _ = pair()
+        entry = units(model)[0].entries[1]
+        p, values = entry.held, whole(entry.held)
+
+        def layers() -> tuple[Any, Any]:
+            shown = torch.zeros(entry.spec.shape), nn.Parameter(torch.ones(entry.spec.shape))
+            for scope, full in zip("ab", shown, strict=True):
+                show(entry, full, new_layer(scope, lambda entry, trained: p))
+            return shown
+
+        for order in ("ab", "ba"):
+            shown = dict(zip("ab", layers(), strict=True))
+            assert p.eq(1).all()
+            for scope in order:
+                full = hide(entry, scope)
+                assert full is not None and vars(full) == {}
+                assert type(full) is (Tensor if full is shown["a"] else nn.Parameter)
+                assert full.eq(0 if scope == "a" else 1).all()
+                assert is_sharded(p) is (scope == order[1])
+            assert [type(shown[scope]) for scope in "ab"] == [Tensor, nn.Parameter]
+            assert torch.equal(whole(p), values)
+        layers()
+        hide_all(entry)
+        assert is_sharded(p) and not entry.layers and torch.equal(whole(p), values)
+        square(model, data(0, rank, 2, 3)).backward()
 
     simulate_ranks(ranks)
