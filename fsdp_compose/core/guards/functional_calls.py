@@ -131,7 +131,7 @@ def open_functional_call(
         for tensor, bucket in zip(shown, buckets, strict=True)
     ]
     for index in unit.links.with_attributes:
-        if index not in given:
+        if index not in found and read[index] is not held[index]:
             copy_attributes(read[index], unit.entries[index])
     return read
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fsdp_compose as fc
-from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
+from fsdp_compose import Offload, ShardingStrategy, fully_shard
 from fsdp_compose.base import mesh as mesh_module
 from fsdp_compose.base.process import here
 from fsdp_compose.buckets import build
@@ -27,7 +27,6 @@ from fsdp_compose.sharded import is_sharded, spec_of, to_local
 
 from harness import simulate_ranks
 from models import (
-    Tower,
     assert_at_rest,
     by_block,
     data,
@@ -62,6 +61,7 @@ def play_a_move(bucket: Bucket) -> None:
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_move_to_another_device(kind: str) -> None:
     """Groups, buffers, gradients that wait, specs and engine are those of the new device."""
+
     def ranks(rank: int) -> None:
         options = {"transport": AT_ONCE, **MESHES[kind]}
         if kind in ("hybrid", "fused"):
@@ -102,6 +102,7 @@ def test_a_move_to_another_device(kind: str) -> None:
 @pytest.mark.parametrize("static", [True, False])
 def test_the_engine_of_a_device_a_unit_moves_to(static: bool) -> None:
     """It does what the unit needs: static buffers where that, or a unit there before, has them."""
+
     def ranks(rank: int) -> None:
         engine = engine_of(META, EngineWork if static else StaticWork)
         model = one_unit(seeded(lambda: nn.Linear(6, 4)), static_buffers=static)
@@ -420,7 +421,9 @@ def unwritten(**options: Any) -> nn.Module:
 
 
 def error_of(model: nn.Module, rank: int) -> str:
-    with pytest.raises(RuntimeError, match=r"^unit 'Buffered': .* nothing has written it") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"^unit 'Buffered': .* nothing has written it"
+    ) as caught:
         model(data(0, rank))
     return str(caught.value)
 

@@ -1,0 +1,463 @@
+"""Forwards on other tensors than gathered ones, second lists of weights, and what ranks used."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.testing import assert_close
+
+import fsdp_compose as fc
+from fsdp_compose import MixedPrecision, fully_shard, gathered, unshard
+from fsdp_compose.core.guards.gathered_memory import any_lies_in, lies_in
+from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
+from fsdp_compose.core.guards.units import require_units
+
+from harness import simulate_ranks
+from models import (
+    WIDTH,
+    Block,
+    Tower,
+    assert_at_rest,
+    by_block,
+    data,
+    one_unit,
+    seeded,
+    square,
+    two_blocks,
+    units,
+    whole,
+)
+
+
+class Recurrent(nn.Module):
+    """Two recurrent layers of one unit, which have second lists of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTM(WIDTH, 4), nn.GRU(4, 3, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)[0])[0]
+
+
+def test_every_recurrent_layer_of_a_unit_trains() -> None:
+    """Gathered, in a scope and after it: each layer reads the values that its parameters have."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Recurrent)
+        model = one_unit(copy.deepcopy(plain))
+        x, optimizer = data(0, rank), torch.optim.SGD(model.parameters(), lr=0.5)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for step in range(3):
+            assert_close(model(x), plain(x))
+            square(model, data(step, rank)).backward()
+            sum(square(plain, data(step, r)) / 2 for r in range(2)).backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert_close(whole(mine.grad), theirs.grad)
+            optimizer.step(), reference.step()
+            model.zero_grad(), plain.zero_grad()
+            with gathered(model):
+                assert_close(model(x), plain(x))
+                for part in (model.first, model.second):
+                    flat = part._flat_weights
+                    assert all(a is b for a, b in zip(flat, part.parameters(), strict=True))
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+class Twice(nn.Module):
+    """Calls itself once more, inside its own forward, and writes what it is told to between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.between = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x: Tensor, *, again: bool = True) -> Tensor:
+        y = self.layer(x)
+        if again:
+            if self.between is not None:
+                self.between()
+            y = y + self(y, again=False)
+        return y
+
+
+def test_a_unit_that_calls_itself_in_a_scope() -> None:
+    """It reads what the scope shows, with its keywords, also where a shard was written meanwhile.
+
+    Only a forward that begins looks for such a write.
+    """
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Twice)
+        model = one_unit(copy.deepcopy(plain))
+        (entry, *_) = units(model)[0].entries
+        x = data(0, rank)
+
+        def write() -> None:
+            with torch.no_grad():
+                entry.param.mul_(1)
+
+        with gathered(model):
+            assert_close(model(x), plain(x))
+            assert_close(model(x, again=False), plain(x, again=False))
+            model.between = write
+            assert_close(model(x), plain(x))
+            model.between = None
+            with pytest.raises(RuntimeError, match=r"gathered\(\) after the shard of 'layer\."):
+                model(x)
+        assert_close(model(x), plain(x))
+        square(model, x).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_a_functional_call_in_a_unit_that_calls_itself() -> None:
+    """All of its calls read the tensors that were given; the parameters are back after it."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Twice)
+        model = one_unit(copy.deepcopy(plain))
+        x = data(0, rank)
+        given = {name: torch.ones_like(p) / 3 for name, p in plain.named_parameters()}
+        for names in (list(given), ["layer.weight"]):
+            tensors = {name: given[name] for name in names}
+            for scoped in (False, True):
+                with gathered(model) if scoped else torch.enable_grad():
+                    found = functional_call(model, tensors, (x,))
+                    assert_close(found, functional_call(plain, tensors, (x,)))
+                    alone = functional_call(model, tensors, (x,), {"again": False})
+                    assert_close(alone, functional_call(plain, tensors, (x,), {"again": False}))
+                    assert_close(model(x), plain(x))
+        square(model, x).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def low() -> MixedPrecision:
+    return MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)
+
+
+class Noted(nn.Module):
+    """Notes the attribute of its second parameter, and the dtypes that it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(WIDTH))
+        self.second, self.third = nn.Parameter(torch.ones(1) * 2), nn.Parameter(torch.ones(1))
+        self.second.note, self.third.note = "second", "third"
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor, *, scale: Tensor | float = 1.0) -> Tensor:
+        notes = [getattr(p, "note", None) for p in (self.second, self.third)]
+        kind = scale.dtype if isinstance(scale, Tensor) else None
+        self.seen.append((notes, self.first.dtype, x.dtype, kind))
+        return x * self.first * self.second * self.third * scale
+
+
+def test_attributes_and_dtypes_in_every_mode() -> None:
+    """In the compute dtype, inputs by name too; attributes are on copies, but not on the given."""
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(Noted), mp_policy=low())
+        x, both = data(0, rank), ["second", "third"]
+        kinds = (torch.float32,) * 3
+        given = {"second": torch.ones(1).double()}
+        scale = torch.ones(1).double()
+
+        def seen() -> Any:
+            return model.seen.pop()
+
+        assert model(x, scale=scale).dtype is torch.float32 and seen() == (both, *kinds)
+        functional_call(model, given, (x,), {"scale": scale})
+        assert seen() == ([None, "third"], *kinds)
+        with gathered(model):
+            assert model(x, scale=scale).dtype is torch.float32 and seen() == (both, *kinds)
+            functional_call(model, given, (x,), {"scale": scale})
+            assert seen() == ([None, "third"], *kinds)
+        every = {name: torch.ones_like(p) for name, p in seeded(Noted).named_parameters()}
+        functional_call(model, every, (x,), {"scale": scale})
+        assert seen() == ([None, None], *kinds)
+        torch.vmap(lambda x: model(x, scale=scale))(x)
+        assert seen() == (both, *kinds)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("scope", [False, True])
+def test_what_functional_call_refuses_changes_nothing(scope: bool) -> None:
+    """Tensors sharded in another way: one error, after which the unit runs and trains as ever."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        model, other = by_block(copy.deepcopy(plain)), one_unit(seeded(two_blocks))
+        x = data(0, rank)
+        for name in ("head.weight", "blocks.0.up.weight"):
+            wrong = {name: other.get_parameter(name)}
+            with gathered(model) if scope else torch.enable_grad():
+                with pytest.raises(RuntimeError, match=r"sharded in another way.*full_tensor\(\)"):
+                    functional_call(model, wrong, (x,))
+                assert_close(model(x), plain(x))
+        with pytest.raises(RuntimeError, match="shape|size"):
+            functional_call(model, {"head.weight": torch.ones(3, 1).double()}, (x,))
+        assert_close(model(x), plain(x))
+        square(model, x).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_given_shards_are_gathered_bucket_by_bucket() -> None:
+    """Updated leaves of a unit with several buckets, with gradients through them; MAML's step."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(lambda: nn.Sequential(Block(), Block()))
+        plain[0].down.weight.requires_grad_(False)
+        model = one_unit(copy.deepcopy(plain))
+        assert len(units(model)[0].buckets) == 2
+
+        def step(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+            named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            grads = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+            new = {n: p - 0.1 * g for (n, p), g in zip(named.items(), grads, strict=True)}
+            return {**new, "0.down.weight": model[0].down.weight * 2}
+
+        xs = [data(0, r) for r in range(2)]
+        fast = step(model, square(model, xs[rank]))
+        loss = functional_call(model, fast, (xs[rank],)).square().mean()
+        slow = step(plain, sum(square(plain, x) for x in xs) / 2)
+        wanted = [functional_call(plain, slow, (x,)).square().mean() for x in xs]
+        assert_close(loss, wanted[rank])
+        loss.backward()
+        (sum(wanted) / 2).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if mine.grad is not None:
+                assert_close(whole(mine.grad), theirs.grad)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_a_transform_in_a_scope_leaves_other_units_alone() -> None:
+    """Per-sample, differentiated and plain calls after each other give what the plain model gives."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        model = by_block(copy.deepcopy(plain))
+        x = data(0, rank)
+        for scoped in (False, True):
+            with gathered(model) if scoped else torch.enable_grad():
+                for call in (model, model.blocks[1]):
+                    other = plain if call is model else plain.blocks[1]
+                    assert_close(torch.vmap(call)(x), torch.vmap(other)(x))
+                    assert_close(
+                        torch.func.jacrev(lambda x, call=call: call(x).sum())(x),
+                        torch.func.jacrev(lambda x, other=other: other(x).sum())(x),
+                    )
+                    assert_close(call(x), other(x))
+                assert not units(model)[0].engine.schedule.active
+        square(model, x).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_stored_precision_in_evaluation() -> None:
+    """Computes in the shards' dtype on a buffer of its own, and takes over what was moved."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        policy = MixedPrecision(param_dtype=torch.float32, full_precision_in_eval=True)
+        model = by_block(copy.deepcopy(plain), mp_policy=policy)
+        x = data(0, rank)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                model.eval()
+                assert model(x).dtype is torch.float64
+                assert_close(model(x), plain(x))
+                model.train()
+                assert model(x.float()).dtype is torch.float32
+        model.eval()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            mine.data, theirs.data = mine.detach() * 2, theirs.detach() * 2
+        assert_close(model(x), plain(x))
+        model(x).square().mean().backward()
+        sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(mine.grad), theirs.grad)
+
+    simulate_ranks(ranks)
+
+
+# What asks about units
+
+
+def test_memory_of_a_bucket_begins_and_ends() -> None:
+    """Its first byte lies in it, the one behind its last does not, nor what has no memory."""
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(lambda: nn.Linear(WIDTH, 4)))
+        frozen = seeded(lambda: nn.Linear(WIDTH, 4))
+        unshard(model)
+        (bucket,) = units(model)[0].buckets
+        full = bucket.full
+        last, behind = full[-1:], torch.empty(0, dtype=full.dtype)
+        behind.set_(full.untyped_storage(), full.numel(), (0,), (1,))
+        other = torch.ones(3)
+        for tensor in (full, full[1:], last, full.view(torch.uint8)[-1:]):
+            assert lies_in(bucket, tensor) is True
+            assert any_lies_in([bucket], [other, tensor]) is True
+        for tensor in (other, torch.empty(2, device="meta"), torch.eye(2).to_sparse()):
+            assert lies_in(bucket, tensor) is False
+        start, size = full.data_ptr(), full.numel() * full.element_size()
+        for address, inside in ((start, True), (start - 1, False), (start + size, False)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "data_ptr", lambda t, at=address: at if t is other
+                              else start)  # fmt: skip
+                assert any_lies_in([bucket], [other]) is inside
+                assert lies_in(bucket, other) is inside
+        assert any_lies_in([bucket], []) is any_lies_in([], [full]) is False
+        alone = fully_shard(frozen, mesh="self")
+        (own,) = units(alone)[0].buckets
+        assert own.in_place and any_lies_in([own], [own.full]) is False
+        assert any_lies_in([own, bucket], [own.full, full[2:]]) is True
+
+    simulate_ranks(ranks)
+
+
+def test_units_are_asked_for_by_module() -> None:
+    """Own ones or all below; else the error says what is wanted, and ends without a space."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        assert require_units(model, "ask") == units(model)
+        assert require_units(model.blocks, "ask") == units(model)[1:]
+        assert require_units(model, "ask", recurse=False) == units(model)[:1]
+        with pytest.raises(ValueError, match="^ask: Linear is not a unit and contains none; "):
+            require_units(model.head, "ask")
+        with pytest.raises(
+            ValueError, match=r"^ask: ModuleList is not a unit; .* chose\. Do so\.$"
+        ):
+            require_units(model.blocks, "ask", recurse=False, advice="Do so.")
+
+    simulate_ranks(ranks)
+
+
+def test_trees_of_sums_refuse_what_postpones() -> None:
+    """Also of the second unit; units without a tree are left alone."""
+
+    def ranks(rank: int) -> None:
+        plain, tree = fully_shard(seeded(Block)), fully_shard(seeded(Block), deterministic=2)
+        calls = (fc.set_requires_gradient_sync, fc.set_is_last_backward)
+        for call in calls:
+            for model in (tree, nn.Sequential(plain, tree), nn.Sequential(tree, plain)):
+                with pytest.raises(ValueError, match="was sharded with deterministic=2"):
+                    call(model, False)
+                call(model, True)
+            call(plain, False)
+        other = seeded(two_blocks)
+        fully_shard(other.blocks[0], deterministic=2), fully_shard(other, deterministic=2)
+        loss = square(other, data(0, rank))
+        with pytest.raises(RuntimeError, match=r"was sharded with deterministic=2.*autograd\.grad"):
+            torch.autograd.grad(loss, list(other.parameters()))
+
+    simulate_ranks(ranks)
+
+
+class Lending(nn.Module):
+    """The inner unit reads a weight that the outer unit shows under the outer's name too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.emb(self.inner(self.emb(x)))
+
+
+def test_a_place_that_another_unit_shows() -> None:
+    """Only while that unit's pass is under way, and only the place that it shows."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Lending)
+        model = copy.deepcopy(plain)
+        fully_shard(model.inner)
+        fully_shard(model)
+        outer, inner = units(model)
+        seen: list[list[bool]] = []
+
+        def look(*_: Any) -> None:
+            places = [(m, n) for m in (model.emb, model.inner) for n in ("weight", "bias")]
+            seen.append([is_shown_by_another(inner, m._parameters, n) for m, n in places])
+
+        model.emb.register_forward_hook(look)
+        look()
+        square(model, data(0, rank)).backward()
+        look()
+        sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(mine.grad), theirs.grad)
+        assert seen[0] == seen[-1] == [False] * 4
+        shared = {id(m._parameters) for m in (model.emb, model.inner)}
+        assert seen[1] == [
+            any(v is m._parameters and n == name for v, n, _ in outer.links.places)
+            and outer in [ref() for ref in inner.links.sharers]
+            for m in (model.emb, model.inner)
+            for name in ("weight", "bias")
+        ]
+        assert len(shared) == 2
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+def test_a_replaced_parameter_is_named(shard: Any) -> None:
+    """In whatever order the unit lists its places: the name, what was found, and what to do."""
+
+    def ranks(rank: int) -> None:
+        for name in ("head.bias", "blocks.1.up.weight", "first.weight"):
+            model = shard(seeded(two_blocks))
+            module, _, last = name.rpartition(".")
+            owner = model.get_submodule(module)
+            before = getattr(owner, last)
+            setattr(owner, last, nn.Parameter(torch.ones(2, 3)))
+            wanted = rf"parameter '{name}' of unit .*: found Parameter \(2, 3\), wanted .*refresh"
+            with pytest.raises(RuntimeError, match=wanted):
+                model(data(0, rank))
+            assert getattr(owner, last).shape == (2, 3)
+            setattr(owner, last, before)
+            square(model, data(0, rank)).backward()
+            assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_experts_on_fewer_ranks_need_a_divisor() -> None:
+    """Trained ones of the backward only; the error names the widest and the narrowest unit."""
+
+    def ranks(rank: int) -> None:
+        def make(frozen: bool = False) -> nn.Module:
+            model = seeded(Tower)
+            fully_shard(model.blocks[1].requires_grad_(not frozen), mesh="self")
+            return fully_shard(model)
+
+        model = make()
+        with pytest.raises(
+            RuntimeError, match=r"of unit 'Tower' over 2, of unit 'blocks.1' over 1\. "
+        ):
+            square(model, data(0, rank)).backward()
+        frozen, told = make(frozen=True), make()
+        square(frozen, data(0, rank)).backward()
+        fc.set_gradient_divide_factor(told.blocks[1], 2)
+        square(told, data(0, rank)).backward()
+
+    simulate_ranks(ranks)
