@@ -147,7 +147,6 @@ def _convert_gradients(bucket: Bucket) -> None:
         grad = entry.param.grad
         if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
             local = to_local(grad).to(bucket.stored.device, kind)
-            entry.param.grad = None
             with raw():
                 entry.param.grad = tag(local, entry.spec)
 

@@ -205,7 +205,7 @@ def test_wrappers_are_refused_sharded_parameters() -> None:
 
 def outside(model: nn.Module, rank: int) -> str:
     """The names that the error of a backward lists."""
-    with pytest.raises(RuntimeError, match="^backward: trainable parameters of the ") as caught:
+    with pytest.raises(RuntimeError, match=r"^backward: trainable parameters of the ") as caught:
         square(model, data(0, rank)).backward()
     return str(caught.value).partition("are in no unit: ")[2].partition(". Nothing")[0]
 
@@ -279,7 +279,8 @@ def test_modules_that_only_call_a_unit_are_not_around_it() -> None:
 
     def ranks(rank: int) -> None:
         unit = fully_shard(seeded(Block))
-        square(Caller(unit), data(0, rank)).backward()
+        caller = Caller(unit)
+        square(caller, data(0, rank)).backward()
         other = fully_shard(seeded(Block))
         around = nn.Sequential(layer().double(), other)
         loss = square(around, data(0, rank))
@@ -303,10 +304,10 @@ class Borrowing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.one, self.two = nn.ModuleList([layer(), layer()]), layer(), layer()
+        self.user, self.one, self.two = nn.Sequential(layer(), layer()), layer(), layer()
 
     def forward(self, x: Tensor) -> Tensor:
-        for part in (self.one, self.two, *self.user):
+        for part in (self.one, self.two, self.user):
             x = torch.tanh(part(x))
         return x
 
@@ -318,8 +319,7 @@ def test_a_copy_borrows_from_copies_of_every_owner() -> None:
         plain = seeded(Borrowing)
         plain.user[0].weight, plain.user[1].weight = plain.one.weight, plain.two.weight
         model = copy.deepcopy(plain)
-        fully_shard(model.one), fully_shard(model.two)
-        fully_shard(model)
+        fully_shard(model.one), fully_shard(model.two), fully_shard(model.user)
         for twin in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
             assert twin.user[1].weight is twin.two.weight is not model.two.weight
             numbers = [unit.number for unit in (*units(model), *units(twin))]

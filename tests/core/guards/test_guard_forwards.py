@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, fully_shard, gathered, unshard
+from fsdp_compose.core.guards import used_parameters
 from fsdp_compose.core.guards.gathered_memory import any_lies_in, lies_in
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
 from fsdp_compose.core.guards.units import require_units
@@ -25,6 +26,7 @@ from models import (
     assert_at_rest,
     by_block,
     data,
+    mesh_of_replicas,
     one_unit,
     seeded,
     square,
@@ -205,7 +207,7 @@ def test_what_functional_call_refuses_changes_nothing(scope: bool) -> None:
                 with pytest.raises(RuntimeError, match=r"sharded in another way.*full_tensor\(\)"):
                     functional_call(model, wrong, (x,))
                 assert_close(model(x), plain(x))
-        with pytest.raises(RuntimeError, match="shape|size"):
+        with pytest.raises(RuntimeError, match=r"shape|size"):
             functional_call(model, {"head.weight": torch.ones(3, 1).double()}, (x,))
         assert_close(model(x), plain(x))
         square(model, x).backward()
@@ -247,7 +249,7 @@ def test_given_shards_are_gathered_bucket_by_bucket() -> None:
 
 
 def test_a_transform_in_a_scope_leaves_other_units_alone() -> None:
-    """Per-sample, differentiated and plain calls after each other give what the plain model gives."""
+    """Per-sample, differentiated and plain calls after each other give the plain model's."""
 
     def ranks(rank: int) -> None:
         plain = seeded(two_blocks)
@@ -341,7 +343,7 @@ def test_units_are_asked_for_by_module() -> None:
         assert require_units(model, "ask") == units(model)
         assert require_units(model.blocks, "ask") == units(model)[1:]
         assert require_units(model, "ask", recurse=False) == units(model)[:1]
-        with pytest.raises(ValueError, match="^ask: Linear is not a unit and contains none; "):
+        with pytest.raises(ValueError, match=r"^ask: Linear is not a unit and contains none; "):
             require_units(model.head, "ask")
         with pytest.raises(
             ValueError, match=r"^ask: ModuleList is not a unit; .* chose\. Do so\.$"
@@ -461,3 +463,42 @@ def test_experts_on_fewer_ranks_need_a_divisor() -> None:
         square(told, data(0, rank)).backward()
 
     simulate_ranks(ranks)
+
+
+class Choosy(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.chosen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[self.chosen](x)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_what_any_rank_of_two_axes_used(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what ranks compared in the first step, as on an accelerator, or in each; exact in all."""
+    monkeypatch.setattr(used_parameters, "is_known_at_once", lambda *_: False)
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Choosy)
+        options: dict[str, Any] = {"strategy": fc.ShardingStrategy.HYBRID_SHARD}
+        model = one_unit(copy.deepcopy(plain), mesh=mesh_of_replicas(2, 2), **options)
+        fc.set_find_unused_parameters(model, asks)
+        fc.register_comm_hook(model, None, fc.default_hook)
+        for step in range(4):
+            turn = step if asks else 0
+            model.chosen = (rank + turn) % 4
+            square(model, data(step, rank)).backward()
+            for r in range(4):
+                plain.chosen = (r + turn) % 4
+                (square(plain, data(step, r)) / 4).backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None)
+                if theirs.grad is not None:
+                    assert_close(whole(mine.grad), theirs.grad)
+            model.zero_grad(), plain.zero_grad()
+
+    simulate_ranks(ranks, 4)

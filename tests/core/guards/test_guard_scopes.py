@@ -13,10 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.testing import assert_close
 
 import fsdp_compose as fc
-from fsdp_compose import gathered, reshard, undo, unshard
+from fsdp_compose import fully_shard, gathered, reshard, undo, unshard
 from fsdp_compose.core.guards.scope_parameters import (
     at_rest,
     end_rests,
@@ -474,3 +481,34 @@ def test_what_two_layers_showed_is_given_back() -> None:
         square(model, data(0, rank, 2, 3)).backward()
 
     simulate_ranks(ranks)
+
+
+def test_a_parameter_that_tensor_parallelism_split() -> None:
+    """It is a DTensor in a scope, and so are its copies; ``nn.Parameter(p)`` is a parameter."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plain = linear()
+        model = parallelize_module(
+            copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        )
+        fully_shard(model, mesh=mesh["dp"])
+        p = model[0].weight
+        for _ in range(2):
+            with gathered(model):
+                assert (
+                    isinstance(p, DTensor) and isinstance(p, nn.Parameter) and p._is_param is True
+                )
+                for made in (nn.Parameter(p), nn.Parameter(p, False)):
+                    assert isinstance(made, nn.Parameter) and made._is_param is True
+                    assert type(made) is DTensor and torch.equal(
+                        made.full_tensor(), plain[0].weight
+                    )
+                assert not nn.Parameter(p, False).requires_grad and nn.Parameter(p).requires_grad
+                detached = p.detach()
+                assert type(detached) is DTensor and not isinstance(detached, nn.Parameter)
+                assert torch.equal(detached.full_tensor(), plain[0].weight)
+            assert is_sharded(p)
+        square(model, data(0, rank // 2, 2, 3)).backward()
+
+    simulate_ranks(ranks, 4)
