@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, fully_shard, gathered, unshard
-from fsdp_compose.core.guards import used_parameters
+from fsdp_compose.core.guards import functional_calls, used_parameters
+from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.gathered_memory import any_lies_in, lies_in
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
 from fsdp_compose.core.guards.units import require_units
@@ -502,3 +503,69 @@ def test_what_any_rank_of_two_axes_used(asks: bool, monkeypatch: pytest.MonkeyPa
             model.zero_grad(), plain.zero_grad()
 
     simulate_ranks(ranks, 4)
+
+
+def test_a_functional_call_that_fails_to_gather_ends() -> None:
+    """Its own error comes out, and the unit computes and trains as if it had not been called."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        model = one_unit(copy.deepcopy(plain))
+        x, given = data(0, rank), {n: torch.ones_like(p) for n, p in plain.named_parameters()}
+        for names in (given, {"head.bias": given["head.bias"]}):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(functional_calls, "_gather_given", fail)
+                with pytest.raises(ZeroDivisionError):
+                    functional_call(model, names, (x,))
+            (unit,) = units(model)
+            assert unit.opened is None
+            assert_close(model(x), plain(x))
+        square(model, x).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+class Asking(nn.Module):
+    """Notes in forward and in backward whether its unit says that a pass is under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen, self.ask = nn.Linear(WIDTH, WIDTH), list[bool](), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.note()
+        if y.requires_grad:
+            y.register_hook(self.note)
+        return torch.tanh(y)
+
+    def note(self, *_: Any) -> None:
+        self.seen.append(self.ask())
+
+
+def test_whether_a_pass_of_a_unit_is_under_way() -> None:
+    """In a forward or a backward, also in a scope and a functional call; not between them."""
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(Asking))
+        (unit,) = units(model)
+        x = data(0, rank)
+        model.ask = lambda: is_running(unit)
+        assert is_running(unit) is False
+        loss = square(model, x)
+        assert is_running(unit) is False
+        loss.backward()
+        assert model.seen == [True, True] and is_running(unit) is False
+        with gathered(model):
+            assert is_running(unit) is False
+            model(x)
+            assert is_running(unit) is False
+        functional_call(model, {n: torch.ones_like(p) for n, p in
+                                seeded(Asking).named_parameters()}, (x,))  # fmt: skip
+        assert model.seen == [True] * 4 and is_running(unit) is False
+
+    simulate_ranks(ranks)
