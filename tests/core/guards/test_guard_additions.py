@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -75,6 +76,11 @@ def test_parameters_added_at_any_depth_are_named() -> None:
             model[1].more = fully_shard(layer().double())  # a unit of its own
             square(model, data(0, rank)).backward()
             assert_at_rest(model)
+        model = one_unit(nn.Sequential(seeded(layer), nn.ReLU()))
+        for _ in range(2):
+            model(data(0, rank))
+        model[1] = layer().double()
+        assert added_names(model, rank) == "'1.weight', '1.bias'"
 
     simulate_ranks(ranks)
 
@@ -375,8 +381,17 @@ def test_a_copy_knows_what_was_ignored_and_not_loaded() -> None:
 # Methods
 
 
+class Bound:
+    """A descriptor of a user's own, which wants the class too."""
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        return lambda x: owner.encode(module, x)
+
+
 class Coder(nn.Linear):
     """Has methods of several kinds."""
+
+    bound = Bound()
 
     def encode(self, x: Tensor) -> Tensor:
         """Encode."""
@@ -402,13 +417,14 @@ def test_each_listed_method_is_checked() -> None:
 
     def ranks(rank: int) -> None:
         plain = coder()
-        listed = ("forward", "encode", "_Coder__hidden", "decode__")
+        listed = ("forward", "encode", "_Coder__hidden", "decode__", "bound")
         model = fully_shard(coder(), methods=listed)
         for name in listed[1:]:
             assert_close(getattr(model, name)(data(0, 0)), getattr(plain, name)(data(0, 0)))
-        wanted = r"names 'nope', but no unit of this call has such .*; Coder has \['decode__', "
+        wanted = r"names 'nope', but no unit of this call has such a method; Coder has "
+        wanted += r"\['bound', 'decode__', 'encode', 'forward', 'reset_parameters'\]\.$"
         for wrong, text in (
-            ("nope", wanted + r"'encode', 'extra_repr'|" + wanted + r"'encode', 'forward'"),
+            ("nope", wanted),
             ("size", "names 'size', but no unit"),
             ("__call__", "names '__call__', which is nn.Module's or Python's own"),
             ("train", "names 'train', which is nn.Module's"),
@@ -500,5 +516,23 @@ def test_scripting_names_the_unit_and_ends_with_undo() -> None:
                 hook()
         undo(model)
         assert not any(callers.SCRIPT_HOOK in vars(module) for module in model.modules())
+
+    simulate_ranks(ranks)
+
+
+def test_a_forward_after_one_that_a_thread_left() -> None:
+    """An interrupt ended a thread's forward without its hooks: the next forward begins anew."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        model = by_block(copy.deepcopy(plain))
+        engine = units(model)[0].engine
+        engine.schedule.active.append(units(model)[0])
+        engine.thread = -1
+        with torch.no_grad():
+            assert_close(model(data(0, rank)), plain(data(0, rank)))
+        assert engine.thread == get_ident() and not engine.schedule.active
+        square(model, data(0, rank)).backward()
+        assert_at_rest(model)
 
     simulate_ranks(ranks)

@@ -569,3 +569,51 @@ def test_whether_a_pass_of_a_unit_is_under_way() -> None:
         assert model.seen == [True] * 4 and is_running(unit) is False
 
     simulate_ranks(ranks)
+
+
+class Parameters(nn.Module):
+    """Its forward takes only parameters, as Hugging Face's and others' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert all(isinstance(p, nn.Parameter) for p in self.layer._parameters.values())
+        return self.layer(x)
+
+
+def test_forwards_under_transforms_read_parameters() -> None:
+    """Connected or not; and sharded tensors that are given there are gathered beneath them."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Parameters)
+        model, x = one_unit(copy.deepcopy(plain)), data(0, rank)
+        assert_close(torch.vmap(model)(x), plain(x))
+        given = {name: p * 2 for name, p in plain.layer.named_parameters()}
+        layer = one_unit(copy.deepcopy(plain.layer))
+        fast = {name: p * 2 for name, p in layer.named_parameters()}
+        found = torch.vmap(lambda x: functional_call(layer, fast, (x,)))(x)
+        assert_close(found, functional_call(plain.layer, given, (x,)))
+
+    simulate_ranks(ranks)
+
+
+def test_a_second_name_of_a_replaced_parameter() -> None:
+    """Tied weights of one unit, of which only the last name holds another tensor now."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False)))
+        model[1].weight = model[0].weight
+        model = one_unit(model)
+        square(model, data(0, rank)).backward()
+        model[1].weight = nn.Parameter(torch.ones(6, 6).double())
+        with pytest.raises(RuntimeError, match=r"'0\.weight' of unit .* was replaced after"):
+            model(data(0, rank))
+        model[1].weight = model[0].weight
+        square(model, data(0, rank)).backward()
+        given = {"1.weight": torch.ones(6, 6).double()}
+        with pytest.raises(RuntimeError, match="tied, and was replaced under some of its names"):
+            functional_call(model, given, (data(0, rank),), tie_weights=False)
+
+    simulate_ranks(ranks)

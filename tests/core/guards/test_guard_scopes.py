@@ -24,6 +24,7 @@ from torch.testing import assert_close
 
 import fsdp_compose as fc
 from fsdp_compose import fully_shard, gathered, reshard, undo, unshard
+from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.scope_parameters import (
     at_rest,
     end_rests,
@@ -510,5 +511,9 @@ def test_a_parameter_that_tensor_parallelism_split() -> None:
                 assert torch.equal(detached.full_tensor(), plain[0].weight)
             assert is_sharded(p)
         square(model, data(0, rank // 2, 2, 3)).backward()
+        unshard(model)
+        for entry in units(model)[0].entries:
+            assert isinstance(entry.held, DTensor) and lies_in(owner_of(entry), entry.held)
+        reshard(model)
 
     simulate_ranks(ranks, 4)
