@@ -12,18 +12,13 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import fsdp_compose as fc
-from fsdp_compose import MixedPrecision, fully_shard, gathered, unshard
+from fsdp_compose import MixedPrecision, gathered
 from fsdp_compose.core.guards import functional_calls, used_parameters
-from fsdp_compose.core.guards.connect import is_running
-from fsdp_compose.core.guards.gathered_memory import any_lies_in, lies_in
-from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
-from fsdp_compose.core.guards.units import require_units
 
 from harness import simulate_ranks
 from models import (
     WIDTH,
     Block,
-    Tower,
     assert_at_rest,
     by_block,
     data,
@@ -64,6 +59,9 @@ def test_every_recurrent_layer_of_a_unit_trains() -> None:
                 assert_close(whole(mine.grad), theirs.grad)
             optimizer.step(), reference.step()
             model.zero_grad(), plain.zero_grad()
+            for part in (model.first, model.second):
+                flat = part._flat_weights
+                assert all(a is b for a, b in zip(flat, part.parameters(), strict=True))
             with gathered(model):
                 assert_close(model(x), plain(x))
                 for part in (model.first, model.second):
@@ -300,172 +298,6 @@ def test_stored_precision_in_evaluation() -> None:
     simulate_ranks(ranks)
 
 
-# What asks about units
-
-
-def test_memory_of_a_bucket_begins_and_ends() -> None:
-    """Its first byte lies in it, the one behind its last does not, nor what has no memory."""
-
-    def ranks(rank: int) -> None:
-        model = one_unit(seeded(lambda: nn.Linear(WIDTH, 4)))
-        frozen = seeded(lambda: nn.Linear(WIDTH, 4))
-        unshard(model)
-        (bucket,) = units(model)[0].buckets
-        full = bucket.full
-        last, behind = full[-1:], torch.empty(0, dtype=full.dtype)
-        behind.set_(full.untyped_storage(), full.numel(), (0,), (1,))
-        other = torch.ones(3)
-        for tensor in (full, full[1:], last, full.view(torch.uint8)[-1:]):
-            assert lies_in(bucket, tensor) is True
-            assert any_lies_in([bucket], [other, tensor]) is True
-        for tensor in (other, torch.empty(2, device="meta"), torch.eye(2).to_sparse()):
-            assert lies_in(bucket, tensor) is False
-        start, size = full.data_ptr(), full.numel() * full.element_size()
-        for address, inside in ((start, True), (start - 1, False), (start + size, False)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.Tensor, "data_ptr", lambda t, at=address: at if t is other
-                              else start)  # fmt: skip
-                assert any_lies_in([bucket], [other]) is inside
-                assert lies_in(bucket, other) is inside
-        assert any_lies_in([bucket], []) is any_lies_in([], [full]) is False
-        alone = fully_shard(frozen, mesh="self")
-        (own,) = units(alone)[0].buckets
-        assert own.in_place and any_lies_in([own], [own.full]) is False
-        assert any_lies_in([own, bucket], [own.full, full[2:]]) is True
-
-    simulate_ranks(ranks)
-
-
-def test_units_are_asked_for_by_module() -> None:
-    """Own ones or all below; else the error says what is wanted, and ends without a space."""
-
-    def ranks(rank: int) -> None:
-        model = by_block(seeded(two_blocks))
-        assert require_units(model, "ask") == units(model)
-        assert require_units(model.blocks, "ask") == units(model)[1:]
-        assert require_units(model, "ask", recurse=False) == units(model)[:1]
-        with pytest.raises(ValueError, match=r"^ask: Linear is not a unit and contains none; "):
-            require_units(model.head, "ask")
-        with pytest.raises(
-            ValueError, match=r"^ask: ModuleList is not a unit; .* chose\. Do so\.$"
-        ):
-            require_units(model.blocks, "ask", recurse=False, advice="Do so.")
-
-    simulate_ranks(ranks)
-
-
-def test_trees_of_sums_refuse_what_postpones() -> None:
-    """Also of the second unit; units without a tree are left alone."""
-
-    def ranks(rank: int) -> None:
-        plain, tree = fully_shard(seeded(Block)), fully_shard(seeded(Block), deterministic=2)
-        calls = (fc.set_requires_gradient_sync, fc.set_is_last_backward)
-        for call in calls:
-            for model in (tree, nn.Sequential(plain, tree), nn.Sequential(tree, plain)):
-                with pytest.raises(ValueError, match="was sharded with deterministic=2"):
-                    call(model, False)
-                call(model, True)
-            call(plain, False)
-        other = seeded(two_blocks)
-        fully_shard(other.blocks[0], deterministic=2), fully_shard(other, deterministic=2)
-        loss = square(other, data(0, rank))
-        with pytest.raises(RuntimeError, match=r"was sharded with deterministic=2.*autograd\.grad"):
-            torch.autograd.grad(loss, list(other.parameters()))
-
-    simulate_ranks(ranks)
-
-
-class Lending(nn.Module):
-    """The inner unit reads a weight that the outer unit shows under the outer's name too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.inner.weight = self.emb.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.emb(self.inner(self.emb(x)))
-
-
-def test_a_place_that_another_unit_shows() -> None:
-    """Only while that unit's pass is under way, and only the place that it shows."""
-
-    def ranks(rank: int) -> None:
-        plain = seeded(Lending)
-        model = copy.deepcopy(plain)
-        fully_shard(model.inner)
-        fully_shard(model)
-        outer, inner = units(model)
-        seen: list[list[bool]] = []
-
-        def look(*_: Any) -> None:
-            places = [(m, n) for m in (model.emb, model.inner) for n in ("weight", "bias")]
-            seen.append([is_shown_by_another(inner, m._parameters, n) for m, n in places])
-
-        model.emb.register_forward_hook(look)
-        look()
-        square(model, data(0, rank)).backward()
-        look()
-        sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert_close(whole(mine.grad), theirs.grad)
-        assert seen[0] == seen[-1] == [False] * 4
-        shared = {id(m._parameters) for m in (model.emb, model.inner)}
-        assert seen[1] == [
-            any(v is m._parameters and n == name for v, n, _ in outer.links.places)
-            and outer in [ref() for ref in inner.links.sharers]
-            for m in (model.emb, model.inner)
-            for name in ("weight", "bias")
-        ]
-        assert len(shared) == 2
-
-    simulate_ranks(ranks)
-
-
-@pytest.mark.parametrize("shard", [by_block, one_unit])
-def test_a_replaced_parameter_is_named(shard: Any) -> None:
-    """In whatever order the unit lists its places: the name, what was found, and what to do."""
-
-    def ranks(rank: int) -> None:
-        for name in ("head.bias", "blocks.1.up.weight", "first.weight"):
-            model = shard(seeded(two_blocks))
-            module, _, last = name.rpartition(".")
-            owner = model.get_submodule(module)
-            before = getattr(owner, last)
-            setattr(owner, last, nn.Parameter(torch.ones(2, 3)))
-            wanted = rf"parameter '{name}' of unit .*: found Parameter \(2, 3\), wanted .*refresh"
-            with pytest.raises(RuntimeError, match=wanted):
-                model(data(0, rank))
-            assert getattr(owner, last).shape == (2, 3)
-            setattr(owner, last, before)
-            square(model, data(0, rank)).backward()
-            assert_at_rest(model)
-
-    simulate_ranks(ranks)
-
-
-def test_experts_on_fewer_ranks_need_a_divisor() -> None:
-    """Trained ones of the backward only; the error names the widest and the narrowest unit."""
-
-    def ranks(rank: int) -> None:
-        def make(frozen: bool = False) -> nn.Module:
-            model = seeded(Tower)
-            fully_shard(model.blocks[1].requires_grad_(not frozen), mesh="self")
-            return fully_shard(model)
-
-        model = make()
-        with pytest.raises(
-            RuntimeError, match=r"of unit 'Tower' over 2, of unit 'blocks.1' over 1\. "
-        ):
-            square(model, data(0, rank)).backward()
-        frozen, told = make(frozen=True), make()
-        square(frozen, data(0, rank)).backward()
-        fc.set_gradient_divide_factor(told.blocks[1], 2)
-        square(told, data(0, rank)).backward()
-
-    simulate_ranks(ranks)
-
-
 class Choosy(nn.Module):
     """Uses one of its layers."""
 
@@ -529,48 +361,6 @@ def test_a_functional_call_that_fails_to_gather_ends() -> None:
     simulate_ranks(ranks)
 
 
-class Asking(nn.Module):
-    """Notes in forward and in backward whether its unit says that a pass is under way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.seen, self.ask = nn.Linear(WIDTH, WIDTH), list[bool](), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.note()
-        if y.requires_grad:
-            y.register_hook(self.note)
-        return torch.tanh(y)
-
-    def note(self, *_: Any) -> None:
-        self.seen.append(self.ask())
-
-
-def test_whether_a_pass_of_a_unit_is_under_way() -> None:
-    """In a forward or a backward, also in a scope and a functional call; not between them."""
-
-    def ranks(rank: int) -> None:
-        model = one_unit(seeded(Asking))
-        (unit,) = units(model)
-        x = data(0, rank)
-        model.ask = lambda: is_running(unit)
-        assert is_running(unit) is False
-        loss = square(model, x)
-        assert is_running(unit) is False
-        loss.backward()
-        assert model.seen == [True, True] and is_running(unit) is False
-        with gathered(model):
-            assert is_running(unit) is False
-            model(x)
-            assert is_running(unit) is False
-        functional_call(model, {n: torch.ones_like(p) for n, p in
-                                seeded(Asking).named_parameters()}, (x,))  # fmt: skip
-        assert model.seen == [True] * 4 and is_running(unit) is False
-
-    simulate_ranks(ranks)
-
-
 class Parameters(nn.Module):
     """Its forward takes only parameters, as Hugging Face's and others' do."""
 
@@ -615,5 +405,82 @@ def test_a_second_name_of_a_replaced_parameter() -> None:
         given = {"1.weight": torch.ones(6, 6).double()}
         with pytest.raises(RuntimeError, match="tied, and was replaced under some of its names"):
             functional_call(model, given, (data(0, rank),), tie_weights=False)
+
+    simulate_ranks(ranks)
+
+
+class Around(nn.Module):
+    """Calls one block with tensors of its own, and then the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.seen = Block(), Block(), list[list[str]]()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.ask = list[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {name: torch.ones(p.shape, dtype=x.dtype) for name, p in shapes.items()}
+        x = functional_call(self.one, given, (x * self.scale,))
+        self.seen.append(self.ask())
+        return self.two(x)
+
+
+shapes = dict(Block().named_parameters())
+
+
+def test_a_functional_call_inside_a_units_forward() -> None:
+    """The unit around it goes on as the outermost, which alone casts inputs."""
+
+    def ranks(rank: int) -> None:
+        policy = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs="root")
+        plain = seeded(Around)
+        model = by_block(copy.deepcopy(plain), mp_policy=policy)
+        active = units(model)[0].engine.schedule.active
+        model.ask = lambda: [unit.name for unit in active]
+        for _ in range(2):
+            found = model(data(0, rank))
+            assert found.dtype is torch.float32 and model.seen.pop() == ["Around"]
+            assert_close(found.double(), plain(data(0, rank)), rtol=1e-3, atol=1e-4)
+            assert not active
+        with gathered(model):
+            assert model(data(0, rank)).dtype is torch.float32
+        found.square().mean().backward()
+
+    simulate_ranks(ranks)
+
+
+def test_an_evaluation_of_a_unit_with_given_tensors() -> None:
+    """Units inside it are gathered as ever, and the pass ends with the call."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        model = by_block(copy.deepcopy(plain))
+        engine = units(model)[0].engine
+        names = [name for name, _ in plain.named_parameters() if not name.startswith("blocks")]
+        given = {name: plain.get_parameter(name).detach() * 2 for name in names}
+        for _ in range(3):
+            with torch.no_grad():
+                found = functional_call(model, given, (data(0, rank),))
+                assert_close(found, functional_call(plain, given, (data(0, rank),)))
+            assert not engine.schedule.order.is_open and not engine.schedule.active
+        square(model, data(0, rank)).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_other_forwards_need_what_was_loaded() -> None:
+    """In stored precision and under a transform too, unwritten parameters are an error."""
+
+    def ranks(rank: int) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(WIDTH, 4).double()
+        policy = MixedPrecision(param_dtype=torch.float32, full_precision_in_eval=True)
+        model = one_unit(model, param_init_fn=lambda module: None, mp_policy=policy)
+        for call in (model.eval(), torch.vmap(model)):
+            with pytest.raises(RuntimeError, match="nothing has written it since"):
+                call(data(0, rank))
+        with pytest.raises(RuntimeError, match="nothing has written it since"):
+            torch.vmap(model.train())(data(0, rank).float())
 
     simulate_ranks(ranks)
