@@ -347,6 +347,22 @@ def test_a_copy_borrows_from_copies_of_every_owner() -> None:
     simulate_ranks(ranks)
 
 
+def test_a_copy_that_one_rank_makes() -> None:
+    """It does not change how units that are sharded later are numbered, which ranks compare."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        square(model, data(0, rank)).backward()
+        twins = [copy.deepcopy(model) for _ in range(rank)]
+        later = by_block(seeded(two_blocks))
+        for each in (later, model):
+            square(each, data(1, rank)).backward()
+            assert_at_rest(each)
+        assert len(twins) == rank
+
+    simulate_ranks(ranks)
+
+
 def test_a_copy_knows_what_was_ignored_and_not_loaded() -> None:
     """Flags, names and buffers that nothing has written yet, as the original has them."""
 
