@@ -280,7 +280,7 @@ class Caller(nn.Module):
         return self.called[0](self.own(x))
 
 
-def test_modules_that_only_call_a_unit_are_not_around_it() -> None:
+def test_modules_that_only_call_a_unit() -> None:
     """Nor is one that is gone before the backward; and a unit itself is looked at by forwards."""
 
     def ranks(rank: int) -> None:

@@ -247,7 +247,7 @@ def test_given_shards_are_gathered_bucket_by_bucket() -> None:
     simulate_ranks(ranks)
 
 
-def test_a_transform_in_a_scope_leaves_other_units_alone() -> None:
+def test_transforms_in_a_scope_and_out_of_it() -> None:
     """Per-sample, differentiated and plain calls after each other give the plain model's."""
 
     def ranks(rank: int) -> None:
