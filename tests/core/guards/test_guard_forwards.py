@@ -393,16 +393,17 @@ def test_a_second_name_of_a_replaced_parameter() -> None:
     """Tied weights of one unit, of which only the last name holds another tensor now."""
 
     def ranks(rank: int) -> None:
-        model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False)))
-        model[1].weight = model[0].weight
+        parts = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        model = nn.Sequential(*parts).double()
+        model[2].weight = model[1].weight
         model = one_unit(model)
         square(model, data(0, rank)).backward()
-        model[1].weight = nn.Parameter(torch.ones(6, 6).double())
-        with pytest.raises(RuntimeError, match=r"'0\.weight' of unit .* was replaced after"):
+        model[2].weight = nn.Parameter(torch.ones(6, 6).double())
+        with pytest.raises(RuntimeError, match=r"'1\.weight' of unit .* was replaced after"):
             model(data(0, rank))
-        model[1].weight = model[0].weight
+        model[2].weight = model[1].weight
         square(model, data(0, rank)).backward()
-        given = {"1.weight": torch.ones(6, 6).double()}
+        given = {"2.weight": torch.ones(6, 6).double()}
         with pytest.raises(RuntimeError, match="tied, and was replaced under some of its names"):
             functional_call(model, given, (data(0, rank),), tie_weights=False)
 
@@ -444,6 +445,9 @@ def test_a_functional_call_inside_a_units_forward() -> None:
             assert not active
         with gathered(model):
             assert model(data(0, rank)).dtype is torch.float32
+        simple = by_block(seeded(two_blocks), mp_policy=policy)
+        with gathered(simple):
+            assert simple(data(0, rank)).dtype is torch.float32
         found.square().mean().backward()
 
     simulate_ranks(ranks)
@@ -462,7 +466,7 @@ def test_an_evaluation_of_a_unit_with_given_tensors() -> None:
             with torch.no_grad():
                 found = functional_call(model, given, (data(0, rank),))
                 assert_close(found, functional_call(plain, given, (data(0, rank),)))
-            assert not engine.schedule.order.is_open and not engine.schedule.active
+            assert not units(model)[0].expected.eval_order.is_open and not engine.schedule.active
         square(model, data(0, rank)).backward()
         assert_at_rest(model)
 
