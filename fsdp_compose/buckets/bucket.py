@@ -27,6 +27,7 @@ from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.slots import SlotSums
 from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
+from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange, GatherPlan, ReducePlan
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Residence, ShardSpec
@@ -241,6 +242,7 @@ class Users:
     is_lent: bool = False  # whether it has had borrowers
     holders: int = 0  # units that hold it gathered
     caller: Caller | None = None  # compares its collectives between ranks; None where none do
+    views: WeakList = field(default_factory=WeakList)  # kept from forwards, see kept_views.py
 
 
 @dataclass(eq=False, repr=False)

@@ -101,36 +101,50 @@ def note_users(units: Iterable[Unit]) -> None:
     as the graph is kept. Somebody kept any other from the forward.
     """
     for unit in units:
-        users: tuple[int, ...] = ()
-        for bucket in unit.gathered:
-            if not bucket.in_place and bucket.phase is Phase.SHARDED:
-                users = (*users, storage_users(bucket.full))
-        if users not in unit.checks.inspected:
-            unit.checks.inspected.add(users)
+        if _count_users(unit) not in unit.checks.inspected:
             unit.engine.inspected.add(unit)
+
+
+def _count_users(unit: Unit) -> tuple[int, ...]:
+    """By bucket that is released: the tensors over its memory, without views that are guarded."""
+    released = [b for b in unit.gathered if not b.in_place and b.phase is Phase.SHARDED]
+    return tuple([storage_users(b.full) - len(_kept_views_of(b)) for b in released])
+
+
+def _kept_views_of(bucket: Bucket) -> list[KeptView]:
+    """The guarded views of a bucket that somebody still keeps."""
+    return [view for view in bucket.users.views if _storage(view) == _storage(bucket.full)]
 
 
 def guard_everywhere(engine: Engine) -> None:
     """Guard views of the gathered weights of the noted units, whatever in the process keeps them.
 
-    Where a graph that reads the weights lives on, a backward may begin at a tensor that was made
-    inside the unit's forward, so those tensors are watched.
+    What was found does not count as seen: who kept a view once may keep another in its place.
     """
     units = list(engine.inspected)
     engine.inspected.clear()
     found = _storages(units)
-    if not found:
-        return
+    if found:
+        _guard_views(engine, units, found)
+    for unit in units:
+        unit.checks.inspected.add(_count_users(unit))
+
+
+def _guard_views(engine: Engine, units: list[Unit], found: dict[int, Bucket]) -> None:
+    """Guard views of the buckets in ``found``, which are those of ``units`` by their storage.
+
+    Where a graph that reads the weights lives on, a backward may begin at a tensor that was made
+    inside the unit's forward, so those tensors are watched.
+    """
     known = {id(tensor): tensor for unit in engine.units for tensor in _own_tensors(unit)}
-    users = Counter(_storage(tensor) for tensor in known.values())
     for value in gc.get_objects():
-        if type(value) is KeptView:
-            users[_storage(value)] += 1
-        elif type(value) is Tensor and id(value) not in known:
+        if type(value) is Tensor and id(value) not in known:
             bucket = _bucket_of(value, found)
             if bucket is not None:
-                users[_storage(_guard(value, bucket))] += 1
-    read = {b for key, b in found.items() if storage_users(b.full) > users[key]}
+                _guard(value, bucket)
+    users = Counter(map(_storage, known.values()))
+    by_others = {b: storage_users(b.full) - len(_kept_views_of(b)) for b in found.values()}
+    read = {b for key, b in found.items() if by_others[b] > users[key]}
     watch_inside([unit for unit in units if not read.isdisjoint(unit.gathered)])
 
 
@@ -277,6 +291,7 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
         value = value.detach()  # the library goes on using that object
     value.__class__ = KeptView
     value._kept_in = weakref.ref(bucket)
+    bucket.users.views.add(value)
     value._kept_from = (
         f"a tensor of shape {tuple(value.shape)} that was kept from a forward is a view of "
         f"parameter {entry.spec.fqn!r} of unit {entry.spec.unit!r}, whose gathered weights were "

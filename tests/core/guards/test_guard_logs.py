@@ -27,6 +27,8 @@ from fsdp_compose.core.guards.collective_log import (
     code_of,
     explain,
     explain_frozen,
+    is_debugging,
+    set_debug,
 )
 
 from harness import simulate_ranks
@@ -85,7 +87,7 @@ def test_a_unit_is_numbered_and_compared_at_first() -> None:
     """Whatever was proven of the units before it."""
     log = log_over()
     log.is_stepwise, log.is_proven, log.passes = False, True, 7
-    assert [log.number_unit(), log.number_unit()] == [1, 2]
+    assert log.number_unit() != log.number_unit()
     assert (log.is_stepwise, log.is_proven, log.passes) == (True, False, 0)
 
 
@@ -162,6 +164,64 @@ def test_what_a_graph_captures_is_not_compared(monkeypatch: pytest.MonkeyPatch) 
         assert (log.events, log.hash, log.guesses, log.doubts) == ([], 0, [], 0)
         assert (log.step, log.passes, log.pending) == (1, 0, None)
         assert here.traffic.control == before
+
+    simulate_ranks(ranks)
+
+
+def test_a_rank_that_does_something_else_is_found_at_once() -> None:
+    """In the first step, before its collective is issued."""
+
+    def ranks(rank: int) -> None:
+        log = log_like(one_unit(seeded(Tower)))
+        log.note(ONE)
+        with pytest.raises(RuntimeError, match="as collective 2 of it, rank 0 gathers unit 'a'"):
+            log.note((ONE, TWO)[rank])
+
+    simulate_ranks(ranks)
+
+
+def test_debug_mode_is_asked_for_and_left() -> None:
+    """By this rank alone; a step learns from the others whether one of them did."""
+    assert not is_debugging()
+    try:
+        set_debug()
+        assert is_debugging()
+        set_debug(False)
+        assert not is_debugging()
+        set_debug(True)
+        assert is_debugging()
+    finally:
+        set_debug(False)
+
+
+def test_a_comparison_is_read_when_the_next_step_ends() -> None:
+    """On a device, unless each collective is compared; then at once."""
+    log, checked = log_over(), list[Any]()
+    made = [SimpleNamespace(mark=mark) for mark in ("a", "b", "c", None)]
+    waiting = iter(made)
+    log._compare = lambda code: next(waiting)  # type: ignore[method-assign]
+    log._check = checked.append  # type: ignore[method-assign]
+    for stepwise, pending, read in (
+        (False, made[0], []),
+        (False, made[1], made[:1]),
+        (True, None, made[:3]),
+        (False, None, made),
+    ):
+        log.is_stepwise, log.events = stepwise, [ONE]
+        log.end_step(trained=True)
+        assert log.pending is pending and checked == read
+
+
+def test_trials_of_inference_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many passes without a step only their ends are compared."""
+    monkeypatch.setattr(collective_log, "TRIAL_PASSES", 2)
+
+    def ranks(rank: int) -> None:
+        log = log_like(one_unit(seeded(Tower)))
+        for is_stepwise in (True, False, False):
+            log.note(ONE)
+            log.end_step(trained=False)
+            assert log.is_stepwise == is_stepwise and not log.is_proven
 
     simulate_ranks(ranks)
 
