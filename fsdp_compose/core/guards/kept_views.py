@@ -48,10 +48,9 @@ class KeptView(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func not in _HARMLESS:
-            with raw():
-                for value in _views((*args, *(kwargs or {}).values())):
-                    if value.numel() and _is_released(value):
-                        raise RuntimeError(value._kept_from)
+            for value in _views((*args, *(kwargs or {}).values())):
+                if value.numel() and _is_released(value):
+                    raise RuntimeError(value._kept_from)
         return call_raw(func, types, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

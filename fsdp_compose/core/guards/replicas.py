@@ -132,7 +132,7 @@ def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
     aligned = data.storage_offset() % 8 == 0
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     count = min(_CHUNK, data.numel() // 8 + 8)
-    weights = torch.arange(1, 2 * count + 1, 2, device=data.device)
+    weights = 2 * torch.arange(count, device=data.device) + 1
     for start in range(0, whole, 8 * _CHUNK):
         piece = data[start : min(start + 8 * _CHUNK, whole)]
         words = (piece if aligned else piece.clone()).view(torch.int64)

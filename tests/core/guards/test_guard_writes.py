@@ -1,10 +1,10 @@
-"""Writes, views and tensors that a forward leaves, and copies that are compared: the details."""
+"""Writes and tensors that a forward leaves, and copies that are compared: the details."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,21 +24,19 @@ from fsdp_compose import (
     wrap,
 )
 from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import saved_tensor_hooks
 from fsdp_compose.buckets import gradients
-from fsdp_compose.core.guards import inner_backward, kept_views, replicas
-from fsdp_compose.core.guards.kept_views import KeptView
+from fsdp_compose.core.guards import inner_backward, replicas
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.guards.static_buffers import describe
 
-from harness import simulate_ranks
+from harness import fake_world, simulate_ranks
 from models import (
     WIDTH,
-    Block,
     assert_at_rest,
     by_block,
     data,
     mesh_of_replicas,
-    one_unit,
     seeded,
     square,
     two_blocks,
@@ -47,205 +45,6 @@ from models import (
 )
 
 RELEASED = {"reshard_after_forward": True}
-
-
-class Keeping(nn.Module):
-    """Keeps views of its weight in places that are looked at when its forward ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.inner = nn.Module()
-        self.inner.register_buffer("view", None)
-        self.views: list[Any] = []
-        self.named: dict[str, Any] = {}
-        self.kept = self.empty = None
-        self.on = True
-        self.last = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.on:
-            weight = self.weight.detach()
-            self.kept, self.empty = weight.t(), weight[4:]
-            self.inner.view = weight[1:]
-            self.views[:], self.named["view"] = [1, weight.flatten()], weight[0]
-        y = x @ self.weight
-        self.last = repr(self.kept)
-        return y
-
-
-def kept_in(model: Any) -> list[Tensor]:
-    return [model.kept, model.inner.view, model.views[1], model.named["view"]]
-
-
-def test_a_kept_view_raises_wherever_it_is_read() -> None:
-    """As any argument, while its unit is released; what reads no memory works."""
-
-    def ranks(rank: int) -> None:
-        model = fully_shard(seeded(Keeping), **RELEASED)
-        x, error = data(0, rank, 3, 4), "parameter 'weight' of unit 'Keeping'"
-        for training in (True, False):
-            model.train(training)
-            model(x)
-            for view in kept_in(model):
-                assert type(view) is KeptView
-                other = torch.zeros_like(x[:1, :1])
-                for read in (
-                    lambda view=view: view + 1,
-                    lambda view=view: torch.mul(other, view),
-                    lambda view=view: torch.add(other, other=view),
-                    lambda view=view: torch.stack([other, view]),
-                    lambda view=view: torch.block_diag(other, view),
-                ):
-                    with pytest.raises(RuntimeError, match=error):
-                        read()
-                assert view.dtype == torch.float64 and view.numel() and view.dim()
-                assert repr(view) == f"KeptView({tuple(view.shape)}, released)"
-        assert model.kept.shape == model.kept.size() == (4, 4)
-        assert model.kept.stride() == (1, 4) and not model.kept.requires_grad
-
-    simulate_ranks(ranks)
-
-
-def test_a_kept_view_reads_while_it_is_gathered() -> None:
-    """As the plain tensor does, and when it is printed."""
-
-    def ranks(rank: int) -> None:
-        plain = seeded(Keeping)
-        model = fully_shard(copy.deepcopy(plain), **RELEASED)
-        x = data(0, rank, 3, 4)
-        model(x), plain(x)
-        unshard(model)
-        for found, wanted in zip(kept_in(model), kept_in(plain), strict=True):
-            assert_close(torch.add(found, other=1.0), wanted + 1)
-            assert_close(torch.cat([found, found]), torch.cat([wanted, wanted]))
-            assert "0." in repr(found) and "released" not in repr(found)
-        reshard(model)
-        model.on = False
-        model(x)
-        assert "released" not in model.last
-        with pytest.raises(RuntimeError, match="were released since"):
-            model.kept + 1  # type: ignore[operator]
-
-    simulate_ranks(ranks)
-
-
-def test_an_empty_view_may_be_kept() -> None:
-    """Also one that begins behind all parameters, and so is none's."""
-
-    def ranks(rank: int) -> None:
-        model = fully_shard(seeded(Keeping), **RELEASED)
-        model(data(0, rank, 3, 4))
-        assert type(model.empty) is KeptView
-        assert (model.empty + 1).shape == (0, 4) and model.empty.sum() == 0
-
-    simulate_ranks(ranks)
-
-
-def test_a_view_names_the_parameter_it_is_of() -> None:
-    """By where it begins, in a unit of several parameters."""
-
-    def ranks(rank: int) -> None:
-        model = one_unit(seeded(Block), **RELEASED)
-        model.down.register_forward_pre_hook(
-            lambda *_: setattr(model, "views", [p.detach() for p in model.parameters()])
-        )
-        model(data(0, rank))
-        names = [name for name, _ in model.named_parameters()]
-        for name, view in zip(names, model.views, strict=True):  # type: ignore[arg-type]
-            with pytest.raises(RuntimeError, match=f"parameter '{name}' of unit 'Block'"):
-                view + 1
-
-    simulate_ranks(ranks)
-
-
-class Mixed(nn.Module):
-    """Two buckets: one of each dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.high = nn.Linear(WIDTH, WIDTH)
-        self.low = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def double(self) -> Mixed:
-        super().double()
-        self.low.float()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.low(torch.tanh(self.high(x)).float())
-
-
-def test_the_library_keeps_its_own_tensors() -> None:
-    """What it has of each of a unit's buckets is taken for nobody's view, in any step."""
-
-    def ranks(rank: int) -> None:
-        model = fully_shard(seeded(Mixed), reshard_after_forward=2)
-        (unit,) = units(model)
-        outside = [nn.Parameter(torch.ones(2)), torch.ones(2), torch.ones(2).to_sparse()]
-        for step in range(3):
-            square(model, data(step, rank)).backward()
-            with torch.no_grad():
-                model(data(step, rank))
-            for bucket in unit.buckets:
-                own = [bucket.full, bucket.views.own, bucket.views.whole_bytes, *bucket.aliases]
-                assert not any(type(tensor) is KeptView for tensor in own)
-                assert bucket.inner is not None and type(bucket.inner.own) is Tensor
-                assert {id(tensor) for tensor in own} <= {
-                    id(tensor) for tensor in kept_views._own_tensors(unit)
-                }
-        assert not any(type(tensor) is KeptView for tensor in outside)
-
-    simulate_ranks(ranks, 4)
-
-
-def test_memory_is_looked_through_where_it_has_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of each step that kept a view, so that reading it raises; a view is no graph."""
-    looks: list[int] = []
-    inside: list[tuple[int, Any]] = []
-    find, watch = kept_views.gc.get_objects, kept_views.watch_inside
-
-    def note(watched: Any) -> None:
-        inside.append((dist.get_rank(), list(watched)))
-        watch(watched)
-
-    monkeypatch.setattr(
-        kept_views.gc, "get_objects", lambda: looks.append(dist.get_rank()) or find()
-    )
-    monkeypatch.setattr(kept_views, "watch_inside", note)
-
-    def ranks(rank: int) -> list[int]:
-        model = by_block(seeded(two_blocks))
-        bag: list[Callable[[], Tensor]] = []
-        for step in range(3):
-            square(model, data(step, rank)).backward()
-
-        def keep(module: nn.Module, args: Any) -> None:
-            view = module.weight.detach()[1:]  # type: ignore[operator, index, union-attr]
-            bag.append(lambda: view)
-
-        before = looks.count(rank)
-        square(model, data(3, rank)).backward()
-        assert looks.count(rank) == before
-        for block in model.blocks:
-            block.up.register_forward_pre_hook(keep)
-        found = []
-        for step in range(4, 8):
-            inside.clear()
-            before = looks.count(rank)
-            loss = square(model, data(step, rank))
-            assert looks.count(rank) == before
-            loss.backward()
-            del loss
-            found.append(looks.count(rank) - before)
-            assert not any(watched for asked, watched in inside if asked == rank)
-            for number, read in enumerate(bag):
-                with pytest.raises(RuntimeError, match=f"up.weight' of unit 'blocks.{number}'"):
-                    read() + 1
-            bag.clear()
-        return found
-
-    assert simulate_ranks(ranks) == [[1, 1, 1, 1]] * 2
 
 
 def gradients_of(model: nn.Module) -> list[Tensor | None]:
@@ -296,15 +95,14 @@ def keep_and_replace(block: nn.Module, bag: list[Tensor]) -> None:
 
 
 class Pair(nn.Module):
-    """Gives two tensors."""
+    """Gives two tensors, neither of which comes of the other."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.inner(x)
-        return y, torch.sin(y)
+        return self.inner(x), self.inner(torch.sin(x))
 
 
 def keep_the_second(block: nn.Module, bag: list[Tensor]) -> None:
@@ -370,30 +168,6 @@ def test_a_unit_that_reads_no_gradient_is_left() -> None:
         model.scale.sum().backward()
         assert here.traffic.gathers == before and units(model)[0].checks.entrance == "unknown"
         assert_at_rest(model)
-
-    simulate_ranks(ranks)
-
-
-class GivesWeights(Mixed):
-    """Returns weights of both buckets beside its result."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y, self.low.weight.detach().t() if self.training else self.high.bias.detach()
-
-
-def test_a_unit_that_returns_a_weight_stays_gathered() -> None:
-    """A weight of any of its buckets, until the backward ends."""
-
-    def ranks(rank: int) -> None:
-        plain = seeded(GivesWeights)
-        model = fully_shard(copy.deepcopy(plain), **RELEASED)
-        for training in (True, False):
-            y, weight = model.train(training)(data(0, rank))
-            wanted = plain.train(training)(data(0, rank))[1]
-            assert_close(weight * 2, wanted * 2)
-            y.sum().backward()
-            assert_at_rest(model)
 
     simulate_ranks(ranks)
 
@@ -548,5 +322,70 @@ def test_static_buffers_have_room_for_gradients(monkeypatch: pytest.MonkeyPatch)
             assert member.packed == tuple(packed.get(bucket, 0) for bucket in unit.buckets)
             assert member.gathered == tuple(b.full.nbytes for b in unit.buckets)
             assert sorted(map(bool, member.packed)) == [False, True, True]
+        whole_everywhere = fully_shard(Complex(), strategy=ShardingStrategy.NO_SHARD)
+        (member,) = describe(units(whole_everywhere))
+        assert not any(member.packed)  # which is reduced where it is
+
+    simulate_ranks(ranks)
+
+
+class Passing(nn.Module):
+    """Leaves, where nobody looks, what it made of weights in two buckets."""
+
+    left: ClassVar[list[tuple[Tensor, Tensor]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left.append((self.first(x), self.second(x.double())))
+        return x * 1
+
+
+def test_a_backward_over_overwritten_weights_raises() -> None:
+    """Of any bucket of a unit whose static buffer other units are in now."""
+    with fake_world(2):
+        model = nn.Sequential(*(Passing() for _ in range(3))).requires_grad_(False)
+        fully_shard(model, units=wrap.by_class({Passing}), static_buffers=True)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        for _ in range(2):
+            square(model, x).backward()
+        for index in range(2):
+            Passing.left.clear()
+            model(x)
+            kept = Passing.left[0][index]
+            model(x)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                kept.sum().backward()
+        Passing.left.clear()
+
+
+def test_an_interrupt_leaves_the_hooks_of_the_caller() -> None:
+    """Those of the library are removed, of each unit whose forward was interrupted."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def ranks(rank: int) -> None:
+        model, packed = by_block(seeded(two_blocks)), list[Tensor]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor)
+            return tensor
+
+        handle = model.blocks[1].up.register_forward_hook(interrupt)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with pytest.raises(KeyboardInterrupt):
+                model(data(0, rank))
+            found = saved_tensor_hooks()
+            assert found is not None and found[0] is not pack
+            handle.remove()
+            loss = square(model, data(0, rank))
+            found = saved_tensor_hooks()
+            assert found is not None and found[0] is pack
+        assert saved_tensor_hooks() is None and packed
+        loss.backward()
+        assert_at_rest(model)
 
     simulate_ranks(ranks)
