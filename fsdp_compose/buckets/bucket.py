@@ -242,7 +242,7 @@ class Users:
     is_lent: bool = False  # whether it has had borrowers
     holders: int = 0  # units that hold it gathered
     caller: Caller | None = None  # compares its collectives between ranks; None where none do
-    views: WeakList = field(default_factory=WeakList)  # kept from forwards, see kept_views.py
+    views: WeakList | None = None  # that somebody kept from a forward, see kept_views.py
 
 
 @dataclass(eq=False, repr=False)

@@ -32,6 +32,7 @@ from fsdp_compose.base.torch_private import (
     storage_use_count,
     untraced,
 )
+from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Engine, Unit
@@ -99,20 +100,17 @@ def note_users(units: Iterable[Unit]) -> None:
     Views keep released memory in use: the library's own views always, and those of a graph as long
     as the graph is kept. Somebody kept any other from the forward.
     """
-    for unit in units:
-        if _count_users(unit) not in unit.checks.inspected:
+    for unit, users in _count_users(units):
+        if users not in unit.checks.inspected:
             unit.engine.inspected.add(unit)
 
 
-def _count_users(unit: Unit) -> tuple[int, ...]:
-    """By bucket that is released: the tensors over its memory, without views that are guarded."""
-    released = [b for b in unit.gathered if not b.in_place and b.phase is Phase.SHARDED]
-    return tuple([storage_users(b.full) - len(_kept_views_of(b)) for b in released])
-
-
-def _kept_views_of(bucket: Bucket) -> list[KeptView]:
-    """The guarded views of a bucket that somebody still keeps."""
-    return [view for view in bucket.users.views if _storage(view) == _storage(bucket.full)]
+def _count_users(units: Iterable[Unit]) -> list[tuple[Unit, tuple[int, ...]]]:
+    """By unit: for each bucket that is released, the number of users of its memory."""
+    released = [
+        (u, [b for b in u.gathered if not b.in_place and b.phase is Phase.SHARDED]) for u in units
+    ]
+    return [(unit, tuple(map(count_users, buckets))) for unit, buckets in released]
 
 
 def guard_everywhere(engine: Engine) -> None:
@@ -125,8 +123,8 @@ def guard_everywhere(engine: Engine) -> None:
     found = _storages(units)
     if found:
         _guard_views(engine, units, found)
-    for unit in units:
-        unit.checks.inspected.add(_count_users(unit))
+    for unit, users in _count_users(units):
+        unit.checks.inspected.add(users)
 
 
 def _guard_views(engine: Engine, units: list[Unit], found: dict[int, Bucket]) -> None:
@@ -142,8 +140,7 @@ def _guard_views(engine: Engine, units: list[Unit], found: dict[int, Bucket]) ->
             if bucket is not None:
                 _guard(value, bucket)
     users = Counter(map(_storage, known.values()))
-    by_others = {b: storage_users(b.full) - len(_kept_views_of(b)) for b in found.values()}
-    read = {b for key, b in found.items() if by_others[b] > users[key]}
+    read = {b for key, b in found.items() if count_users(b) > users[key]}
     watch_inside([unit for unit in units if not read.isdisjoint(unit.gathered)])
 
 
@@ -243,10 +240,12 @@ def opened_at(unit: Unit) -> int:
     return -1
 
 
-def storage_users(tensor: Tensor) -> int:
-    """Count the tensors over a tensor's memory."""
-    storage = tensor.untyped_storage()
-    return storage_use_count(storage._cdata) - 1  # ``storage`` itself
+def count_users(bucket: Bucket) -> int:
+    """Count the tensors over the memory of a bucket, without views that are guarded."""
+    storage = bucket.full.untyped_storage()
+    users = storage_use_count(storage._cdata) - 1  # ``storage`` itself
+    views = bucket.users.views
+    return users if views is None else users - sum(_storage(v) == storage._cdata for v in views)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -290,6 +289,7 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
         value = value.detach()  # the library goes on using that object
     value.__class__ = KeptView
     value._kept_in = weakref.ref(bucket)
+    bucket.users.views = bucket.users.views or WeakList()
     bucket.users.views.add(value)
     value._kept_from = (
         f"a tensor of shape {tuple(value.shape)} that was kept from a forward is a view of "
