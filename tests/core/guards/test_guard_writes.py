@@ -14,11 +14,13 @@ from torch.testing import assert_close
 
 from fsdp_compose import (
     MixedPrecision,
+    Prefetch,
     ShardingStrategy,
     bf16_codec,
     fully_shard,
     reshard,
     set_debug,
+    undo,
     unshard,
     verify_replicas,
     wrap,
@@ -33,6 +35,7 @@ from fsdp_compose.core.guards.static_buffers import describe
 from harness import fake_world, simulate_ranks
 from models import (
     WIDTH,
+    Block,
     assert_at_rest,
     by_block,
     data,
@@ -389,3 +392,69 @@ def test_an_interrupt_leaves_the_hooks_of_the_caller() -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+def test_hooks_of_submodules_are_watched_once() -> None:
+    """However many forwards there are; submodules without hooks are left alone."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        block = model.blocks[1]
+        block.up.register_forward_hook(lambda *_: None)
+        block.down.register_forward_pre_hook(lambda *_: None)
+        model.head.register_forward_hook(lambda *_: None)
+        for step in range(3):
+            square(model, data(step, rank)).backward()
+        for module, before, after in (
+            (block.up, 0, 1),
+            (block.down, 1, 0),
+            (model.head, 0, 1),
+            (block.norm, 0, 0),
+            (model.first, 0, 0),
+            (block, 0, 0),
+        ):
+            hooks = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
+            assert hooks[0].count(inner_backward.watch_taken) == before
+            assert hooks[1].count(inner_backward.watch_given) == after
+        undo(model)
+        for module in model.modules():
+            assert inner_backward.watch_taken not in module._forward_pre_hooks.values()
+            assert inner_backward.watch_given not in module._forward_hooks.values()
+
+    simulate_ranks(ranks)
+
+
+def test_a_slow_way_to_keep_tensors_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A backward that begins at what a forward kept in a closure names the unit."""
+
+    class Branch(Block):
+        kept: ClassVar[list[Callable[[], Tensor]]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if step >= 2:
+                y = self.down(torch.sin(self.up(x)))
+                self.kept.append(lambda: y)
+            return super().forward(x)
+
+    model = seeded(Branch)
+    with fake_world(2), caplog.at_level("WARNING", "fsdp_compose"):
+        fully_shard(model, **RELEASED)
+        for step in range(5):
+            loss = square(model, data(step, 0))
+            loss.backward(retain_graph=True)
+            del loss
+            if step >= 2:
+                Branch.kept.pop()().sum().backward()
+    (record,) = caplog.records
+    assert "began at a tensor that a forward of unit 'Branch' kept" in record.getMessage()
+
+
+def test_other_units_are_gathered_ahead_as_before() -> None:
+    """Also where some units of the process have static buffers."""
+    with fake_world(2):
+        fixed = by_block(seeded(two_blocks), static_buffers=True)
+        model = by_block(seeded(two_blocks), prefetch=Prefetch(1, 1))
+        work = units(fixed)[0].engine.schedule.work
+        for _ in range(2):
+            square(model, data(0, 0)).backward()
+            assert all(work.has_room(unit) is True for unit in units(model))
