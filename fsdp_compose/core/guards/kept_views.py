@@ -55,11 +55,10 @@ class KeptView(Tensor):
         return call_raw(func, types, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with raw():
-            if not _is_released(self):
-                text: str = super().__repr__()
-                return text
-            return f"KeptView({tuple(self.shape)}, released)"
+        if not _is_released(self):
+            text: str = super().__repr__()
+            return text
+        return f"KeptView({tuple(self.shape)}, released)"
 
 
 def _is_released(view: KeptView) -> bool:

@@ -24,13 +24,13 @@ from harness import simulate_ranks
 from models import (
     WIDTH,
     Block,
+    Tower,
     assert_at_rest,
     by_block,
     data,
     one_unit,
     seeded,
     square,
-    two_blocks,
     units,
 )
 
@@ -204,9 +204,9 @@ def test_memory_is_looked_through_where_it_has_users(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kept_views, "watch_inside", note)
 
     def ranks(rank: int) -> list[int]:
-        model = by_block(seeded(two_blocks))
+        model = by_block(seeded(lambda: Tower(5)))
         bag: list[Callable[[], Tensor]] = []
-        for step in range(3):
+        for step in range(2):
             square(model, data(step, rank)).backward()
 
         def keep(module: nn.Module, args: Any) -> None:

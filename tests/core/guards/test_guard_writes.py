@@ -28,7 +28,7 @@ from fsdp_compose import (
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import saved_tensor_hooks
 from fsdp_compose.buckets import gradients
-from fsdp_compose.core.guards import inner_backward, replicas
+from fsdp_compose.core.guards import forward_writes, inner_backward, replicas
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.guards.static_buffers import describe
 
@@ -82,18 +82,23 @@ def check_inside(rank: int, keep: Callable[[nn.Module, list[Tensor]], Any]) -> N
     assert_at_rest(model)
 
 
-def keep_and_replace(block: nn.Module, bag: list[Tensor]) -> None:
-    """What goes on is another tensor than what is kept."""
+def keep_what_is_taken(block: nn.Module, bag: list[Tensor]) -> None:
+    """What goes in is another tensor than what is kept."""
 
     def taken(module: nn.Module, args: Any) -> Any:
         bag.append(args[0])
         return (args[0] * 1,)
 
+    block.down.register_forward_pre_hook(taken)  # type: ignore[union-attr]
+
+
+def keep_what_is_given(block: nn.Module, bag: list[Tensor]) -> None:
+    """What goes on is another tensor than what is kept."""
+
     def given(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         bag.append(output)
         return output * 1
 
-    block.down.register_forward_pre_hook(taken)  # type: ignore[union-attr]
     block.up.register_forward_hook(given)  # type: ignore[union-attr]
 
 
@@ -114,7 +119,7 @@ def keep_the_second(block: nn.Module, bag: list[Tensor]) -> None:
     block.up.register_forward_hook(lambda m, args, out: out[0])
 
 
-@pytest.mark.parametrize("keep", [keep_and_replace, keep_the_second])
+@pytest.mark.parametrize("keep", [keep_what_is_taken, keep_what_is_given, keep_the_second])
 def test_a_backward_from_what_hooks_inside_kept(keep: Any) -> None:
     """Each tensor that such a submodule takes or gives, as it is before other hooks."""
     simulate_ranks(lambda rank: check_inside(rank, keep))
@@ -458,3 +463,134 @@ def test_other_units_are_gathered_ahead_as_before() -> None:
         for _ in range(2):
             square(model, data(0, 0)).backward()
             assert all(work.has_room(unit) is True for unit in units(model))
+
+
+class Tagged(Tensor):
+    """A kind of tensor that is not looked for among those of the process."""
+
+
+def test_a_backward_from_a_tensor_of_another_class() -> None:
+    """It begins in the middle of the unit's first graph, at what somebody kept."""
+
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.last(torch.tanh(self.first(x)))
+            bags[id(self)] = h
+            return torch.sin(torch.tanh(self.last(h)))
+
+    bags: dict[int, Tensor] = {}
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Middle)
+        model = fully_shard(copy.deepcopy(plain), **RELEASED)
+        for step in range(2):
+            model(data(step, rank).as_subclass(Tagged))
+            bags.pop(id(model)).square().mean().backward()
+            for r in range(2):
+                plain(data(step, r))
+                (bags.pop(id(plain)).square().mean() / 2).backward()
+            for found, param in zip(gradients_of(model), plain.parameters(), strict=True):
+                assert found is not None and param.grad is not None
+                assert_close(found, param.grad, rtol=1e-12, atol=1e-12)
+            assert units(model)[0].checks.entrance == "inside"
+
+    simulate_ranks(ranks)
+
+
+def test_copies_that_were_assigned_are_compared() -> None:
+    """By this rank's part of what ``p.data = x`` gave a parameter, before any forward."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks), mesh=mesh_of_replicas(2, 2))
+        value = whole(model.first.weight)
+        if rank == 0:
+            model.first.weight.data = value
+        verify_replicas(model)
+        if rank == 0:
+            model.first.weight.data = value + 1
+        with pytest.raises(RuntimeError, match=r"parameter 'first\.weight' of unit 'Tower' is"):
+            verify_replicas(model)
+
+    simulate_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_backward_from_an_attribute(later: bool) -> None:
+    """It holds a branch that leads to no output, in the first step or after a usual one."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.kept: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = torch.sin(self.last(torch.tanh(self.last(x))))
+            return self.first(x)
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Branch)
+        model = fully_shard(copy.deepcopy(plain), **RELEASED)
+        if later:
+            model(data(9, rank).as_subclass(Tagged)).sum().backward()
+            model.zero_grad()
+        model(data(0, rank).as_subclass(Tagged))
+        model.kept.square().mean().backward()
+        for r in range(2):
+            plain(data(0, r))
+            (plain.kept.square().mean() / 2).backward()  # type: ignore[union-attr, operator]
+        for name in ("weight", "bias"):
+            found, wanted = getattr(model.last, name).grad, getattr(plain.last, name).grad
+            assert_close(whole(found), wanted, rtol=1e-12, atol=1e-12)
+            assert getattr(model.first, name).grad is None
+
+    simulate_ranks(ranks)
+
+
+class Assigner(nn.Module):
+    """Assigns to ``.data`` of two weights in forward, and has an empty one besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.change: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        if self.change is not None:
+            self.first.weight.data = self.change(self.first.weight.data)
+            self.second.bias.data = self.change(self.second.bias.data)
+        return y
+
+
+def test_assigned_weights_are_kept_where_they_can_be() -> None:
+    """All of them; a tensor of another shape or dtype is refused by name."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Assigner)
+        model = fully_shard(copy.deepcopy(plain), strategy=ShardingStrategy.NO_SHARD)
+        (unit,) = units(model)
+        model(data(0, rank))
+        assert not forward_writes._keep_assigned(unit, unit.links.aliases)
+        for one in (model, plain):
+            one.change = lambda weight: weight * 2
+            one(data(0, rank))
+            one.change = None
+        assert_close(model(data(1, rank)), plain(data(1, rank)))
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found), wanted.detach())
+        for change in (lambda weight: weight.float(), lambda weight: weight[:2] + 1):
+            model.change = change
+            with pytest.raises(
+                RuntimeError, match=r"'first\.weight' of unit 'Assigner': a forward"
+            ):
+                model(data(0, rank))
+            model.change = None
+            assert_close(model(data(1, rank)), plain(data(1, rank)))
+
+    simulate_ranks(ranks)
