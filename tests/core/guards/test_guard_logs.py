@@ -168,7 +168,7 @@ def test_what_a_graph_captures_is_not_compared(monkeypatch: pytest.MonkeyPatch) 
     simulate_ranks(ranks)
 
 
-def test_a_rank_that_does_something_else_is_found_at_once() -> None:
+def test_a_rank_that_does_something_else_is_found() -> None:
     """In the first step, before its collective is issued."""
 
     def ranks(rank: int) -> None:
