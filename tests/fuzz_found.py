@@ -5,7 +5,7 @@ Where a seed is named, the fuzzer drew a larger program for it when it found the
 
 from __future__ import annotations
 
-from fsdp_compose.simulation import LoseMessage
+from fsdp_compose.simulation import KillRank, LoseMessage
 
 from fuzz_programs import HYBRID, Case, Leaf, Node
 
@@ -227,6 +227,14 @@ FOUND = {
         PAIR, 2, "FULL_SHARD", (("skip here", 0), ("step", 0)),
     ),
     "weights are swapped": Case(TWO, 2, "FULL_SHARD", (("swap", 0), ("step", 0))),
+    "a rank is killed while two buckets are gathered by one call": Case(
+        Node((Leaf("matrix", dtype="float64"), Leaf("low rank", dtype="float64", frozen=True))), 2,
+        "FULL_SHARD", (), fault=KillRank(1, 5), backend="nccl",
+    ),
+    "a message is lost while two buckets are gathered by one call": Case(
+        Node((Leaf("matrix", dtype="float64"), Leaf("transposed", dtype="float32"))), 2,
+        "FULL_SHARD", (("switch", 0),), prefetch=(0, 0), fault=LoseMessage(1, 13), backend="nccl",
+    ),
     "gradients are asked for in a scope": Case(TWO, 2, "FULL_SHARD", (("scope grad", 0),)),
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),

@@ -19,7 +19,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.simulation.network import Move, Part
 from fsdp_compose.simulation.reduce import combine, copy, name_of
 from fsdp_compose.simulation.store import WHERE
-from fsdp_compose.simulation.work import SimulatedWork
+from fsdp_compose.simulation.work import JoinedWork, SimulatedWork
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 _HALF_AN_HOUR = timedelta(minutes=30)
@@ -218,7 +218,7 @@ class SimulatedGroup(_ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> SimulatedWork:
         works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return _last(works)
+        return JoinedWork(works)
 
     def gather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> SimulatedWork:
         root = opts.rootRank
@@ -262,7 +262,7 @@ class SimulatedGroup(_ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> SimulatedWork:
         pairs = zip(outputs, inputs, strict=True)
-        return _last([self.reduce_scatter_single(o, i, opts) for o, i in pairs])
+        return JoinedWork([self.reduce_scatter_single(o, i, opts) for o, i in pairs])
 
     def _exchange_pieces(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -322,9 +322,3 @@ def _move_all_gather(parts: dict[int, Part]) -> None:
     for part in parts.values():
         for rank, into in enumerate(part.received):
             copy(into, parts[rank].sent[0])
-
-
-def _last(works: list[SimulatedWork]) -> SimulatedWork:
-    for work in works[:-1]:
-        work.wait()
-    return works[-1]

@@ -58,3 +58,31 @@ class SimulatedWork(dist.Work):
 
     # What torch's own classes in C++ call it.
     getFuture = get_future  # noqa: N815
+
+
+class JoinedWork(SimulatedWork):
+    """Several calls that were made as one."""
+
+    def __init__(self, works: list[SimulatedWork]) -> None:
+        last = works[-1]
+        super().__init__(last.network, last.exchange, last.purpose, last.seconds, [])
+        self.works = works
+        self.outputs = [output for work in works for output in work.outputs]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all of them, also where one fails: nothing of the call is under way then."""
+        errors: list[RuntimeError] = []
+        for work in self.works:
+            try:
+                work.wait(timeout)
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self.works)
