@@ -89,7 +89,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(job: Job) -> None:
     """What every rank runs: resume where there is a checkpoint, and save after every step."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    meet()
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optim = build()
     start, folder = 0, job.folder / "checkpoint"
@@ -113,6 +113,18 @@ def train(job: Job) -> None:
             if rank == 0:
                 (job.folder / f"loss-{step}").write_text(repr(total.item()))
     dist.destroy_process_group()
+
+
+def meet() -> None:
+    """Make the process group, with keys of its own in the agent's store for each start.
+
+    The agent keeps its store over a restart, and torch 2.13 puts nothing before the keys: a rank
+    that starts first may find where another one listened before it was killed.
+    """
+    store, rank, world = next(dist.rendezvous("env://"))
+    own = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    patience = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=patience)
 
 
 @contextlib.contextmanager

@@ -445,6 +445,15 @@ def check_shallow_copy(rank: int) -> None:
         twin(data(0, rank))
 
 
+def check_cleared(rank: int) -> None:
+    """What ``zero_grad`` drops in ``no_sync`` is in no later gradient."""
+    twin = Twin(rank, 2, Tower)
+    with no_sync(twin.model):
+        twin.backward(square, 0)
+        twin.zero_grad()
+    twin.train(steps=1)
+
+
 def release_after_one() -> None:
     """Units kept for graphs over gradients are released when the first of them is consumed."""
 
@@ -564,6 +573,10 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "norms added by slices": (
         lambda: replace("_adds_in_tree", lambda original: lambda params: False),
         check_any_ranks, 4,
+    ),
+    "gradients that wait are kept": (
+        lambda: replace("_drop", lambda original: lambda entry: None, "scopes.unreduced"),
+        check_cleared, 2,
     ),
     "one reader of released weights": (release_after_one, check_two_graphs, 2),
 }  # fmt: skip

@@ -15,13 +15,17 @@ from fsdp_compose.core.guards.added_parameters import watch_registrations
 from fsdp_compose.core.guards.methods import attach_methods, detach_methods
 from fsdp_compose.optim import clip
 from fsdp_compose.optim.step_guard import guard_steps
-from fsdp_compose.scopes import chosen_gradients
+from fsdp_compose.scopes import chosen_gradients, unreduced
 from fsdp_compose.scopes.compile import detach_traced
 from fsdp_compose.sharded import Handler
+
+_plain: Any = torch.Tensor
 
 ANSWERS: dict[Callable[..., Any], Handler] = {
     torch.autograd.grad: chosen_gradients.grad,
     torch.autograd.backward: chosen_gradients.backward,
+    _plain.grad.__get__: unreduced.read_grad,
+    _plain.grad.__set__: unreduced.write_grad,
     torch._foreach_norm: clip.take_norms,
     torch._foreach_mul_: clip.scale,
     torch.linalg.vector_norm: clip.take_norm,

@@ -138,11 +138,16 @@ def discard_packed(bucket: Bucket) -> None:
     close_grad_buffer(bucket)
 
 
+def any_waits(bucket: Bucket) -> bool:
+    """Whether gradients of earlier backwards are not in ``.grad`` yet."""
+    arriving = bucket.arriving
+    waits = (arriving.packed and arriving.postponed) or arriving.sums.arrived > 0
+    return waits or arriving.partial is not None or arriving.waiting is not None
+
+
 def discard_waiting(bucket: Bucket) -> bool:
     """Drop gradients that are not in ``.grad`` yet; whether any waited for a later backward."""
-    arriving = bucket.arriving
-    waited = (arriving.packed and arriving.postponed) or arriving.sums.arrived > 0
-    waited = waited or arriving.partial is not None or arriving.waiting is not None
+    arriving, waited = bucket.arriving, any_waits(bucket)
     if arriving.packed:
         discard_packed(bucket)
     arriving.partial = arriving.waiting = None

@@ -174,7 +174,7 @@ class EngineWork:
         if unit_of(part.bucket).switches.sync:
             next(iter(self.engine.tasks.values())).packed.append(part.bucket)
         else:
-            part.bucket.arriving.postponed = True
+            part.bucket.arriving.postponed = part.bucket.residence.awaits = True
 
     def reduce(self, part: Arrival) -> None:
         self.engine.reductions.append(start_reduce(part.bucket))

@@ -169,7 +169,7 @@ def _all_reduce(reduction: Reduction) -> None:
     bucket, streams = reduction.bucket, reduction.unit.engine.streams
     assert bucket.arriving.partial is not None
     grad = _over_replicas(bucket, bucket.arriving.partial, reduction.used)
-    reduction.result = _typed(bucket, grad)
+    reduction.result = typed(bucket, grad)
     reduction.done = streams.record(streams.reduce)
 
 
@@ -178,7 +178,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
     bucket, switches = reduction.bucket, reduction.unit.switches
     real = bucket.dtypes.grad.to_real() if bucket.dtypes.grad.is_complex else bucket.dtypes.grad
     if switches.comm_hook is not None:
-        return _typed(bucket, _run_comm_hook(reduction).to(real))
+        return typed(bucket, _run_comm_hook(reduction).to(real))
     assert reduction.scatter is not None
     grad = reduction.scatter.result(real, 1.0 if bucket.mesh.slots else reduction.scale)
     if bucket.arriving.partial is not None:
@@ -189,7 +189,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
             bucket.arriving.partial = grad
         else:
             grad = _over_replicas(bucket, grad, reduction.used)
-    return _typed(bucket, grad) if real != bucket.dtypes.grad else grad
+    return typed(bucket, grad) if real != bucket.dtypes.grad else grad
 
 
 def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torc
     return scatter.result(grad.dtype, 1.0)
 
 
-def _typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+def typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
     """Gradients travel as real numbers; those of complex parameters are complex again here."""
     return torch.view_as_complex(grad.view(-1, 2)) if bucket.stored.dtype.is_complex else grad
 
@@ -252,7 +252,7 @@ def drain(engine: Engine) -> None:
         if total is not None and bucket.mesh.slots is not None:
             total = sum_slots(bucket, grad, reduction.scale)
         if total is None:
-            bucket.arriving.used |= reduction.used.bits
+            _note_waiting(reduction)
         else:
             _deliver(engine, reduction, total)
 
@@ -275,10 +275,17 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
             grad, arriving.waiting = arriving.waiting.add_(grad), None
         if not (last or offload.grads):
             arriving.waiting = grad
-            arriving.used |= reduction.used.bits
+            _note_waiting(reduction)
             return
         grad = copy_to_host(grad, offload.pin_memory)
         engine.landing.append(Landing(reduction, grad, last, streams.record(streams.reduce)))
+
+
+def _note_waiting(reduction: Reduction) -> None:
+    """What was reduced waits outside ``.grad`` for a later backward."""
+    bucket = reduction.bucket
+    bucket.arriving.used |= reduction.used.bits
+    bucket.residence.awaits = True
 
 
 def land(engine: Engine) -> None:
@@ -294,7 +301,7 @@ def land(engine: Engine) -> None:
             assign(landing.reduction, grad)
         else:
             arriving.waiting = grad
-            arriving.used |= landing.reduction.used.bits
+            _note_waiting(landing.reduction)
 
 
 def assign(reduction: Reduction, flat: torch.Tensor) -> None:

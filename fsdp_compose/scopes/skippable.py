@@ -276,7 +276,7 @@ class _State:
             for bucket, arriving, packed in self.arriving:
                 if bucket.arriving.packed:
                     discard_packed(bucket)
-                bucket.arriving = arriving
+                bucket.arriving, bucket.residence.awaits = arriving, True
                 if packed is not None:
                     if bucket.grads is None:
                         bucket.grads = make_grad_buffer(bucket)

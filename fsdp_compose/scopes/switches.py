@@ -171,10 +171,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward communicates no gradients: they add up unsharded, in the reduce dtype.
 
     The first backward after the scope reduces them with its own, or ``reduce_grads(module)`` does.
-    An optimizer step before that raises. ``zero_grad`` does not reach them, since they are not in
-    ``.grad`` yet: to drop them, call ``reduce_grads`` first, or let an exception leave an
-    ``accumulate`` scope. A backward that fails drops them, with a warning, since its own gradients
-    are among them; a forward that fails leaves them. Memory: one flat gradient buffer per bucket.
+    Before that an optimizer step raises, and so does whatever else would read ``.grad``;
+    ``zero_grad``, or None assigned to ``.grad``, drops them. A backward that fails drops them, with
+    a warning, since its own gradients are among them; a forward that fails leaves them. Memory: one
+    flat gradient buffer per bucket.
 
     Raises:
         ValueError: ``module`` contains no unit.

@@ -294,13 +294,18 @@ def check_reduced(
     for bucket in buckets:
         if is_open(bucket):
             spec = bucket.entries[0].spec if param is None else find_entry(param).spec
-            if bucket.mesh.slots is not None:
-                raise RuntimeError(_explain_slots(bucket, caller, spec))
-            raise RuntimeError(
-                f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated "
-                "without synchronisation and is not in .grad yet; run the last backward outside "
-                "no_sync(), or call fsdp_compose.reduce_grads(module) first."
-            )
+            raise RuntimeError(explain_open(bucket, caller, spec))
+
+
+def explain_open(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
+    """The text of the error for ``caller``, which needs gradients that wait to be reduced (D12)."""
+    if bucket.mesh.slots is not None:
+        return _explain_slots(bucket, caller, spec)
+    return (
+        f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated "
+        "without synchronisation and is not in .grad yet; run the last backward outside "
+        "no_sync(), or call fsdp_compose.reduce_grads(module) first."
+    )
 
 
 def _explain_slots(bucket: Bucket, caller: str, spec: ShardSpec) -> str:

@@ -31,6 +31,7 @@ from fsdp_compose.sharded.convert import (
     whole_slice,
 )
 from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
+from fsdp_compose.sharded.ops import CASTS, CLEARING, HARMLESS
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import (
     Handler,
@@ -57,7 +58,10 @@ from fsdp_compose.sharded.tensor import (
 from fsdp_compose.sharded.torchstate import checked_state, to_local
 
 __all__ = [
+    "CASTS",
+    "CLEARING",
     "EDGE",
+    "HARMLESS",
     "ON_SLICES",
     "PRIVACY",
     "QUANTIZING",

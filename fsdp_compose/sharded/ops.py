@@ -90,6 +90,18 @@ CASTS = functions(
 )
 """Functions that change dtype or device; what they return follows their first operand alone."""
 
+CLEARING = frozenset((*functions("zero_", torch.Tensor), *functions("_foreach_zero_", torch)))
+"""What ``zero_grad(set_to_none=False)`` clears gradients with."""
+
+HARMLESS = frozenset(
+    (
+        *functions("detach_ requires_grad_", torch.Tensor),
+        *functions("_has_compatible_shallow_copy_type", torch),
+        *getters("grad_fn"),
+    )
+)
+"""What ``zero_grad`` and ``module.to()`` call on a gradient without reading its elements."""
+
 _FOREACH_UNARY = """
     abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg
     reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc

@@ -71,6 +71,7 @@ class Residence:
         emptied: ``module.to_empty()`` replaced the storage by memory that nobody has written.
         is_hooked: a hook was registered on a parameter.
         is_shared: plain tensors over a parameter's slice were handed out.
+        awaits: gradients lay outside ``.grad`` after a backward, and may still do.
     """
 
     moved: bool = False
@@ -78,6 +79,7 @@ class Residence:
     emptied: bool = False
     is_hooked: bool = False
     is_shared: bool = False
+    awaits: bool = False
 
 
 @dataclass(slots=True)

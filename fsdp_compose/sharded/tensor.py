@@ -130,6 +130,8 @@ class _Sharded(TorchState):
     @property
     def grad(self) -> Tensor | None:
         """The gradient's slice, which is tagged when it is first asked for."""
+        if self._shard_spec.residence.awaits:
+            return self._shard_spec.answers[_grad_get](_grad_get, (self,), {})
         grad = call_raw(_grad_get, (), (self,))
         if type(grad) is Tensor:
             tag(grad, self._shard_spec)
@@ -137,13 +139,16 @@ class _Sharded(TorchState):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if self._shard_spec.residence.awaits:
+            self._shard_spec.answers[_grad_set](_grad_set, (self, value), {})
+            return
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
             value = fitted(value, self._shard_spec, "the gradient assigned to")
         call_raw(_grad_set, (), (self, value))
 
     @grad.deleter
     def grad(self) -> None:
-        call_raw(_grad_set, (), (self, None))
+        self.grad = None
 
     @property
     def data(self) -> Tensor:

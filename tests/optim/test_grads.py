@@ -502,7 +502,6 @@ def test_gradients_on_the_host_are_reduced_on_request() -> None:
         set_is_last_backward(twin.model, False)
         for seed in range(2):
             square(twin.model, data(seed, rank)).backward()
-        assert all(p.grad is None for p in twin.model.parameters())
         with pytest.raises(RuntimeError, match=r"AdamW\.step\(\): the gradient of 'first\.weight'"):
             twin.optim.step()
         reduce_grads(twin.model)

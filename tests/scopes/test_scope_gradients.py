@@ -305,7 +305,6 @@ def test_unsynchronised_uses_are_reduced_later() -> None:
         with no_sync(twin.model):
             twin.backward(both, 0)
             twin.backward(both, 1)
-        assert all(p.grad is None for p in twin.model.parameters())
         twin.backward(both, 2)
         twin.step()
         twin.check()

@@ -145,6 +145,29 @@ def forgotten_sync(lib: Library) -> None:
     pair.check()
 
 
+@row("U14", "zero_grad() drops what was accumulated without communication")
+def clears_accumulated(lib: Library) -> None:
+    pair = lib.pair(tower)
+    with lib.no_sync(pair.model):
+        pair.backward(0)
+        for optim in pair.optims:
+            optim.zero_grad()
+    pair.train()
+
+
+@row(
+    "U14 D12",
+    "gradients accumulated without communication, then torch's clipping",
+    names=r"gradient|unit|blocks|weight",
+)
+def clips_accumulated(lib: Library) -> None:
+    pair = lib.pair(tower)
+    with lib.no_sync(pair.model):
+        pair.backward(0)
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (pair.model, pair.plain)]
+    compare({"norm": torch.as_tensor(float(norms[0]))}, {"norm": norms[1].detach()})
+
+
 @row("U14", "an exception inside the accumulation scope, then a normal step")
 def accumulation_fails(lib: Library) -> None:
     pair = lib.pair(tower)
