@@ -235,6 +235,16 @@ FOUND = {
         Node((Leaf("matrix", dtype="float64"), Leaf("transposed", dtype="float32"))), 2,
         "FULL_SHARD", (("switch", 0),), prefetch=(0, 0), fault=LoseMessage(1, 13), backend="nccl",
     ),
+    "seed 411775: in debug mode a rank skips a step, and others recompute a frozen unit": Case(
+        Node((
+            Node((Leaf("single", dtype="float64", frozen=True, unit=True),), False, "reentrant"),
+            Leaf("matrix", dtype="float64"),
+        )), 2, "NO_SHARD", (("debug", 0), ("skippable", 10)), prefetch=(0, 0),
+    ),
+    "seed 415625: a tied weight is kept by a unit, written, and shown by another": Case(
+        Node((Leaf("norm", dtype="float64", unit=True), Leaf("norm", dtype="float64", tie=0))), 2,
+        "FULL_SHARD", (("switch", 11), ("unshard", 0)), prefetch=(0, 0),
+    ),
     "gradients are asked for in a scope": Case(TWO, 2, "FULL_SHARD", (("scope grad", 0),)),
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),

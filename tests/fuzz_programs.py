@@ -94,7 +94,7 @@ OPS = (
     "participate", "freeze here", "write inside", "drift", "differ", "skippable", "debug",
     "sharded twice", "torch state", "save", "write local", "write late", "write between", "swap",
     "hook after", "inputs", "scope clip", "scope grad", "divide", "own reduction", "switch",
-    "refresh",
+    "refresh", "cleared in no_sync",
 )  # fmt: skip
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")

@@ -22,6 +22,7 @@ from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, _FSDPState
+from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import STATE_KEY, close_dtensor, gather_part, give_back_hooks, untag
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,6 +36,7 @@ def undo(module: M) -> M:
     Raises:
         ValueError: nothing in ``module`` is sharded, or a tied parameter of it belongs to a unit
             outside ``module``, or is used by one.
+        RuntimeError: gradients wait to be reduced.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -46,6 +48,7 @@ def undo(module: M) -> M:
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)  # clears what a failed step left
         drain(engine)
+    check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
         check_slots(unit)
     for unit in units:

@@ -114,7 +114,10 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
         schedule.work.finish_reductions()
         for part in parts:
             schedule.work.pack(part)
-        unit.run.task.packed += [part.bucket for part in parts]
+            if unit_of(part.bucket).switches.sync:
+                unit.run.task.packed.append(part.bucket)
+            else:
+                schedule.work.postpone(part)
         return
     ends_backward = node is not None and node.ends_pass
     if ends_backward:

@@ -142,9 +142,10 @@ def wait_gathered(unit: Unit) -> None:
 
 
 def note_kept(unit: Unit) -> None:
-    """Record the shards' versions: a later pass must not read weights from before a write."""
+    """Record what was gathered: a later pass must not read weights from before a write."""
     for bucket in unit.gathered:
-        bucket.fill.stamp = stamp_of(bucket)
+        # Not what the shard is now: another unit may have kept it since before a write.
+        bucket.fill.stamp = object() if bucket.residence.written else bucket.fill.versions
 
 
 def reread(unit: Unit, in_backward: bool) -> None:

@@ -112,9 +112,9 @@ def end_task(engine: Engine, task_id: int) -> None:
             reach_frozen(engine)
         engine.schedule.end_backward()
         note_users(task.units)
-        end_step(engine, trained=True)
-    if any(log.is_debugging for log in engine.logs.values()):
-        verify_units(dict.fromkeys(task.units), "debug mode, after a backward")
+        end_step(engine, trained=True)  # which raises where other ranks have skipped the step
+        if any(log.is_debugging for log in engine.logs.values()):
+            verify_units(dict.fromkeys(task.units), "debug mode, after a backward")
     if len(engine.mesh_sizes) > 1:
         check_divisors(task)
 

@@ -31,6 +31,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.reducing import get_grad, requires_grad, set_grad
 from fsdp_compose.core.state import owner_of
+from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import is_sharded, tag, to_local
 
 
@@ -51,8 +52,10 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     are given ``module.parameters()``. (What such an optimizer keeps of its sums differs between
     ranks, and is refused when it is saved.) Clip with ``fsdp_compose.clip_grad_norm_(module,
     ...)``. A gradient can be edited in place on either side;
-    one that is replaced after backward is not seen on the other. After ``module.to(...)`` the
-    tensors follow in the next backward; between backward and ``step`` it makes ``step`` raise.
+    one that is replaced after backward is not seen on the other. Gradients that wait to be reduced
+    (``no_sync``) are dropped by ``module.zero_grad()``, not by an optimizer over these. After
+    ``module.to(...)`` the tensors follow in the next backward; between backward and ``step`` it
+    makes ``step`` raise.
 
     Returns:
         parameters of shape (elements of the shard,), in the shards' dtype.
@@ -338,6 +341,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "...) between backward and step, and the plain parameters in "
                 f"{type(optimizer).__name__} are over its former memory; convert after step."
             )
+        check_reduced([bucket], f"{type(optimizer).__name__}.step()")
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

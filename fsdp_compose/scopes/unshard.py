@@ -98,8 +98,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """
     units = own_units(module, "unshard")
     for unit in units:
-        if unit.holds & {Hold.KEPT, Hold.RETAINED, Hold.USER} and not is_running(unit):
-            refresh_stale(unit)
+        if not is_running(unit):
+            refresh_stale(unit)  # what it, or a unit with a tied weight, kept from before a write
         unit.engine.schedule.keep(unit, Hold.USER)
     handle = UnshardHandle(units)
     if async_op:

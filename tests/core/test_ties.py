@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fsdp_compose as fc
 from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
@@ -17,7 +18,7 @@ from fsdp_compose import (
     wrap,
 )
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     WIDTH,
     Block,
@@ -118,6 +119,37 @@ def test_tied_weights(tie: str, strategy: ShardingStrategy | None) -> None:
         twin.check()
 
     run_ranks(ranks)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of unit")
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("way", ["unshard", "unshard all", "gathered", "prefetch_units"])
+def test_a_weight_kept_by_one_unit_is_read_by_another(way: str, kept: int) -> None:
+    """What was written since is read, also where the other unit holds it for a scope."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda m: shard_tied(m, strategy=ShardingStrategy.SHARD_GRAD_OP)  # noqa: E731
+        twin = Twin(rank, 2, lambda: Tied("across"), shard)
+        twin.model.body[kept](data(0, rank))
+        with torch.no_grad():
+            for model in (twin.model, twin.reference):
+                model.body[0].up.weight.mul_(0.5)
+        other, wanted = twin.model.body[1 - kept], twin.reference.body[0].up.weight
+        if way == "gathered":
+            with fc.gathered(other):
+                assert torch.equal(other.up.weight, wanted)
+        elif way == "prefetch_units":
+            fc.prefetch_units(twin.model, [other])
+            twin.model.body[2](data(0, rank))  # a pass that does not use it
+        else:
+            opened = other if way == "unshard" else twin.model.body
+            fc.unshard(opened)
+            assert torch.equal(other.up.weight, wanted)
+            fc.reshard(opened)
+        twin.losses(square, 1)
+        twin.train()
+
+    simulate_ranks(ranks)
 
 
 @pytest.mark.filterwarnings("ignore:the forward of unit")

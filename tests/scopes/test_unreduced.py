@@ -19,7 +19,19 @@ from fsdp_compose.scopes.unreduced import UnreducedGradient
 from fsdp_compose.sharded import ShardedTensor
 
 from harness import run_ranks, simulate_ranks
-from models import WIDTH, Tower, Twin, by_block, data, mesh_of_replicas, seeded, square, whole
+from models import (
+    WIDTH,
+    Recomputed,
+    Tower,
+    Twin,
+    by_block,
+    data,
+    mesh_of_replicas,
+    one_unit,
+    seeded,
+    square,
+    whole,
+)
 
 Clear = Callable[[nn.Module, torch.optim.Optimizer], None]
 
@@ -30,6 +42,7 @@ class Way(NamedTuple):
     world: int
     scope: Callable[[nn.Module], Any]
     shard: Callable[[nn.Module], Any] = by_block
+    build: Callable[[], nn.Module] = Tower
 
     @property
     def ends_outside(self) -> bool:
@@ -51,6 +64,7 @@ def over_replicas(model: nn.Module) -> nn.Module:
 WAYS = {
     "no_sync": Way(2, fc.no_sync),
     "one rank": Way(1, fc.no_sync),
+    "recomputed": Way(2, fc.no_sync, one_unit, Recomputed),
     "unsharded": Way(2, partial(fc.accumulate, keep="unsharded")),
     "no_all_reduce": Way(4, partial(fc.accumulate, keep="no_all_reduce"), over_replicas),
     "offloaded": Way(2, not_last, partial(by_block, offload_policy=Offload(True))),
@@ -100,7 +114,7 @@ def test_cleared_while_they_wait(name: str) -> None:
 
     def check(rank: int) -> None:
         for clear in CLEARS.values():
-            twin = Twin(rank, way.world, Tower, way.shard)
+            twin = Twin(rank, way.world, way.build, way.shard)
             with way.scope(twin.model):
                 twin.backward(square, 0)
                 assert all(type(p.grad) is UnreducedGradient for p in twin.model.parameters())
@@ -208,6 +222,24 @@ def test_clipping_by_torch_raises() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     fc.reduce_grads(model)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+def test_local_parameters_are_not_stepped_without_it() -> None:
+    """Nor are flat ones: what they are over has no gradient yet."""
+    model, _ = waiting()
+    for params in (fc.local_parameters(model), fc.flat_parameters(model)):
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\): the gradient of 'first\.weight'"):
+            torch.optim.SGD(params, lr=0.1).step()
+
+
+def test_undo_does_not_lose_it() -> None:
+    model, x = waiting()
+    with pytest.raises(RuntimeError, match=r"undo: the gradient of 'first\.weight'"):
+        fc.undo(model)
+    fc.reduce_grads(model)
+    plain = seeded(Tower)
+    square(plain, x).backward()
+    assert torch.equal(fc.undo(model).first.weight.grad, plain.first.weight.grad)
 
 
 def test_what_can_be_asked_of_one() -> None:

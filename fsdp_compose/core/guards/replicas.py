@@ -32,7 +32,7 @@ def verify_replicas(module: nn.Module) -> None:
 
     Every rank must call it, between steps. It reads every copied parameter once and sends 8 bytes
     for each; where nothing is copied (FULL_SHARD over all ranks) it does nothing. In debug mode
-    (``set_debug``) every backward compares the units it reached.
+    (``set_debug``) every backward that is not inside another compares the units it reached.
 
     >>> import torch, fsdp_compose as fc
     >>> model = fc.fully_shard(torch.nn.Linear(2, 2))

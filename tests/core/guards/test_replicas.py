@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, set_debug, verify_replicas
 
 from harness import rank_errors, run_ranks
-from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
+from models import Recomputed, Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("NO_SHARD", 2), ("HYBRID_SHARD", 4)])
 def test_an_edit_on_some_ranks_is_found(strategy: str, world: int) -> None:
     """By ``verify_replicas`` on every rank, and by the next backward in debug mode."""
 
-    def build() -> torch.nn.Module:
+    def build(kind: type[nn.Module] = Tower) -> nn.Module:
         mesh = mesh_of_replicas(2, 2) if world == 4 else None
-        return by_block(seeded(Tower), mesh=mesh, strategy=ShardingStrategy[strategy])
+        return by_block(seeded(kind), mesh=mesh, strategy=ShardingStrategy[strategy])
 
     def check(rank: int) -> None:
         set_debug(True)
@@ -42,7 +43,17 @@ def test_an_edit_on_some_ranks_is_found(strategy: str, world: int) -> None:
             model.first.weight.data.add_(1)
         verify_replicas(model)
 
+    def recomputed(rank: int) -> None:
+        set_debug(True)
+        model = build(Recomputed)
+        with torch.no_grad():
+            if rank == world - 1:
+                model.blocks[1].down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"debug mode.*down\.weight' of unit 'blocks\.1'"):
+            square(model, data(9, rank)).backward()
+
     run_ranks(check, world)
+    run_ranks(recomputed, world)
     assert all("first.weight" in str(error) for error in rank_errors(drift, world))
 
 
