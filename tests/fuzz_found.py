@@ -245,6 +245,14 @@ FOUND = {
         Node((Leaf("norm", dtype="float64", unit=True), Leaf("norm", dtype="float64", tie=0))), 2,
         "FULL_SHARD", (("switch", 11), ("unshard", 0)), prefetch=(0, 0),
     ),
+    "seed 420564: an undone unit lives on in what a caught error keeps, on some ranks": Case(
+        Node((Leaf("matrix", dtype="float64"),)), 4, "FULL_SHARD",
+        (("sharded twice", 0), ("dropped", 0), ("undo", 0)), prefetch=(1, 3),
+    ),
+    "gradients are cleared in no_sync, where a checkpoint brought them": Case(
+        Node((Leaf("matrix", dtype="float64"),), False, "reentrant"), 2, "FULL_SHARD",
+        (("cleared in no_sync", 1), ("step", 0)), prefetch=(0, 0),
+    ),
     "gradients are asked for in a scope": Case(TWO, 2, "FULL_SHARD", (("scope grad", 0),)),
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),

@@ -48,6 +48,8 @@ def undo(module: M) -> M:
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)  # clears what a failed step left
         drain(engine)
+        # An undone unit may live on, on some ranks only: until garbage of theirs is collected.
+        engine.schedule.forget_orders(engine.units)
     check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
         check_slots(unit)

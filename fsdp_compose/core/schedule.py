@@ -358,6 +358,12 @@ class Schedule(Generic[U, P]):
 
     # Failure
 
+    def forget_orders(self, units: Iterable[U]) -> None:
+        """Expect nothing more of what was recorded, by this machine or for ``units``."""
+        self.forward_order, self.backward_order = Order(), Order()
+        for unit in units:
+            unit.expected.eval_order = Order()
+
     def fail(self, units: Iterable[U]) -> None:
         """After an exception: release every unit that the user does not hold."""
         self.active.clear()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import (
+    Prefetch,
     ShardingStrategy,
     fully_shard,
     undo,
@@ -144,6 +145,22 @@ def test_sharding_again_after_undo() -> None:
             twin.plain_optim = sgd(twin.plain[0].parameters())
             twin.train()
             undo(twin.model)
+
+    run_ranks(ranks)
+
+
+def test_what_lives_on_after_undo_is_expected_nowhere() -> None:
+    """A caught exception may keep a unit until garbage is collected, on some ranks only."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda model: one_unit(model, prefetch=Prefetch(1, 2))  # noqa: E731
+        twin = Twin(rank, 2, Tower, shard)
+        kept = units(twin.model) if rank == 0 else []
+        square(twin.model, data(0, rank))
+        undo(twin.model)
+        shard(twin.model)
+        twin.train(steps=2)
+        assert len(kept) == (rank == 0)
 
     run_ranks(ranks)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fsdp_compose.base.order import Order
 from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
@@ -19,9 +18,8 @@ def forget_orders(engine: Engine) -> None:
     What ``unshard`` asked for and did not get is held no more: it never arrives.
     """
     engine.disagreements = sum(log.disagreements for log in engine.logs.values())
-    engine.schedule.forward_order, engine.schedule.backward_order = Order(), Order()
+    engine.schedule.forget_orders(engine.units)
     for unit in engine.units:
-        unit.expected.eval_order = Order()
         for inner in filter(None, (bucket.inner for bucket in unit.buckets)):
             inner.stamp = None
         if Hold.USER in unit.holds and _is_cut_off(unit):
