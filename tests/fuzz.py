@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
+import fuzz_calls  # noqa: F401 - its operations
 import torch
 import torch.distributed as dist
 

@@ -145,16 +145,6 @@ def _no_sync(run: Run, n: int, seed: int) -> None:
     run.twin.check_grads()
 
 
-@operation("cleared in no_sync")
-def _cleared_in_no_sync(run: Run, n: int, seed: int) -> None:
-    with fc.no_sync(run.twin.model):
-        run.twin.train_on(seed + 20)
-        _zero(run, n, seed)
-        run.twin.train_on(seed)
-    fc.reduce_grads(run.twin.model)
-    run.twin.check_grads()
-
-
 @operation("two forwards")
 def _two_forwards(run: Run, n: int, seed: int) -> None:
     first, second = (run.twin.pair(s) for s in (seed, seed + 100))

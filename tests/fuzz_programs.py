@@ -94,7 +94,9 @@ OPS = (
     "participate", "freeze here", "write inside", "drift", "differ", "skippable", "debug",
     "sharded twice", "torch state", "save", "write local", "write late", "write between", "swap",
     "hook after", "inputs", "scope clip", "scope grad", "divide", "own reduction", "switch",
-    "refresh", "cleared in no_sync",
+    "refresh", "cleared in no_sync", "one cleared", "not last", "fail in no_sync",
+    "scope gradients", "plain optimizer", "convert", "ahead", "apply", "stream", "own gradient",
+    "hook on units",
 )  # fmt: skip
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")

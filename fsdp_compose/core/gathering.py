@@ -148,8 +148,12 @@ def note_kept(unit: Unit) -> None:
         bucket.fill.stamp = object() if bucket.residence.written else bucket.fill.versions
 
 
+_AHEAD = frozenset((Hold.PREFETCH,))
+
+
 def reread(unit: Unit, in_backward: bool) -> None:
     """Gather again what was written since it was gathered, as far as a pass would see it."""
+    is_unread = not in_backward and unit.holds <= _AHEAD
     for bucket in unit.gathered:
         fill, residence = bucket.fill, bucket.residence
         if in_backward:
@@ -157,7 +161,17 @@ def reread(unit: Unit, in_backward: bool) -> None:
                 return refresh_handed_out(unit)
         elif fill.stamp is not None:
             return refresh_stale(unit)
+        elif is_unread and bucket.phase is not Phase.SHARDED and _is_outrun(bucket):
+            _gather_again(unit, [bucket], "again, since it was changed")
     return None
+
+
+def _is_outrun(bucket: Bucket) -> bool:
+    """Whether the shard changed between a gather ahead of its use and that use."""
+    if bucket.in_place:
+        return False
+    filled = bucket.fill.versions, bucket.fill.handed_out
+    return filled != (versions_of(bucket), bucket.residence.written)
 
 
 def refresh_stale(unit: Unit) -> None:

@@ -118,12 +118,21 @@ def join_buckets(params: Sequence[Any]) -> tuple[list[Gradient], list[Any]]:
         known = None if bucket is None else _know(bucket)
         if base is None or bucket is None or known is None or count < len(bucket.entries):
             continue
+        if bucket.residence.regraded and not _are_slices(grads, bases, base):
+            continue
         if base.numel() == bucket.layout.shard_numel and base.dim() == 1:
             found.append(Gradient(known.names, base, known.groups, param=param))
             joined.add(key)
     if len(joined) < len(counts):
         left += [param for param, key in zip(params, keys, strict=True) if key not in joined]
     return found, left
+
+
+def _are_slices(grads: Sequence[Any], bases: Sequence[Any], base: torch.Tensor) -> bool:
+    """Whether the gradients that were cut from ``base`` still lie in its memory."""
+    cut = [grad for grad, own in zip(grads, bases, strict=True) if own is base]
+    with raw():
+        return len({t.untyped_storage().data_ptr() for t in (base, *cut)}) == 1
 
 
 @dataclass(frozen=True, eq=False)

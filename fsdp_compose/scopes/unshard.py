@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
-from fsdp_compose.core.gathering import install_leaves, refresh_stale, wait_gathered
+from fsdp_compose.core.gathering import install_leaves, refresh_stale, renew_bucket, wait_gathered
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
@@ -273,6 +273,8 @@ def reduce_grads(module: nn.Module) -> None:
         switches.all_reduce = switches.last_backward = True
         try:
             for bucket in unit.buckets:
+                if bucket.residence.moved:
+                    renew_bucket(bucket)  # and convert what waits
                 if bucket.arriving.waiting is not None and not is_pending(bucket):
                     pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
                 if bucket.arriving.packed:

@@ -71,6 +71,8 @@ class Residence:
         emptied: ``module.to_empty()`` replaced the storage by memory that nobody has written.
         is_hooked: a hook was registered on a parameter.
         is_shared: plain tensors over a parameter's slice were handed out.
+        regraded: a gradient was given other memory (``module.to(dtype)``), and is no slice any more
+            of the buffer that it was cut from.
         awaits: gradients lay outside ``.grad`` after a backward, and may still do.
     """
 
@@ -79,6 +81,7 @@ class Residence:
     emptied: bool = False
     is_hooked: bool = False
     is_shared: bool = False
+    regraded: bool = False
     awaits: bool = False
 
 

@@ -41,7 +41,7 @@ from fsdp_compose.sharded.spec import (
     refuse_pickle,
     require_group,
 )
-from fsdp_compose.sharded.torchstate import TorchState, to_local
+from fsdp_compose.sharded.torchstate import TorchState, place_of, to_local
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 """By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
@@ -167,8 +167,9 @@ class _Sharded(TorchState):
             return
         set_local(self, local)
         if self._is_parameter:
-            same = local.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
-            spec.residence.moved |= not (same and local.data_ptr() == mine.data_ptr())
+            spec.residence.moved |= place_of(local) != place_of(mine)
+        else:
+            spec.residence.regraded = True
 
     def dim(self) -> int:
         return len(self._shard_spec.seen)
@@ -249,8 +250,7 @@ class _Sharded(TorchState):
             listen(self, self._shard_spec)
             hooks = self._shard_spec.hooks
             return add_hook(hooks.accumulated, DeferredHook(hook, hooks))
-        method = Tensor.register_post_accumulate_grad_hook
-        return call_raw(method, (), (self, hook))
+        return call_raw(Tensor.register_post_accumulate_grad_hook, (), (self, hook))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         spec, local = self._shard_spec, to_local(self)

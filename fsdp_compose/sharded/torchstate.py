@@ -68,6 +68,12 @@ def to_local(tensor: Any) -> Tensor:
     return call_raw(Tensor.detach, (), (tensor,))
 
 
+def place_of(local: Tensor) -> tuple[object, ...]:
+    """Where a slice lies and as what; a slice without elements has no address."""
+    storage = local.untyped_storage()
+    return local.dtype, local.device, local.data_ptr(), storage.data_ptr()
+
+
 class TorchState(_Base):
     """Mixin of the sharded tensors."""
 

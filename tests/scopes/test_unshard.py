@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_compose import Prefetch, fully_shard
 from fsdp_compose.base.process import here
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.scopes.gathered import gathered
@@ -192,6 +194,47 @@ def test_gathered_and_unshard_inside_each_other() -> None:
             assert not is_sharded(model.head.weight)
         assert model.head.weight is leaf
         assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
+def scale(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.mul_(0.5)
+
+
+def scale_data(param: nn.Parameter) -> None:
+    param.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [scale, scale_data])
+def test_writes_after_a_gather_ahead_are_read(
+    write: Callable[[nn.Parameter], None],
+) -> None:
+    """Between ``prefetch_units`` and the pass, and inside it, by a unit that runs before."""
+
+    class Scaling(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.register_forward_hook(lambda *_: self.scale())
+
+        def scale(self) -> None:
+            write(self.blocks[0].down.weight)
+
+    def check(rank: int) -> None:
+        shard = lambda model: by_block(model, prefetch=Prefetch(2, 1))  # noqa: E731
+        twin = Twin(rank, 2, Tower, shard)
+        prefetch_units(twin.model, twin.model.blocks)
+        for model in (twin.model, twin.reference):
+            write(model.blocks[1].up.weight)
+        twin.train()
+        model, plain = seeded(Scaling), seeded(Scaling)
+        fully_shard(model.first)
+        shard(model)
+        for seed in range(3):  # the later ones follow the order of the first
+            x = data(seed, rank)
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), plain(x))
 
     run_ranks(check, 2)
 

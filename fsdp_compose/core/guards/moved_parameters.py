@@ -26,6 +26,9 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.state import Unit, engine_of, units_with
 from fsdp_compose.sharded import tag, to_local
 
+_plain: Any = torch.Tensor
+_grad_get, _grad_set = _plain.grad.__get__, _plain.grad.__set__
+
 _TAKEN = ("mesh dtypes stored full views aliases in_place inner counts static").split()
 """What a rebuilt bucket takes from the bucket that was made around its new shard."""
 
@@ -143,12 +146,12 @@ def _convert_gradients(bucket: Bucket) -> None:
         bucket.arriving.waiting = bucket.arriving.waiting.to(kind)
     nodes = bucket.arriving.sums.nodes
     nodes[:] = [node.to(bucket.mesh.device, kind) for node in nodes]
-    for entry in bucket.entries:
-        grad = entry.param.grad
-        if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
-            local = to_local(grad).to(bucket.stored.device, kind)
-            with raw():
-                entry.param.grad = tag(local, entry.spec)
+    with raw():
+        for entry in bucket.entries:
+            grad = _grad_get(entry.param)  # not what stands there for gradients that wait
+            if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
+                local = to_local(grad).to(bucket.stored.device, kind)
+                _grad_set(entry.param, tag(local, entry.spec))
 
 
 def moved_before_backward(bucket: Bucket) -> str:
