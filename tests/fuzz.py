@@ -149,6 +149,7 @@ def is_ours(error: BaseException) -> bool:
     """Whether an error, or an assertion about one, tells that another rank left this one alone."""
     return isinstance(error, RuntimeError | AssertionError) and (
         "does not answer" in str(error)
+        or "or one did not answer" in str(error)
         or "found on rank" in str(error)
         or " left " in str(error)
         or "which did not call it" in str(error)

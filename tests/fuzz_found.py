@@ -253,6 +253,10 @@ FOUND = {
         Node((Leaf("matrix", dtype="float64"),), False, "reentrant"), 2, "FULL_SHARD",
         (("cleared in no_sync", 1), ("step", 0)), prefetch=(0, 0),
     ),
+    "seed 438962: gradients that wait are cleared beside one that does not": Case(
+        Node((Leaf("matrix", dtype="float64"), Leaf("matrix", dtype="float64"))), 2, "FULL_SHARD",
+        (("write late", 0), ("skip", 0), ("cleared in no_sync", 3)), prefetch=(0, 0),
+    ),
     "gradients are asked for in a scope": Case(TWO, 2, "FULL_SHARD", (("scope grad", 0),)),
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),

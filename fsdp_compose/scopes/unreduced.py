@@ -99,7 +99,7 @@ def write_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     try:
         param.grad = value  # which raises for what does not fit
     finally:
-        residence.awaits = waits
+        residence.awaits = True
     if entry is not None and waits:
         _drop(entry)
 

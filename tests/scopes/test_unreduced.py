@@ -155,6 +155,7 @@ def test_some_are_cleared_while_they_wait(name: str) -> None:
             twin.backward(square, 0)
             for model in (twin.model, twin.reference):
                 assert model.spare.grad is None
+                model.spare.grad = None
                 model.head.weight.grad = model.blocks[0].up.bias.grad = model.phase.grad = None
             assert type(twin.model.head.bias.grad) is UnreducedGradient
             assert twin.model.head.weight.grad is None

@@ -216,6 +216,7 @@ def test_gradients_are_reduced_after_a_conversion(reduced: int) -> None:
         both(pair, lambda m: m.float())
         reduce_grads(pair.model)
         pair.check_grads()
+        assert all(p.grad.dtype is torch.float32 for p in pair.model.parameters())
         pair.step()
         pair.check()
 
