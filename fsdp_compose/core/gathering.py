@@ -33,7 +33,7 @@ from fsdp_compose.core.guards.moved_parameters import (
     require_written,
 )
 from fsdp_compose.core.guards.recurrent_weights import show_recurrent
-from fsdp_compose.core.guards.weight_versions import check_lent
+from fsdp_compose.core.guards.weight_versions import check_lent, is_outrun
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, unit_of
 
@@ -161,17 +161,9 @@ def reread(unit: Unit, in_backward: bool) -> None:
                 return refresh_handed_out(unit)
         elif fill.stamp is not None:
             return refresh_stale(unit)
-        elif is_unread and bucket.phase is not Phase.SHARDED and _is_outrun(bucket):
+        elif is_unread and bucket.phase is not Phase.SHARDED and is_outrun(bucket):
             _gather_again(unit, [bucket], "again, since it was changed")
     return None
-
-
-def _is_outrun(bucket: Bucket) -> bool:
-    """Whether the shard changed between a gather ahead of its use and that use."""
-    if bucket.in_place:
-        return False
-    filled = bucket.fill.versions, bucket.fill.handed_out
-    return filled != (versions_of(bucket), bucket.residence.written)
 
 
 def refresh_stale(unit: Unit) -> None:

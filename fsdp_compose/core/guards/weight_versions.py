@@ -29,14 +29,21 @@ def check_lent(unit: Unit, bucket: Bucket) -> None:
         )
 
 
+def is_outrun(bucket: Bucket) -> bool:
+    """Whether a parameter was written, or its ``.data`` handed out, since the bucket was filled."""
+    if bucket.in_place:
+        return False  # there is nothing to fill
+    filled = bucket.fill.versions, bucket.fill.handed_out
+    return filled != (versions_of(bucket), bucket.residence.written)
+
+
 def find_difference(bucket: Bucket) -> Entry | None:
     """Find an entry whose gathered values differ from this rank's shard."""
     if bucket.in_place or bucket.mp.gather_codec is not None:
         return None  # they share memory, or the codec changes values
     if bucket.phase is not Phase.GATHERED or bucket.residence.moved:
         return None
-    now = versions_of(bucket), bucket.residence.written
-    if now != (bucket.fill.versions, bucket.fill.handed_out):
+    if is_outrun(bucket):
         return None  # the shard was written since, as its version says
     wanted = bucket.stored.to(bucket.views.own.device, bucket.views.own.dtype)
     if not bucket.views.own.numel() or _are_same(bucket.views.own, wanted):
