@@ -197,8 +197,8 @@ def _assign_gradient(run: Run, n: int, seed: int) -> None:
         for model in run.both:
             param = model.get_parameter(name)
             if param.requires_grad:
-                value = torch.full(param.shape, 0.01 * (n + 1), dtype=param.dtype)
-                param.grad = value
+                like = run.twin.reference.get_parameter(name).detach()
+                param.grad = torch.full_like(like, 0.01 * (n + 1))
     fc.reduce_grads(run.twin.model)
     run.twin.check_grads()
 
