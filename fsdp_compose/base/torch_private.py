@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from inspect import signature
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from threading import Thread
 from types import FrameType
 from typing import Any, TypeVar
@@ -104,7 +104,7 @@ fused_attention: Callable[..., Any] = (
 raw = torch._C.DisableTorchFunctionSubclass
 """Scope in which tensor subclasses behave as the plain tensors they hold."""
 
-read_version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+read_version: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written in a way autograd can see."""
 set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
 """``(tensors, versions)``, both tuples: as if they had been written so often."""
