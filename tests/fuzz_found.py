@@ -257,6 +257,10 @@ FOUND = {
         Node((Leaf("matrix", dtype="float64"), Leaf("matrix", dtype="float64"))), 2, "FULL_SHARD",
         (("write late", 0), ("skip", 0), ("cleared in no_sync", 3)), prefetch=(0, 0),
     ),
+    "seed 445908: weights that are kept are converted, and then written": Case(
+        Node((Leaf("low rank", dtype="float32"),)), 2, "ZERO1", (("convert", 2), ("write", 0)),
+        prefetch=(0, 0),
+    ),
     "gradients are asked for in a scope": Case(TWO, 2, "FULL_SHARD", (("scope grad", 0),)),
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),

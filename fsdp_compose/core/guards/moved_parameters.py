@@ -117,7 +117,9 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
     )
     for name in _TAKEN:
         setattr(bucket, name, getattr(fresh, name))
-    bucket.device_copy = bucket.fill.stamp = None
+    bucket.device_copy = None
+    if bucket.fill.stamp is not None:  # it was kept for a later pass, and will be filled anew
+        bucket.fill.stamp = object()
     _convert_gradients(bucket)
     for entry in bucket.entries:
         entry.owner = weakref.ref(bucket)

@@ -223,6 +223,26 @@ def test_gradients_are_reduced_after_a_conversion(reduced: int) -> None:
     simulate_ranks(ranks, 2)
 
 
+def test_kept_weights_are_fresh_after_a_conversion() -> None:
+    """What a conversion outside a forward gathers again is kept, until it is written."""
+
+    def ranks(rank: int) -> None:
+        shard = lambda m: by_block(m, strategy=ShardingStrategy.ZERO1)  # noqa: E731
+        pair = Twin(rank, 2, Tower, shard, plain_sgd, Tolerance(1e-5, 1e-6))
+        pair.model.float(), pair.reference.float()
+        with no_sync(pair.model):
+            pair.backward(lambda m, x: square(m, x.float()), 0)
+        both(pair, lambda m: m.double())
+        reduce_grads(pair.model)
+        with torch.no_grad():
+            for model in (pair.model, pair.reference):
+                for param in model.parameters():
+                    param.mul_(0.9)
+        pair.losses(square, 1)
+
+    simulate_ranks(ranks, 2)
+
+
 def test_compute_dtype_follows_policy_or_storage() -> None:
     """Compute dtype follows the policy or else the storage."""
 
