@@ -27,6 +27,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry, mark_entry
 from fsdp_compose.construct.names import named_leaves
+from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.reducing import get_grad, requires_grad, set_grad
@@ -310,6 +311,8 @@ def _hook_steps() -> None:
 
 def _mirror_of(bucket: Bucket) -> _Mirror:
     once(_hook_steps)
+    if bucket.residence.moved:
+        renew_bucket(bucket)
     if bucket.history.mirror is None:
         bucket.history.mirror = _Mirror(bucket)
     assert isinstance(bucket.history.mirror, _Mirror)

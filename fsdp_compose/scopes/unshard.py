@@ -227,7 +227,8 @@ def reshard(module: nn.Module) -> None:
 def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) -> None:
     """Start gathering the units of ``modules`` now, ahead of their use in the pass of ``module``.
 
-    What the pass does not use is released at its end, and by an optimizer step.
+    What the pass does not use is released at its end, and by an optimizer step. What is written
+    before its use is gathered again then.
 
     Raises:
         ValueError: one of them is not a unit and contains none.

@@ -11,16 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import (
-    MixedPrecision,
-    ShardingStrategy,
-    clip_grad_norm_,
-    fully_shard,
-    no_sync,
-    reduce_grads,
-    undo,
-    wrap,
-)
+from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, undo
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.sharded import is_sharded
 
@@ -163,84 +154,6 @@ def test_gradients_that_wait_are_converted(shard: Any) -> None:
         pair.step()
 
     run_ranks(ranks, 2)
-
-
-def test_gradients_are_clipped_after_a_conversion() -> None:
-    """They lie no more in the buffer that they were cut from, which holds what they were."""
-
-    def ranks(rank: int) -> None:
-        pair = twin(rank, 2, optimizer=plain_sgd)
-        pair.backward(square, 0)
-        both(pair, lambda m: m.float())
-        both(pair, lambda m: m.double())
-        pair.tolerance = Tolerance(1e-6, 1e-6)
-        pair.backward(square, 1)
-        wanted = nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1)
-        torch.testing.assert_close(clip_grad_norm_(pair.model, 0.1), wanted)
-        pair.step()
-
-    simulate_ranks(ranks, 2)
-
-
-class Empty(nn.Module):
-    """A unit without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(0, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight.sum()
-
-
-class WithEmpty(Tower):
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.first = nn.Sequential(nn.Linear(6, 6), Empty())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.head.weight.dtype)).double()
-
-
-@pytest.mark.parametrize("reduced", [0, 1])
-def test_gradients_are_reduced_after_a_conversion(reduced: int) -> None:
-    """On request, before a forward; ``reduced`` backwards came before those that wait."""
-
-    def ranks(rank: int) -> None:
-        shard = lambda m: fully_shard(m, units=wrap.by_class({nn.Linear, Empty}))  # noqa: E731
-        pair = Twin(rank, 2, WithEmpty, shard, plain_sgd, Tolerance(1e-5, 1e-6))
-        for seed in range(reduced):
-            pair.backward(square, seed)
-        with no_sync(pair.model):
-            pair.backward(square, 2)
-        both(pair, lambda m: m.float())
-        reduce_grads(pair.model)
-        pair.check_grads()
-        assert all(p.grad.dtype is torch.float32 for p in pair.model.parameters())
-        pair.step()
-        pair.check()
-
-    simulate_ranks(ranks, 2)
-
-
-def test_kept_weights_are_fresh_after_a_conversion() -> None:
-    """What a conversion outside a forward gathers again is kept, until it is written."""
-
-    def ranks(rank: int) -> None:
-        shard = lambda m: by_block(m, strategy=ShardingStrategy.ZERO1)  # noqa: E731
-        pair = Twin(rank, 2, Tower, shard, plain_sgd, Tolerance(1e-5, 1e-6))
-        pair.model.float(), pair.reference.float()
-        with no_sync(pair.model):
-            pair.backward(lambda m, x: square(m, x.float()), 0)
-        both(pair, lambda m: m.double())
-        reduce_grads(pair.model)
-        with torch.no_grad():
-            for model in (pair.model, pair.reference):
-                for param in model.parameters():
-                    param.mul_(0.9)
-        pair.losses(square, 1)
-
-    simulate_ranks(ranks, 2)
 
 
 def test_compute_dtype_follows_policy_or_storage() -> None:
