@@ -494,7 +494,8 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: replace("refresh_stale", lambda original: lambda unit: None), check_staleness, 2,
     ),
     "no stamp": (
-        lambda: replace("stamp_of", lambda original: lambda bucket: 0), check_staleness, 2,
+        lambda: replace("_is_stale", lambda _: lambda bucket: False, "core.gathering"),
+        check_staleness, 2,
     ),
     "no all-reduce over replicas": (
         lambda: setattr(comm, "all_reduce", lambda tensor, group, **rest: tensor),
