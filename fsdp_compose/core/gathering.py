@@ -153,17 +153,17 @@ _AHEAD = frozenset((Hold.PREFETCH,))
 
 def reread(unit: Unit, in_backward: bool) -> None:
     """Gather again what was written since it was gathered, as far as a pass would see it."""
-    is_unread = not in_backward and unit.holds <= _AHEAD
+    is_unread, is_kept = not in_backward and unit.holds <= _AHEAD, False
     for bucket in unit.gathered:
         fill, residence = bucket.fill, bucket.residence
         if in_backward:
             if residence.is_shared or fill.handed_out != residence.written:
                 return refresh_handed_out(unit)
         elif fill.stamp is not None:
-            return refresh_stale(unit)
+            is_kept = True
         elif is_unread and bucket.phase is not Phase.SHARDED and is_outrun(bucket):
             _gather_again(unit, [bucket], "again, since it was changed")
-    return None
+    return refresh_stale(unit) if is_kept else None
 
 
 def refresh_stale(unit: Unit) -> None:

@@ -153,6 +153,27 @@ def test_a_weight_kept_by_one_unit_is_read_by_another(way: str, kept: int) -> No
 
 
 @pytest.mark.filterwarnings("ignore:the forward of unit")
+def test_a_bucket_beside_a_kept_one_is_fresh() -> None:
+    """A unit that is gathered ahead has one bucket that another keeps, and one of its own."""
+
+    def build() -> nn.Module:
+        model = Tied("across")
+        model.body[0].down.weight.requires_grad_(False)
+        return model
+
+    def ranks(rank: int) -> None:
+        shard = lambda m: shard_tied(m, strategy=ShardingStrategy.SHARD_GRAD_OP)  # noqa: E731
+        twin = Twin(rank, 2, build, shard)
+        twin.model.body[1](data(0, rank))
+        fc.prefetch_units(twin.model, [twin.model.body[0]])
+        for model in (twin.model, twin.reference):
+            model.body[0].down.weight.mul_(0.5)
+        twin.losses(square, 1)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of unit")
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_tied_weight_kept_by_an_idle_unit_is_fresh(first: int) -> None:
     """One unit stays gathered, its loss dropped; the other trains the weight they share."""
