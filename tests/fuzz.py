@@ -106,13 +106,22 @@ def failure_of(case: Case, seed: int = 0) -> str | None:
     return None
 
 
+_ENTRIES = {
+    "all_gather_single": "all_gather_single",
+    "all_gather_several": "all_gather_single_coalesced",
+    "reduce_scatter_single": "reduce_scatter_single",
+    "reduce_scatter_several": "reduce_scatter_single_coalesced",
+}
+"""By name here, the method of a simulated group; torch's would not call a Python group."""
+
+
 @contextlib.contextmanager
 def groups_named(backend: str) -> Iterator[None]:
     """Scope in which the library takes groups for ones of ``backend``, whose paths it then goes."""
     replaced: list[tuple[Any, str, Any]] = [(mesh, "_backend", lambda pg, device: backend)]
     for home in (transports, messages):
-        for name in {"all_gather_single", "reduce_scatter_single"} & vars(home).keys():
-            replaced.append((home, name, _call_of(name)))  # torch's would not call a Python group
+        for name in _ENTRIES.keys() & vars(home).keys():
+            replaced.append((home, name, _call_of(_ENTRIES[name])))
     before = [getattr(home, name) for home, name, _ in replaced]
     try:
         for home, name, value in replaced:

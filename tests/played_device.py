@@ -108,6 +108,7 @@ class Races(TorchDispatchMode):
         self.found: list[str] = []
         self.seen: set[tuple[str, bool]] = set()  # (what, whether on the main stream)
         self.calls: list[int] = []  # of gathers through the group's collectives: their buffers
+        self.reduce_calls: list[int] = []  # likewise of reductions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -177,6 +178,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     gather, scatter, sum_all = comm.gather_parts, comm.reduce_scatter_parts, comm.sum_replicas
     several, single = transports.all_gather_several, transports.all_gather_single
     reduce = transports.reduce_scatter_single
+    reduce_several = transports.reduce_scatter_several
     resize = torch.UntypedStorage.resize_
 
     def note_gather(whole: Any, own: Any) -> None:
@@ -199,10 +201,19 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
         note_gather(whole, own)
         single(pg, whole, own, options).wait()
 
-    def noted_reduce(pg: Any, total: Any, whole: Any, options: Any) -> None:
+    def note_reduce(total: Any, whole: Any) -> None:
         races.note(whole.untyped_storage(), "reduce", False)
         races.note(total.untyped_storage(), "reduce", True)
+
+    def noted_reduce(pg: Any, total: Any, whole: Any, options: Any) -> None:
+        races.reduce_calls.append(1)
+        note_reduce(total, whole)
         reduce(pg, total, whole, options).wait()
+
+    def noted_reduces(pg: Any, totals: Any, wholes: Any, options: Any) -> None:
+        races.reduce_calls.append(len(wholes))
+        list(map(note_reduce, totals, wholes))
+        reduce_several(pg, totals, wholes, options).wait()
 
     def noted_scatter(whole: Any, *rest: Any) -> Any:
         races.note(whole.untyped_storage(), "reduce", True)
@@ -222,6 +233,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     monkeypatch.setattr(transports, "all_gather_several", noted_several)
     monkeypatch.setattr(transports, "all_gather_single", noted_single)
     monkeypatch.setattr(transports, "reduce_scatter_single", noted_reduce)
+    monkeypatch.setattr(transports, "reduce_scatter_several", noted_reduces)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", noted_resize)
     with races:
         yield races

@@ -282,12 +282,13 @@ class _Checker:
     def postpone(self, part: Any) -> None:
         self.note("postpone", part)
 
-    def reduce(self, part: Any) -> None:
-        if part[1] not in self.packed:
-            raise Broken(f"{part} is reduced, and nothing of it was packed since")
-        self.packed.discard(part[1])
-        self.reducing.add(part[1])
-        self.note("reduce", part)
+    def reduce(self, parts: Any) -> None:
+        for part in parts:
+            if part[1] not in self.packed:
+                raise Broken(f"{part} is reduced, and nothing of it was packed since")
+            self.packed.discard(part[1])
+            self.reducing.add(part[1])
+        self.note("reduce", parts)
 
     def finish_reductions(self) -> None:
         self.reducing.clear()

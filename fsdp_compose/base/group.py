@@ -114,6 +114,8 @@ class Transport:
         gather_all: ``(wholes, parts, owns, call)``: do what ``gather`` does for several buffers,
             those of a unit's buckets, at once; ``call`` is that of the first. None: each of them is
             a ``gather``, as on gloo, where ranks compare what they do before each.
+        reduce_all: ``(wholes, parts, call)``: do what ``reduce_scatter`` does for several buffers,
+            as ``gather_all``, and return a ``Started`` for each.
         room: ``(parts, group)``: memory for what other ranks add in a reduction, which gets it in
             ``Call.room``. Called before ranks compare what they do: a rank without memory has then
             promised nothing that others would wait for. None: the reduction takes none.
@@ -129,6 +131,7 @@ class Transport:
     offer: Callable[[torch.Tensor, Group], Sequence[int]] | None = None
     lend: Callable[[int, Group], Any] | None = None
     gather_all: Callable[[Tensors, Sequence[Tensors], Tensors, Call], Started] | None = None
+    reduce_all: Callable[[Tensors, Sequence[Tensors], Call], Sequence[Started]] | None = None
     room: Callable[[Sequence[torch.Tensor], Group], Sequence[torch.Tensor]] | None = None
 
     def __repr__(self) -> str:

@@ -277,15 +277,16 @@ def set_leaf_hooks(parameter: torch.Tensor, gradient: Any, post: Any) -> None:
 _of_group: Any = dist.ProcessGroup
 
 
-def _entry_point(name: str, before: str) -> Any:
+def _call(name: str, before: str) -> Any:
     """``(group, out, given, options)``, without checks; ``before`` torch 2.13 by another name."""
     return getattr(_of_group, name if name in dir(_of_group) else before)
 
 
-all_gather_single = _entry_point("all_gather_single", "_allgather_base")
-reduce_scatter_single = _entry_point("reduce_scatter_single", "_reduce_scatter_base")
-all_gather_several = _entry_point("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-"""``(group, outs, given, options)``: as ``all_gather_single`` of each, in one launch."""
+all_gather_single = _call("all_gather_single", "_allgather_base")
+reduce_scatter_single = _call("reduce_scatter_single", "_reduce_scatter_base")
+all_gather_several = _call("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+reduce_scatter_several = _call("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+"""``(group, outs, given, options)``: each as its namesake does one, in one launch."""
 
 
 _c10d: Any = dist.distributed_c10d
@@ -354,8 +355,7 @@ NO_CAPTURE_WARNING = {"_warned_capturable_if_run_uncaptured": True}
 
 def remove_state_dict_hooks(module: torch.nn.Module, *functions: Callable[..., Any]) -> None:
     """Remove state-dict hooks by function, since copies of a module have no handle."""
-    kinds = "state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"
-    for kind in kinds:
+    for kind in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"):
         table: Any = getattr(module, f"_{kind}_hooks")
         for key, hook in list(table.items()):
             if getattr(hook, "hook", hook) in functions:

@@ -8,6 +8,7 @@ Files, each importing only from those above it:
     issue      does work on its buffers on a stream, named in the log and in a profile
     gather     fills the gathered buffer from the shards, and tells when these were written
     gradients  the flat buffer that gradients are packed into; cuts the reduced one
+    reduce     sums the packed gradients over the ranks, so that each gets its part
     static     buffers at fixed addresses, in which buckets of several units take turns
     copies     independent buckets around the copies of a model's parameters
 """

@@ -8,9 +8,9 @@ here counts it, has ranks compare what they do, and waits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -217,19 +217,27 @@ def plan_gather(
     return GatherPlan(whole, parts, own, transport_of(group), call, nbytes, exchange, finish)
 
 
+P = TypeVar("P", GatherPlan, "ReducePlan")
+
+
 def start_gathers(plans: Sequence[GatherPlan]) -> None:
     """Start gathers together; those over one group are one call, where its transport has one."""
-    joined: dict[tuple[Any, int], list[GatherPlan]] = {}
-    for plan in plans:
-        if plan.nbytes:
-            joined.setdefault((plan.call.group.pg, id(plan.transport)), []).append(plan)
-    for alike in joined.values():
+    for alike in _by_call(plans):
         first, started = alike[0], None
         if len(alike) > 1 and first.transport.gather_all is not None:
             wholes, parts, owns = zip(*((p.whole, p.parts, p.own) for p in alike), strict=True)
             started = first.transport.gather_all(wholes, parts, owns, first.call)
         for plan in alike:
             plan.start(started)
+
+
+def _by_call(plans: Sequence[P]) -> Iterable[list[P]]:
+    """Plans for which something travels, those that one call can start in one list."""
+    joined: dict[tuple[Any, int], list[P]] = {}
+    for plan in plans:
+        if plan.nbytes:
+            joined.setdefault((plan.call.group.pg, id(plan.transport)), []).append(plan)
+    return joined.values()
 
 
 def lender_of(group: Group) -> Callable[[int, Group], Any] | None:
@@ -297,15 +305,16 @@ class ReducePlan:
     nbytes: int  # that arrive here; 0: there is one rank
     scatter: ReduceScatter  # the reduction under way, or the last one: there is one at a time
 
-    def start(self) -> ReduceScatter:
-        """Start summing every rank's buffer."""
+    def start(self, started: Started | None = None) -> ReduceScatter:
+        """Start summing every rank's buffer; ``started``: what does so, with others."""
         scatter, traffic = self.scatter, here.traffic
         if not self.nbytes:
             scatter.contributions = [self.whole]
             return scatter
         traffic.reduces += 1
         traffic.reduce_bytes += self.nbytes
-        started = self.transport.reduce_scatter(self.whole, self.parts, self.call)
+        if started is None:
+            started = self.transport.reduce_scatter(self.whole, self.parts, self.call)
         exchange = scatter.exchange
         exchange.works, exchange.peers, scatter.contributions, scatter.release = started
         exchange.is_lost = False
@@ -326,6 +335,18 @@ def plan_reduce(
     scatter = ReduceScatter(Exchange(purpose=purpose), (), group.rank)
     call = Call(group, 0, purpose)
     return ReducePlan(whole, parts, transport_of(group), call, nbytes, scatter)
+
+
+def start_reduces(plans: Sequence[ReducePlan]) -> list[ReduceScatter]:
+    """Start reductions together, as ``start_gathers``; what came of each plan."""
+    together: dict[ReducePlan, Started] = {}
+    for alike in _by_call(plans):
+        first = alike[0]
+        if len(alike) > 1 and first.transport.reduce_all is not None:
+            wholes, parts = zip(*((plan.whole, plan.parts) for plan in alike), strict=True)
+            started = first.transport.reduce_all(wholes, parts, first.call)
+            together.update(zip(alike, started, strict=True))
+    return [plan.start(together.get(plan)) for plan in plans]
 
 
 def _exchange_parts(parts: Sequence[torch.Tensor], call: Call) -> Started:

@@ -28,6 +28,7 @@ from fsdp_compose.base.torch_private import (
     all_gather_several,
     all_gather_single,
     premultiplied,
+    reduce_scatter_several,
     reduce_scatter_single,
 )
 from fsdp_compose.comm.messages import post_pairs
@@ -212,6 +213,16 @@ def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
     return _order(work)._replace(parts=(total,))
 
 
+def _reduce_all_at_once(wholes: Tensors, parts: Sequence[Tensors], call: Call) -> Sequence[Started]:
+    totals = [torch.empty_like(each[call.group.rank]) for each in parts]
+    pg = call.group.reductions or call.group.pg
+    work = reduce_scatter_several(pg, totals, list(wholes), REDUCE_OPTIONS)
+    if wholes[0].is_cpu and work is not None:
+        return [Started((work,), (), (total,)) for total in totals]
+    started = _order(work)
+    return [started._replace(parts=(total,)) for total in totals]
+
+
 def _all_reduce_at_once(tensor: torch.Tensor, op: Op, call: Call) -> None:
     dist.all_reduce(tensor, _OPS[op], group=call.group.pg)
 
@@ -264,10 +275,11 @@ AT_ONCE = Transport(
     copies_own=True,
     may_wait=False,
     gather_all=_gather_all_at_once,
+    reduce_all=_reduce_all_at_once,
 )
 """The collectives of the group, one call for all ranks and for all buckets of a unit; on NCCL."""
 
-ONE_BY_ONE = replace(AT_ONCE, gather_all=None)
+ONE_BY_ONE = replace(AT_ONCE, gather_all=None, reduce_all=None)
 """As ``AT_ONCE``, with a call for each bucket, which every backend has; the default on others."""
 
 _COALESCES = ("nccl", "fake")

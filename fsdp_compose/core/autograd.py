@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.torch_private import (
     graph_task_id,
     node_will_run,
@@ -62,13 +63,7 @@ from fsdp_compose.core.passes import (
     show_leaves_after_backward,
 )
 from fsdp_compose.core.records import Live, Route
-from fsdp_compose.core.reducing import (
-    Arrival,
-    drain,
-    reduce_apart,
-    requires_grad,
-    start_reduce,
-)
+from fsdp_compose.core.reducing import Arrival, drain, reduce_apart, start_reduce, start_reduces
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Task, Unit, as_read, routes_of, unit_of
 
@@ -179,8 +174,11 @@ class EngineWork:
         else:
             part.bucket.arriving.postponed = part.bucket.residence.awaits = True
 
-    def reduce(self, part: Arrival) -> None:
-        self.engine.reductions.append(start_reduce(part.bucket))
+    def reduce(self, parts: Sequence[Arrival]) -> None:
+        if len(parts) == 1:
+            self.engine.reductions.append(start_reduce(parts[0].bucket))
+        else:
+            self.engine.reductions += start_reduces([part.bucket for part in parts])
 
     def finish_reductions(self) -> None:
         drain(self.engine)

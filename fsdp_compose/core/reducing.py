@@ -6,8 +6,7 @@ time. The buffer is freed only after the reduction that reads it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, repeat
@@ -16,13 +15,20 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.attributes import get_grad, set_grad
 from fsdp_compose.base.loops import exhaust
-from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer
+from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.gradients import close_grad_buffer, cut, pack, sum_slots
 from fsdp_compose.buckets.issue import is_unseen, issue
+from fsdp_compose.buckets.reduce import (
+    plan_scatter,
+    purpose_of,
+    start_scatter,
+    sum_over_replicas,
+    typed,
+)
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
@@ -31,12 +37,6 @@ from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
 from fsdp_compose.sharded import run_gradient_hooks, tag
-
-_plain: Any = torch.Tensor
-# Attributes of a sharded tensor without its own properties, which are slower; use under raw().
-get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _plain.grad.__get__
-set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _plain.grad.__set__
-requires_grad: Callable[[torch.Tensor], bool] = _plain.requires_grad.__get__
 
 
 @dataclass(eq=False, slots=True)
@@ -58,11 +58,12 @@ class Arrival:
     node: Any = None
 
 
-def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
+def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Reduction:
     """Start averaging the packed gradients over the ranks; ``finish_reduce`` returns them.
 
     Args:
         unites: also find out which of the parameters any rank used.
+        begins: False: only prepare it, for a caller that starts several together.
     """
     assert bucket.grads is not None
     unit = unit_of(bucket)
@@ -80,14 +81,48 @@ def start_reduce(bucket: Bucket, unites: bool = True) -> Reduction:
     reduction = Reduction(unit, bucket, None, scale, used)
     if unites and bucket.users.caller is not None:
         unite_early(bucket, reduction.used)
+    if not begins:
+        return reduction
     if is_unseen(streams.reduce):
         _begin(reduction)
         return reduction
     work = partial(_begin, reduction)
     issue(streams, streams.reduce, "reduce", bucket, bucket.grads.nbytes, work)
-    if reduction.done is not None:
-        waiting.watch_mark(_purpose_of(reduction), mesh.gather_axis.ranks, reduction.done)
+    _watch(reduction)
     return reduction
+
+
+def start_reduces(buckets: Sequence[Bucket]) -> list[Reduction]:
+    """As ``start_reduce`` of each bucket of a unit.
+
+    Reductions that no messages between pairs of ranks go ahead of are started together.
+    """
+    plans = [p for p in map(plan_scatter, buckets) if p is not None]
+    if len(plans) < len(buckets) or any(unit_of(b).switches.comm_hook for b in buckets):
+        return list(map(start_reduce, buckets))
+    reductions = [start_reduce(bucket, begins=False) for bucket in buckets]
+    streams, nbytes = reductions[0].unit.engine.streams, [p.whole.nbytes for p in plans]
+
+    def work() -> None:
+        for bucket, size in zip(buckets[1:], nbytes[1:], strict=True):  # issue names the first
+            bucket.log("reduce", size)
+        for reduction, scatter in zip(reductions, comm.start_reduces(plans), strict=True):
+            reduction.scatter = scatter
+        if streams.reduce is not None:
+            for reduction in reductions:
+                reduction.result = _combine(reduction)
+                reduction.done = streams.record(streams.reduce)
+
+    issue(streams, streams.reduce, "reduce", buckets[0], nbytes[0], work)
+    exhaust(map(_watch, reductions))
+    return reductions
+
+
+def _watch(reduction: Reduction) -> None:
+    """Have the time watched that an accelerator takes for it."""
+    if reduction.done is not None:
+        bucket = reduction.bucket
+        waiting.watch_mark(purpose_of(bucket), bucket.mesh.gather_axis.ranks, reduction.done)
 
 
 def _begin(reduction: Reduction) -> None:
@@ -95,34 +130,14 @@ def _begin(reduction: Reduction) -> None:
     bucket, unit = reduction.bucket, reduction.unit
     assert bucket.grads is not None
     hook, plan, streams = unit.switches.comm_hook, bucket.grads.plan, unit.engine.streams
-    if hook is None:
-        reduction.scatter = plan.start() if plan is not None else _scatter(reduction, bucket.grads)
+    if hook is None and plan is not None:
+        reduction.scatter = plan.start()
+    elif hook is None:
+        started = start_scatter(bucket, reduction.scale, reduction.used)
+        reduction.scatter, reduction.scale = started
     if hook is not None or streams.reduce is not None:
         reduction.result = _combine(reduction)
         reduction.done = streams.record(streams.reduce)
-
-
-def _scatter(reduction: Reduction, buffer: GradBuffer) -> comm.ReduceScatter:
-    """Start the reduce-scatter of a buffer; the next one of it is planned, where they are alike."""
-    bucket, purpose = reduction.bucket, _purpose_of(reduction)
-    flat, group, in_tree = buffer.flat, bucket.mesh.gather_axis, bucket.mesh.slots is not None
-    # Half precision overflows at 65504: divide before the sum, by half of the factor.
-    before = 1.0
-    if flat.dtype == torch.float16:
-        before = 2.0 ** round(math.log2(reduction.scale) / 2)
-        reduction.scale /= before
-    elif not in_tree:
-        buffer.plan = comm.plan_reduce(flat, buffer.parts, group, purpose)
-    if buffer.plan is not None:
-        return buffer.plan.start()
-    caller, used = bucket.users.caller, reduction.used
-    return comm.reduce_scatter_parts(
-        flat, buffer.parts, group, purpose, caller, used, before, in_tree
-    )
-
-
-def _purpose_of(reduction: Reduction) -> str:
-    return f"reduce gradients of unit {reduction.unit.name!r}"
 
 
 def reduce_apart(
@@ -168,7 +183,7 @@ def _all_reduce(reduction: Reduction) -> None:
     """Sum over the replicas; where there are streams, on the current one."""
     bucket, streams = reduction.bucket, reduction.unit.engine.streams
     assert bucket.arriving.partial is not None
-    grad = _over_replicas(bucket, bucket.arriving.partial, reduction.used)
+    grad = sum_over_replicas(bucket, bucket.arriving.partial, reduction.used)
     reduction.result = typed(bucket, grad)
     reduction.done = streams.record(streams.reduce)
 
@@ -188,25 +203,8 @@ def _combine(reduction: Reduction) -> torch.Tensor:
         if not switches.all_reduce:
             bucket.arriving.partial = grad
         else:
-            grad = _over_replicas(bucket, grad, reduction.used)
+            grad = sum_over_replicas(bucket, grad, reduction.used)
     return typed(bucket, grad) if real != bucket.dtypes.grad else grad
-
-
-def _over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
-    """This rank's part of the sum over the replicas, each of which summed over its own ranks."""
-    mesh, caller, in_tree = bucket.mesh, bucket.users.caller, bucket.mesh.slots is not None
-    axis = mesh.replicate_axis
-    purpose = f"reduce gradients of unit {bucket.entries[0].spec.unit!r} over the replicas"
-    if mesh.axes is None:
-        return comm.sum_replicas(grad, axis, purpose, caller, used, in_tree)
-    parts = cut_by_rank(grad, axis.size)
-    scatter = comm.reduce_scatter_parts(grad, parts, axis, purpose, caller, used, 1.0, in_tree)
-    return scatter.result(grad.dtype, 1.0)
-
-
-def typed(bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
-    """Gradients travel as real numbers; those of complex parameters are complex again here."""
-    return torch.view_as_complex(grad.view(-1, 2)) if bucket.stored.dtype.is_complex else grad
 
 
 def _run_comm_hook(reduction: Reduction) -> torch.Tensor:

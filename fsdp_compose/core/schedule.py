@@ -136,8 +136,8 @@ class Work(Protocol[U_in, P_in]):
     def postpone(self, part: P_in) -> None:
         """Reduce the buffer later: when more has arrived, or at the end of this backward."""
 
-    def reduce(self, part: P_in) -> None:
-        """Start reducing a flat buffer."""
+    def reduce(self, parts: Sequence[P_in]) -> None:
+        """Start reducing the flat buffers of one unit's parts, together where that can be."""
 
     def finish_reductions(self) -> None:
         """Wait for the reductions under way, free their buffers, and set the gradients."""
@@ -287,11 +287,14 @@ class Schedule(Generic[U, P]):
             self.work.pack(part)
         if last:
             self.leave_backward(unit)
+        complete: list[P] = []
         for part in parts:
             if self.work.is_complete(part):
-                self.work.reduce(part)
+                complete.append(part)
             else:
                 self.work.postpone(part)
+        if complete:
+            self.work.reduce(complete)
 
     def leave_backward(self, unit: U, ended: bool = False) -> None:
         """Release the unit after its backward, or when the whole backward has ``ended``."""
@@ -313,7 +316,7 @@ class Schedule(Generic[U, P]):
         """At the end of backward: reduce what waited for more, and finish every reduction."""
         for part in parts:
             self.work.finish_reductions()
-            self.work.reduce(part)
+            self.work.reduce((part,))
         self.work.finish_reductions()
 
     def end_backward(self) -> None:

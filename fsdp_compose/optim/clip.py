@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.torch_private import clipped_parameters, raw
@@ -26,7 +27,6 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.core.guards.divisors import held_by_fewer
-from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.fixed_sum import add_powers, exponent_of, root_of
 from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, join_buckets

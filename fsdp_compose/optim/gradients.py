@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw, read_base
@@ -27,7 +28,6 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_once
-from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of, unit_of
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.scopes.unshard import check_reduced

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.strides import flatten
 from fsdp_compose.base.torch_private import raw
@@ -31,7 +32,6 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm.collectives import gather_objects
 from fsdp_compose.comm.uneven import move_pieces
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import balance
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, to_local

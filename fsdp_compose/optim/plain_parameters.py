@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -30,7 +31,6 @@ from fsdp_compose.construct.names import named_leaves
 from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.reducing import get_grad, requires_grad, set_grad
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import is_sharded, tag, to_local

@@ -19,8 +19,8 @@ from weakref import ref
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.sharded import ShardedParameter, ShardedTensor, ShardSpec
 
 Pick = Callable[[Sequence[Any]], Sequence[Any]]

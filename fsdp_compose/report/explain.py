@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.gather import stamp_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.reducing import get_grad
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
 from fsdp_compose.report.notes import odd_notes_on

@@ -269,8 +269,11 @@ class _Ledger:
     def postpone(self, part: tuple[int, _Node]) -> None:
         pass
 
-    def reduce(self, part: tuple[int, _Node]) -> None:
-        i = part[0]
+    def reduce(self, parts: Sequence[tuple[int, _Node]]) -> None:
+        for i, _ in parts:
+            self._reduce(i)
+
+    def _reduce(self, i: int) -> None:
         bucket = self.buckets[i]
         self.is_packed[i] = False
         self.reducing.append(i)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.torch_private import raw, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.buckets.gather import gather_flat
@@ -24,7 +25,6 @@ from fsdp_compose.core.guards.scope_parameters import (
     show,
 )
 from fsdp_compose.core.records import Opened
-from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Unit
 from fsdp_compose.scopes.unshard import reconnect
 from fsdp_compose.sharded import part_of, to_local

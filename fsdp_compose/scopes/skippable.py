@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compose.base.attributes import get_grad, set_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.torch_private import raw
@@ -29,7 +30,6 @@ from fsdp_compose.core.guards.compared_units import forget_orders
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
-from fsdp_compose.core.reducing import get_grad, set_grad
 from fsdp_compose.core.state import Engine, Unit
 
 __all__ = ["SkippableStep", "skippable_step"]

@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import resolve_name
 
+from fsdp_compose.base.attributes import get_grad, set_grad
 from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.buckets.gradients import any_waits, cut, discard_waiting
-from fsdp_compose.core.reducing import get_grad, set_grad, typed
+from fsdp_compose.buckets.reduce import typed
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.unshard import explain_open
 from fsdp_compose.sharded import CASTS, CLEARING, HARMLESS, ShardedTensor, tag, to_local

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad, set_requires_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import (
     call_raw,
@@ -66,9 +67,7 @@ class _Cached:
 
 
 _plain: Any = Tensor
-_grad_get, _grad_set = _plain.grad.__get__, _plain.grad.__set__
 _data_get, _data_set = _plain.data.__get__, _plain.data.__set__
-_requires_get, _requires_set = _plain.requires_grad.__get__, _plain.requires_grad.__set__
 _leaf_get = _plain.is_leaf.__get__
 
 
@@ -121,18 +120,18 @@ class _Sharded(TorchState):
 
     @property
     def requires_grad(self) -> bool:
-        return call_raw(_requires_get, (), (self,))
+        return call_raw(requires_grad, (), (self,))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        call_raw(_requires_set, (), (self, value))
+        call_raw(set_requires_grad, (), (self, value))
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient's slice, which is tagged when it is first asked for."""
         if self._shard_spec.residence.awaits:
-            return self._shard_spec.answers[_grad_get](_grad_get, (self,), {})
-        grad = call_raw(_grad_get, (), (self,))
+            return self._shard_spec.answers[get_grad](get_grad, (self,), {})
+        grad = call_raw(get_grad, (), (self,))
         if type(grad) is Tensor:
             tag(grad, self._shard_spec)
         return grad
@@ -140,11 +139,11 @@ class _Sharded(TorchState):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self._shard_spec.residence.awaits:
-            self._shard_spec.answers[_grad_set](_grad_set, (self, value), {})
+            self._shard_spec.answers[set_grad](set_grad, (self, value), {})
             return
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
             value = fitted(value, self._shard_spec, "the gradient assigned to")
-        call_raw(_grad_set, (), (self, value))
+        call_raw(set_grad, (), (self, value))
 
     @grad.deleter
     def grad(self) -> None:

@@ -32,36 +32,41 @@ from fsdp_compose.comm.transports import AT_ONCE
 from harness import fake_world, run_ranks, simulate_ranks
 from models import ThreeBuckets, by_block, data, mesh_of_replicas, seeded, sgd, square, units
 
-APART = replace(AT_ONCE, gather_all=None)
+APART = replace(AT_ONCE, gather_all=None, reduce_all=None)
 DOUBLE = MixedPrecision(torch.float64, torch.float64)
 
 
+class Calls:
+    """By rank, how many buffers each call of a group gathered or reduced."""
+
+    def __init__(self) -> None:
+        self.gathers: defaultdict[int, list[int]] = defaultdict(list)
+        self.reduces: defaultdict[int, list[int]] = defaultdict(list)
+
+
 @contextmanager
-def at_once(is_simulated: bool) -> Iterator[defaultdict[int, list[int]]]:
-    """Inside, buffers travel through the group's collectives; by rank, how many each gather had."""
-    gathers: defaultdict[int, list[int]] = defaultdict(list)
-    several, single = transports.all_gather_several, transports.all_gather_single
-    scatter = transports.reduce_scatter_single
+def at_once(is_simulated: bool) -> Iterator[Calls]:
+    """Inside, buffers travel through the group's collectives, and the calls are noted."""
+    calls = Calls()
 
-    def gather_several(pg: Any, wholes: Any, owns: Any, *rest: Any) -> Any:
-        gathers[dist.get_rank()].append(len(wholes))
-        if not is_simulated:
-            return several(pg, wholes, owns, *rest)
-        return pg.all_gather_single_coalesced(wholes, owns, *rest)
+    def noted(counts: defaultdict[int, list[int]], theirs: Any, name: str) -> Any:
+        def call(pg: Any, outs: Any, *rest: Any) -> Any:
+            counts[dist.get_rank()].append(len(outs) if isinstance(outs, list) else 1)
+            return getattr(pg, name)(outs, *rest) if is_simulated else theirs(pg, outs, *rest)
 
-    def gather_single(pg: Any, *rest: Any) -> Any:
-        gathers[dist.get_rank()].append(1)
-        return pg.all_gather_single(*rest) if is_simulated else single(pg, *rest)
+        return call
 
-    def reduce_single(pg: Any, *rest: Any) -> Any:
-        return pg.reduce_scatter_single(*rest) if is_simulated else scatter(pg, *rest)
-
+    names = {
+        "all_gather_several": (calls.gathers, "all_gather_single_coalesced"),
+        "all_gather_single": (calls.gathers, "all_gather_single"),
+        "reduce_scatter_several": (calls.reduces, "reduce_scatter_single_coalesced"),
+        "reduce_scatter_single": (calls.reduces, "reduce_scatter_single"),
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "is_point_to_point", lambda group: False)
-        patch.setattr(transports, "all_gather_several", gather_several)
-        patch.setattr(transports, "all_gather_single", gather_single)
-        patch.setattr(transports, "reduce_scatter_single", reduce_single)
-        yield gathers
+        for ours, (counts, name) in names.items():
+            patch.setattr(transports, ours, noted(counts, getattr(transports, ours), name))
+        yield calls
 
 
 def train(rank: int, transport: Transport | None, options: dict[str, Any]) -> list[Tensor]:
@@ -110,18 +115,22 @@ def test_together_and_apart_are_the_same_bits(cell: str) -> None:
     def ranks(rank: int) -> list[Tensor]:
         counts, results, traffic = [], [], []
         for transport in (AT_ONCE, APART):
-            gathers[rank].clear()
+            both = calls.gathers[rank], calls.reduces[rank]
+            for noted in both:
+                noted.clear()
             here.traffic.reset()
             results.append(train(rank, transport, options))
-            traffic.append((here.traffic.gathers, here.traffic.gather_bytes))
-            counts.append(list(gathers[rank]))
+            moved = here.traffic
+            traffic.append((moved.gathers, moved.gather_bytes, moved.reduces, moved.reduce_bytes))
+            counts.append([list(noted) for noted in both])
         assert all(map(torch.equal, *results)) and traffic[0] == traffic[1]
-        together, apart = counts
-        assert sum(together) == len(apart) and set(apart) <= {1}
-        assert 3 in together or cell == "no shard"
+        for together, apart, several in zip(*counts, (3, 2)):
+            assert sum(together) == len(apart) and set(apart) <= {1}
+            assert set(together) <= {1, several}
+            assert several in together or cell == "no shard"
         return results[0]
 
-    with at_once(is_simulated=True) as gathers:
+    with at_once(is_simulated=True) as calls:
         found = simulate_ranks(ranks, world)
     torch.testing.assert_close(found, simulate_ranks(train, world, None, options))
 
@@ -262,12 +271,13 @@ def test_each_bucket_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert ranges == ["fsdp_compose.gather blocks.0"]
 
 
-def test_ranks_over_gloo_gather_together() -> None:
+def test_ranks_over_gloo_travel_together() -> None:
     """As above, through the call of a group of torch's."""
 
     def ranks(rank: int) -> None:
-        with at_once(is_simulated=False) as gathers:
+        with at_once(is_simulated=False) as calls:
             results = [train(rank, way, {}) for way in (AT_ONCE, APART)]
-        assert all(map(torch.equal, *results)) and 3 in gathers[rank]
+        assert all(map(torch.equal, *results)) and 3 in calls.gathers[rank]
+        assert 2 in calls.reduces[rank]
 
     run_ranks(ranks)

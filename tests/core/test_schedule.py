@@ -114,11 +114,12 @@ class Checker:
     def postpone(self, part: str) -> None:
         pass
 
-    def reduce(self, part: str) -> None:
-        if part in self.reduced:
-            raise Broken(f"{part} is reduced twice")
-        self.reduced.append(part)
-        self.reducing.append(part)
+    def reduce(self, parts: Any) -> None:
+        for part in parts:
+            if part in self.reduced:
+                raise Broken(f"{part} is reduced twice")
+            self.reduced.append(part)
+            self.reducing.append(part)
 
     def finish_reductions(self) -> None:
         self.reducing.clear()

@@ -82,6 +82,7 @@ def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[s
         assert ("reduce", False) in races.seen and ("reduce", True) not in races.seen
     assert races.found == []
     assert ("transport" in options) == (3 in races.calls)  # blocks together, and the rest alone
+    assert ("transport" in options) == (2 in races.reduce_calls)  # what is frozen is not reduced
 
 
 CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {

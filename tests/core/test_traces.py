@@ -41,7 +41,7 @@ def pack_early(self: Any, unit: Any, parts: Any, ends_backward: bool) -> None:
     self.leave_backward(unit)
     for part in parts:
         self.work.pack(part)
-        self.work.reduce(part)
+        self.work.reduce([part])
 
 
 def look_too_far(self: Any, policy: Any, depth: int, listed: Any, order: Any) -> None:

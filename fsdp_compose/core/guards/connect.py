@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.torch_private import raw, untraced
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.core.autograd import DELETED, receive
-from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.sharded import part_of
 

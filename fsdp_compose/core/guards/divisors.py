@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.core.reducing import requires_grad
 from fsdp_compose.core.state import Task, Unit, owner_of, units_with
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compose.base.attributes import get_grad, set_grad, set_requires_grad
 from fsdp_compose.base.torch_private import (
     call_raw,
     is_asked_for_node,
@@ -37,8 +38,6 @@ from fsdp_compose.buckets.entries import find_entry, give_slice
 from fsdp_compose.sharded import EDGE, Handler, ShardedWeightError, refuse_export
 
 _plain: Any = torch.Tensor
-_grad_get, _grad_set = _plain.grad.__get__, _plain.grad.__set__
-_requires_set = _plain.requires_grad.__set__
 _node_get = _plain.grad_fn.__get__
 
 if TYPE_CHECKING:
@@ -80,14 +79,14 @@ class _Whole(_Base):
         entry = find_entry(self)
         refuse_export(entry.spec)
         if entry.layers[-1].own_grad:
-            return call_raw(_grad_get, (), (self,))
+            return call_raw(get_grad, (), (self,))
         return entry.param.grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         entry = find_entry(self)
         if entry.layers[-1].own_grad:
-            call_raw(_grad_set, (), (self, value))
+            call_raw(set_grad, (), (self, value))
         else:
             entry.param.grad = value
 
@@ -104,7 +103,7 @@ class _Whole(_Base):
         if self.__dict__:
             set_trained(find_entry(self), bool(value))
         else:
-            call_raw(_requires_set, (), (self, value))  # in ``nn.Parameter(p)``
+            call_raw(set_requires_grad, (), (self, value))  # in ``nn.Parameter(p)``
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad
