@@ -189,6 +189,26 @@ FOUND = {
         )
         for how in ("reentrant", "saved")
     },
+    "seed 448963: flags that were sent before a rank froze a parameter are waited for": Case(
+        Node((
+            Leaf("norm", dtype="float32"), Leaf("transposed", dtype="float32"),
+            Leaf("matrix", dtype="float64"),
+        )), 2, "FULL_SHARD", (("toggle", 0), ("freeze here", 8)), prefetch=(0, 0),
+    ),
+    "seed 460846: a forward is tried again after one in which ranks differed": Case(
+        Node((
+            Node((Leaf("empty", dtype="float64"),), True),
+            Node((Leaf("matrix", dtype="float64"),), True), Leaf("empty", dtype="float64"),
+        )), 2, "FULL_SHARD", (("scope clip", 0), ("stray", 0)), prefetch=(0, 0),
+    ),
+    "seed 450710: as before, where weights are kept and were written": Case(
+        Node((Leaf("matrix", dtype="float64"), Node((Leaf("matrix", dtype="float64"),), True))), 2,
+        "SHARD_GRAD_OP", (("write late", 11), ("dropped", 0), ("stray", 0)), prefetch=(0, 0),
+    ),
+    "seed 451706: one gradient is cleared that waits for a sum over both axes": Case(
+        Node((Leaf("matrix", dtype="float64"), Leaf("matrix", dtype="float64"))), 2,
+        "HYBRID_SHARD_OPTIMIZER", (("one cleared", 7),), prefetch=(0, 0),
+    ),
     # Each finds a hole of tests/holes.
     "a hook on a weight of two units": Case(TIED, 2, "FULL_SHARD", (("hook", 0),)),
     "backward of one weight of two units": Case(TIED, 2, "FULL_SHARD", (("inputs", 1),)),

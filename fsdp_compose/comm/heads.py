@@ -78,8 +78,7 @@ class Heads:
     epoch: int  # of the caller, when it was sent
     flags: Flags | None = None
     flag_works: Sequence[Any] = ()  # of sending them
-    is_read: bool = False  # before its own turn
-    brings_flags: bool = False  # whether some rank sends flags behind its head
+    taken: list[torch.Tensor] | None = None  # flags of other ranks, if read before its own turn
 
     def rows(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived, and those before them."""
@@ -87,15 +86,15 @@ class Heads:
         if unread and unread[0] is self:
             unread.popleft()
         else:
-            for earlier in [] if self.is_read else self.list_earlier():
+            for earlier in self._list_earlier() if self.taken is None else ():
                 earlier.read()
             kept = [one for one in unread if one is not self and one.epoch == self.epoch]
             unread.clear()
-            unread.extend(one for one in kept if not one.is_read or one.brings_flags)
+            unread.extend(one for one in kept if one.taken is None)
         return self.wait()
 
-    def list_earlier(self) -> list[Heads]:
-        """Exchanges whose answers come before those to this one, unread or with flags to take.
+    def _list_earlier(self) -> list[Heads]:
+        """Exchanges whose answers come before those to this one, and were not read.
 
         A rank that does something else in one of them may have nothing to send after it.
         """
@@ -103,13 +102,14 @@ class Heads:
         before = takewhile(lambda one: one is not self, tuple(unread))
         return [one for one in before if one.epoch == self.epoch]
 
-    def read(self) -> list[list[int]]:
-        """The heads of the other ranks; raises unless every peer does the same."""
+    def read(self) -> None:
+        """Read the heads of the other ranks before its turn; raises unless all do the same.
+
+        Also take their flags: who sent some waits for that, and may be late for what comes next.
+        """
         rows = self.wait()
-        if not self.is_read:
-            self.compare(self.sent, rows)
-            self.is_read, self.brings_flags = True, any(row[FLAGS] for row in rows)
-        return rows
+        self.compare(self.sent, rows)
+        self.taken = self._take_flags(self.sent, rows)
 
     def wait(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived."""
@@ -155,13 +155,13 @@ class Heads:
         return [Offer(*row[OFFER:]) for row in rows]
 
     def _unite(self, flags: Flags, mine: list[int], rows: list[list[int]]) -> None:
-        for part in self.take_flags(mine, rows):
+        for part in self._take_flags(mine, rows) if self.taken is None else self.taken:
             flags.add(part)
         wait_for(self.flag_works, (), self.purpose)
         if not all(row[FLAGS] for row in rows):
             flags.bits = (1 << flags.count) - 1
 
-    def take_flags(self, mine: list[int], rows: list[list[int]]) -> list[torch.Tensor]:
+    def _take_flags(self, mine: list[int], rows: list[list[int]]) -> list[torch.Tensor]:
         """Receive the flags behind the heads ``rows``; who sent them waits until they are taken."""
         assert self.group.pg is not None
         received, works = [], []
@@ -257,14 +257,11 @@ def tell(caller: Caller, code: int, group: Group) -> Heads | None:
 def hear(told: Heads) -> None:
     """Return when every rank of the group meets with the same code; else the ranks disagree.
 
-    Where a peer went to meet first, its message is the answer to what this rank sent before, and
-    flags that others sent are taken, since they wait for that.
+    Where a peer went to meet first, its message is the answer to what this rank sent before.
 
     Args:
         told: what ``tell`` returned; nothing is heard if the ranks have disagreed since.
     """
     if told.caller.epoch(told.group) != told.epoch:
         return
-    for earlier in told.list_earlier():
-        earlier.take_flags(earlier.sent, earlier.read())
     told.compare(told.sent, told.rows())

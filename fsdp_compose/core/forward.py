@@ -15,6 +15,7 @@ from fsdp_compose.base.torch_private import graph_task_id, next_node_number, sav
 from fsdp_compose.core.autograd import is_current, trained_entries, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
+from fsdp_compose.core.guards.compared_units import did_ranks_differ
 from fsdp_compose.core.guards.forward_writes import find_writes, forget_written, raise_lost
 from fsdp_compose.core.guards.frozen_units import bound_inputs
 from fsdp_compose.core.guards.functional_calls import close_functional_call
@@ -212,4 +213,5 @@ def _continues_pass(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
         and not unit.engine.tasks
         and bool(order.current)
         and len(order.current[-1]) == 1
+        and not did_ranks_differ(unit.engine)
     )

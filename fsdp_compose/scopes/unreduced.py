@@ -123,8 +123,11 @@ def _drop(entry: Entry) -> None:
     with torch.no_grad():
         if arriving.packed and bucket.grads is not None:
             bucket.grads.views[entry.index].zero_()
-        partial = None if arriving.partial is None else typed(bucket, arriving.partial)
-        for flat in (partial, arriving.waiting, *arriving.sums.nodes):
+        if arriving.partial is not None:  # which is larger than a shard where replicas cut it again
+            partial = typed(bucket, arriving.partial)
+            start = entry.spec.offset - bucket.mesh.gather_axis.rank * partial.numel()
+            partial[max(start, 0) : max(start + entry.spec.numel, 0)].zero_()
+        for flat in (arriving.waiting, *arriving.sums.nodes):
             if flat is not None:
                 cut(bucket, flat)[entry.index].zero_()
 

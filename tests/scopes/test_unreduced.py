@@ -61,12 +61,18 @@ def over_replicas(model: nn.Module) -> nn.Module:
     return by_block(model, mesh=mesh_of_replicas(2, 2))
 
 
+def over_both_axes(model: nn.Module) -> nn.Module:
+    strategy = fc.ShardingStrategy.HYBRID_SHARD_OPTIMIZER
+    return by_block(model, mesh=mesh_of_replicas(2, 2), strategy=strategy)
+
+
 WAYS = {
     "no_sync": Way(2, fc.no_sync),
     "one rank": Way(1, fc.no_sync),
     "recomputed": Way(2, fc.no_sync, one_unit, Recomputed),
     "unsharded": Way(2, partial(fc.accumulate, keep="unsharded")),
     "no_all_reduce": Way(4, partial(fc.accumulate, keep="no_all_reduce"), over_replicas),
+    "over both axes": Way(4, partial(fc.accumulate, keep="no_all_reduce"), over_both_axes),
     "offloaded": Way(2, not_last, partial(by_block, offload_policy=Offload(True))),
     "offloaded each time": Way(2, not_last, partial(by_block, offload_policy=Offload(True, True))),
     "deterministic": Way(2, contextlib.nullcontext, partial(by_block, deterministic=4)),
