@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
@@ -24,7 +24,7 @@ from fsdp_compose.base.group import SELF, Group, Transport
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
-from fsdp_compose.buckets.bucket import Phase
+from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import transports
 from fsdp_compose.comm.transports import AT_ONCE
@@ -34,6 +34,11 @@ from models import ThreeBuckets, by_block, data, mesh_of_replicas, seeded, sgd, 
 
 APART = replace(AT_ONCE, gather_all=None, reduce_all=None)
 DOUBLE = MixedPrecision(torch.float64, torch.float64)
+KEPT = ShardingStrategy.SHARD_GRAD_OP
+
+
+def buckets_of(model: nn.Module) -> list[Bucket]:
+    return [bucket for unit in units(model) for bucket in unit.buckets]
 
 
 class Calls:
@@ -95,7 +100,7 @@ def train(rank: int, transport: Transport | None, options: dict[str, Any]) -> li
 CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "default": (2, {}),
     "uneven": (3, {}),
-    "kept": (2, {"strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "kept": (2, {"strategy": KEPT}),
     "no shard": (2, {"strategy": ShardingStrategy.NO_SHARD}),
     "hybrid": (4, {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": (2, 2)}),
     "fused": (4, {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2)}),
@@ -258,17 +263,46 @@ def test_a_held_unit_that_could_not_be_gathered(
 
 
 def test_each_bucket_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A profile names the one call that gathers them, by the unit."""
+    """A profile names the one call that gathers or reduces them, by the unit."""
     with fake_world(2), caplog.at_level(logging.DEBUG, "fsdp_compose"):
-        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE)
-        with torch.profiler.profile() as profile, torch.no_grad():
-            model(data(0, 0))
+        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE, strategy=KEPT)
+        with torch.profiler.profile() as profile:
+            square(model, data(0, 0)).backward()
         unit = units(model)[1]
-    lines = [r.message for r in caplog.records if "gather blocks.0:" in r.message]
-    sizes = [f"{bucket.full_nbytes} bytes" for bucket in unit.gathered]
-    assert len(lines) == 3 and all(size in line for size, line in zip(sizes, lines))
-    ranges = [event.name for event in profile.events() if "gather blocks.0" in event.name]
-    assert ranges == ["fsdp_compose.gather blocks.0"]
+    trained = [bucket for bucket in unit.buckets if bucket.grads is not None]
+    for phase, buckets in (("gather", unit.gathered), ("reduce", trained)):
+        lines = [r.message for r in caplog.records if f"{phase} blocks.0:" in r.message]
+        sizes = [f"{bucket.full_nbytes} bytes" for bucket in buckets]
+        assert len(lines) == len(sizes) == (3 if phase == "gather" else 2)
+        assert all(size in line for size, line in zip(sizes, lines))
+        ranges = [event.name for event in profile.events() if f"{phase} blocks.0" in event.name]
+        assert ranges == [f"fsdp_compose.{phase} blocks.0"]
+
+
+def test_a_hook_reduces_each_bucket_itself() -> None:
+    """Also where the library would reduce a unit's buckets together."""
+
+    def ranks(rank: int) -> list[Tensor]:
+        asked: list[str] = []
+
+        def hook(state: None, grads: Any) -> Tensor:
+            asked.append(grads.key)
+            return fc.default_hook(state, grads)
+
+        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE)
+        if hooked[0]:
+            fc.register_comm_hook(model, None, hook)
+        square(model, data(0, rank)).backward()
+        grads = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+        trained = sum(any(p.requires_grad for p in b.views.params) for b in buckets_of(model))
+        assert len(asked) == len(set(asked)) == (trained if hooked[0] else 0)
+        return grads
+
+    hooked, found = [False], []
+    with at_once(is_simulated=True):
+        for hooked[0] in (False, True):
+            found.append(simulate_ranks(ranks, 2))
+    torch.testing.assert_close(*found)
 
 
 def test_ranks_over_gloo_travel_together() -> None:

@@ -225,7 +225,10 @@ def test_a_scope_leaves_the_current_device_alone() -> None:
     assert module.streams == kept and module.current == torch.device("meta")
 
 
-def test_what_a_device_waits_for_is_noted() -> None:
+@pytest.mark.parametrize(("build", "options"), [(Tower, {}), (ThreeBuckets, TOGETHER)])
+def test_what_a_device_waits_for_is_noted(
+    build: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
     """Each gather and reduction with its ranks, for the error about a rank that does not answer."""
 
     def ranks(rank: int) -> None:
@@ -240,7 +243,9 @@ def test_what_a_device_waits_for_is_noted() -> None:
             square(model, data(0, rank)).backward()
             assert noted == []  # the host waits itself
             with watched(patch):
-                model = by_block(seeded(Tower))
+                if options:
+                    patch.setattr(comm, "is_point_to_point", lambda group: False)
+                model = by_block(seeded(build), **options)
                 square(model, data(0, rank)).backward()
         wanted = {f"{what} unit 'blocks.0'" for what in ("gather", "reduce gradients of")}
         assert wanted <= {purpose for purpose, _, _ in noted}
