@@ -289,17 +289,19 @@ def test_a_hook_reduces_each_bucket_itself() -> None:
             asked.append(grads.key)
             return fc.default_hook(state, grads)
 
-        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE)
+        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE, transport=AT_ONCE)
         if hooked[0]:
             fc.register_comm_hook(model, None, hook)
         square(model, data(0, rank)).backward()
         grads = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
         trained = sum(any(p.requires_grad for p in b.views.params) for b in buckets_of(model))
         assert len(asked) == len(set(asked)) == (trained if hooked[0] else 0)
+        assert (2 in calls.reduces[rank]) != hooked[0]
+        calls.reduces[rank].clear()
         return grads
 
     hooked, found = [False], []
-    with at_once(is_simulated=True):
+    with at_once(is_simulated=True) as calls:
         for hooked[0] in (False, True):
             found.append(simulate_ranks(ranks, 2))
     torch.testing.assert_close(*found)
