@@ -254,9 +254,10 @@ class _Recorder:
             self.gathers.pop(id(unit), None)
             self.computing = [found for found in self.computing if found[0] is not unit]
         elif name == "reduce":
-            bucket = args[1].bucket
-            nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
-            self.reductions.append((unit, phase, start, nbytes))
+            for part in args[1]:
+                bucket = part.bucket
+                nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
+                self.reductions.append((unit, phase, start, nbytes))
 
     def end_compute(self, end: float) -> None:
         if not self.computing or end <= self.since:
@@ -303,4 +304,7 @@ def _unit_in(args: Any) -> Unit | None:
     """The unit that a call is about; None of the call that finishes all reductions."""
     if isinstance(args, Unit):
         return args
-    return unit_of(args[0].bucket) if args else None
+    if not args:
+        return None
+    part = args[0][0] if isinstance(args[0], Sequence) else args[0]
+    return unit_of(part.bucket)
