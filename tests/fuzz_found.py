@@ -209,6 +209,10 @@ FOUND = {
         Node((Leaf("matrix", dtype="float64"), Leaf("matrix", dtype="float64"))), 2,
         "HYBRID_SHARD_OPTIMIZER", (("one cleared", 7),), prefetch=(0, 0),
     ),
+    "seed 477566: the norm of a gradient that waited and was converted": Case(
+        Node((Leaf("matrix", dtype="float64"),)), 2, "FULL_SHARD",
+        (("clip", 0), ("accumulate unsharded", 0), ("convert", 7), ("clip", 0)), prefetch=(0, 0),
+    ),
     # Each finds a hole of tests/holes.
     "a hook on a weight of two units": Case(TIED, 2, "FULL_SHARD", (("hook", 0),)),
     "backward of one weight of two units": Case(TIED, 2, "FULL_SHARD", (("inputs", 1),)),

@@ -359,7 +359,7 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
     tensor._shard_spec = spec
     if type(tensor) is Tensor:
         tensor.__class__ = ShardedTensor
-    else:
+    elif type(tensor) not in _CLASSES:
         tensor.__class__ = ShardedDTensor if isinstance(tensor, DTensor) else ShardedParameter
     return tensor
 

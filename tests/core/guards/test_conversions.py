@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, fully_shard, no_sync, reduce_grads, wrap
+from fsdp_compose.sharded import ShardedTensor
 
 from harness import simulate_ranks
 from models import Tolerance, Tower, Twin, by_block, data, replicas, seeded, square, whole
@@ -167,5 +168,26 @@ def test_kept_weights_are_fresh_after_a_conversion() -> None:
                 for param in model.parameters():
                     param.mul_(0.9)
         pair.losses(square, 1)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_gradient_that_waited_is_converted_too() -> None:
+    """Read again and again, it is a gradient, no parameter, and clipping finds where it lies."""
+
+    def ranks(rank: int) -> None:
+        pair = twin(rank, 2)
+        for seed in range(2):
+            with no_sync(pair.model):
+                pair.backward(square, seed)
+            pair.backward(square, 10 + seed)
+            assert all(type(p.grad) is ShardedTensor for p in pair.model.parameters())
+        both(pair, lambda m: m.float().double())
+        reduce_grads(pair.model)
+        pair.backward(square, 2)
+        mine = fc.clip_grad_norm_(pair.model, 0.1)
+        wanted = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1)
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+        pair.check_grads()
 
     simulate_ranks(ranks, 2)
