@@ -277,16 +277,16 @@ def set_leaf_hooks(parameter: torch.Tensor, gradient: Any, post: Any) -> None:
 _of_group: Any = dist.ProcessGroup
 
 
-def _call(name: str, before: str) -> Any:
+def _find(name: str, before: str) -> Any:
     """``(group, out, given, options)``, without checks; ``before`` torch 2.13 by another name."""
     return getattr(_of_group, name if name in dir(_of_group) else before)
 
 
-all_gather_single = _call("all_gather_single", "_allgather_base")
-reduce_scatter_single = _call("reduce_scatter_single", "_reduce_scatter_base")
-all_gather_several = _call("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-reduce_scatter_several = _call("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-"""``(group, outs, given, options)``: each as its namesake does one, in one launch."""
+all_gather_single = _find("all_gather_single", "_allgather_base")
+reduce_scatter_single = _find("reduce_scatter_single", "_reduce_scatter_base")
+all_gather_several = _find("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+reduce_scatter_several = _find("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+"""``(group, outs, given, options)``, as ``all_gather_several``: many tensors in one launch."""
 
 
 _c10d: Any = dist.distributed_c10d

@@ -63,7 +63,7 @@ from fsdp_compose.core.passes import (
     show_leaves_after_backward,
 )
 from fsdp_compose.core.records import Live, Route
-from fsdp_compose.core.reducing import Arrival, drain, reduce_apart, start_reduce, start_reduces
+from fsdp_compose.core.reducing import Arrival, drain, reduce_apart, start_reduce, start_together
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Task, Unit, as_read, routes_of, unit_of
 
@@ -175,10 +175,10 @@ class EngineWork:
             part.bucket.arriving.postponed = part.bucket.residence.awaits = True
 
     def reduce(self, parts: Sequence[Arrival]) -> None:
-        if len(parts) == 1:
-            self.engine.reductions.append(start_reduce(parts[0].bucket))
-        else:
-            self.engine.reductions += start_reduces([part.bucket for part in parts])
+        together = start_together([p.bucket for p in parts]) if len(parts) > 1 else []
+        self.engine.reductions += together
+        for part in () if together else parts:  # each is known before the next, which may fail
+            self.engine.reductions.append(start_reduce(part.bucket))
 
     def finish_reductions(self) -> None:
         drain(self.engine)

@@ -92,14 +92,15 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
     return reduction
 
 
-def start_reduces(buckets: Sequence[Bucket]) -> list[Reduction]:
-    """As ``start_reduce`` of each bucket of a unit.
+def start_together(buckets: Sequence[Bucket]) -> list[Reduction]:
+    """As ``start_reduce`` of each bucket of a unit, in one call where the transport has one.
 
-    Reductions that no messages between pairs of ranks go ahead of are started together.
+    Empty, with nothing started, where messages between pairs of ranks go ahead of a reduction, or a
+    hook makes it.
     """
     plans = [p for p in map(plan_scatter, buckets) if p is not None]
     if len(plans) < len(buckets) or any(unit_of(b).switches.comm_hook for b in buckets):
-        return list(map(start_reduce, buckets))
+        return []
     reductions = [start_reduce(bucket, begins=False) for bucket in buckets]
     streams, nbytes = reductions[0].unit.engine.streams, [p.whole.nbytes for p in plans]
 

@@ -28,6 +28,7 @@ from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import transports
 from fsdp_compose.comm.transports import AT_ONCE
+from fsdp_compose.core import reducing
 
 from harness import fake_world, run_ranks, simulate_ranks
 from models import ThreeBuckets, by_block, data, mesh_of_replicas, seeded, sgd, square, units
@@ -305,6 +306,36 @@ def test_a_hook_reduces_each_bucket_itself() -> None:
         for hooked[0] in (False, True):
             found.append(simulate_ranks(ranks, 2))
     torch.testing.assert_close(*found)
+
+
+def test_a_reduction_is_known_before_the_next_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the second of a unit's buckets cannot be reduced, the first is waited for."""
+    asked: defaultdict[int, int] = defaultdict(int)
+
+    def fail(bucket: Bucket, *rest: Any) -> Any:
+        asked[dist.get_rank()] += 1
+        if asked[dist.get_rank()] == 2:  # the last block, whose backward is the first, has two
+            raise MemoryError
+        return start(bucket, *rest)
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE)
+        engine = fc.get_state(model).unit.engine
+        with pytest.raises(MemoryError):
+            square(model, data(0, rank)).backward()
+        known = len(engine.reductions)
+        assert known == 1
+        model.zero_grad()
+        square(model, data(0, rank)).backward()
+        twin = by_block(seeded(ThreeBuckets), mp_policy=DOUBLE)
+        square(twin, data(0, rank)).backward()
+        for mine, wanted in zip(model.parameters(), twin.parameters()):
+            if wanted.grad is not None:
+                assert torch.equal(mine.grad.full_tensor(), wanted.grad.full_tensor())
+
+    start = reducing.start_scatter
+    monkeypatch.setattr(reducing, "start_scatter", fail)
+    simulate_ranks(ranks, 2)
 
 
 def test_ranks_over_gloo_travel_together() -> None:
