@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 from fsdp_compose.attach.entrances import ANSWERS
 from fsdp_compose.comm import small_reduce
-from fsdp_compose.core import passes
+from fsdp_compose.core import forward, passes
+from fsdp_compose.core.guards.kept_views import watch_forwards
 from fsdp_compose.optim import clip, slice_step, step_guard, step_plan
 from fsdp_compose.scopes import compile as compiling
 from fsdp_compose.scopes import skippable
@@ -85,10 +86,37 @@ def give_own() -> None:
 
 def check_kept(rank: int) -> None:
     """A view that is first kept in a later step is not one whose reading ends the process."""
-    model = fc.fully_shard(seeded(Part))
+    model = fc.fully_shard(nn.Sequential(fc.fully_shard(seeded(Part))))
     for step in range(3):
         Part.keeps = step == 2
-        square(model, data(step, rank)).backward()
+        loss = square(model, data(step, rank))
+        if Part.keeps:
+            kind = type(Part.kept.pop()).__name__
+            assert kind == "KeptView"
+        loss.backward()
+
+
+def check_kept_in_backward(rank: int) -> None:
+    """Nor is one that a hook keeps in a backward."""
+    model = fc.fully_shard(nn.Sequential(fc.fully_shard(seeded(Part))))
+    kept: list[Tensor] = []
+    for step in range(3):
+        hidden = model(data(step, rank))
+        if step == 2:
+            hidden.register_hook(lambda grad: kept.append(model[0].used.weight.detach()[1:]))
+        hidden.square().sum().backward()
+    kind = type(kept.pop()).__name__
+    assert kind == "KeptView"
+
+
+def check_failed(rank: int) -> None:
+    """Nor what the frames of a traceback keep."""
+    model = fc.fully_shard(seeded(Part))
+    handle = model.used.register_forward_hook(lambda module, args, output: 1 / 0)
+    Part.keeps = True
+    with pytest.raises(ZeroDivisionError):
+        model(data(0, rank))
+    handle.remove()
     kind = type(Part.kept.pop()).__name__
     assert kind == "KeptView"
 
@@ -178,8 +206,14 @@ def check_planned_step(rank: int) -> None:
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     "zeros for what a compiled graph never used": (give_zeros, check_compiled_unused),
     "own gradients in scopes": (give_own, check_asked_in_scope),
-    "kept views not looked for": (
-        lambda: setattr(passes, "note_users", lambda units: None), check_kept,
+    "kept views not looked for after a forward": (
+        lambda: setattr(forward, "note_forward", watch_forwards), check_kept,
+    ),
+    "kept views not looked for after a backward": (
+        lambda: setattr(passes, "note_users", lambda units: None), check_kept_in_backward,
+    ),
+    "kept views not looked for after an error": (
+        lambda: setattr(forward, "guard_after_error", lambda engine: None), check_failed,
     ),
     "plain parts not looked for at a step": (
         lambda: setattr(step_guard, "check_unaveraged", lambda optimizer: None), check_step,

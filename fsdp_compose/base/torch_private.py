@@ -118,8 +118,7 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 tree_map: Callable[..., Any] = _pytree.tree_map
 """``(function, tree)``: over the containers that ``torch.compile`` can trace."""
 
-is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` is recording."""
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing  # whether torch.jit.trace records
 
 SCRIPT_HOOK = "__prepare_scriptable__"
 """What ``torch.jit.script`` calls on every module first, if the module has it."""
@@ -171,6 +170,7 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """``(storage._cdata)``: how many tensors are over it, in Python, C++ and graphs; and itself."""
+tensor_use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")  # Python is one
 
 node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether a node that is no leaf is part of the autograd pass running now; also once it ran."""

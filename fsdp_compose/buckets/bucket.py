@@ -166,6 +166,7 @@ class Views:
         params: by entry, the object that holds its slice.
         own: this rank's part of ``full``.
         nbytes: of ``full``.
+        storage: the identity of ``full``'s.
         whole_bytes: ``full`` as uint8.
         part_bytes: ``full`` as uint8, by rank.
         shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.
@@ -179,6 +180,7 @@ class Views:
     params: list[nn.Parameter]
     own: torch.Tensor
     nbytes: int
+    storage: int
     whole_bytes: torch.Tensor
     part_bytes: Sequence[torch.Tensor]
     shard_bytes: torch.Tensor | None

@@ -102,6 +102,7 @@ def _make_views(
     return Views(
         params=[entry.param for entry in entries],
         nbytes=full.numel() * full.element_size(),
+        storage=full.untyped_storage()._cdata,
         own=full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel],
         whole_bytes=whole_bytes,
         part_bytes=cut_by_rank(whole_bytes, layout.world_size) if whole_bytes.numel() else [],

@@ -20,7 +20,7 @@ from fsdp_compose.core.guards.forward_writes import find_writes, forget_written,
 from fsdp_compose.core.guards.frozen_units import bound_inputs
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
-from fsdp_compose.core.guards.kept_views import note_users, watch_forwards
+from fsdp_compose.core.guards.kept_views import guard_after_error, note_forward, note_users
 from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.surroundings import find_surroundings
@@ -186,7 +186,7 @@ def end_pass(unit: Unit, failed: bool) -> None:
         change = schedule.end_forward(not failed, training)
         if training:
             engine.wait_for_host_reads()
-            watch_forwards(order.visited())
+            note_forward(order.visited())
             warn_of_change(engine, change, unit)
         else:
             if gathers:
@@ -194,6 +194,8 @@ def end_pass(unit: Unit, failed: bool) -> None:
             if not failed:
                 note_users(order.visited())
                 end_step(engine, trained=False)
+        if failed:
+            guard_after_error(engine)
     schedule.eval_order = None
 
 

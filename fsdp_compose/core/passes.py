@@ -16,7 +16,7 @@ from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_bac
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors
-from fsdp_compose.core.guards.kept_views import guard_everywhere, note_users
+from fsdp_compose.core.guards.kept_views import guard_after_error, guard_everywhere, note_users
 from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
@@ -227,5 +227,6 @@ def recover(engine: Engine) -> None:
         for bucket in unit.buckets:
             if not bucket.arriving.packed:
                 bucket.grads = None  # what others still send or read of it is for nobody
+    guard_after_error(engine)
     if drops:
         drop_waiting_gradients(units)

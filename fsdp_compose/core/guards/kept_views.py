@@ -1,12 +1,13 @@
-"""A view of a gathered weight that was kept from a forward raises when it is read after release.
+"""A gathered weight that was kept from a forward raises when it is read after its release.
 
 ``self.cached = self.weight.t()`` in a forward keeps a view of memory that the release frees, and
 reading it would crash the process. The first forward of each kind, and in debug mode every forward,
-looks for such views: at once among the attributes of the unit's modules, and at the end of the step
-among all tensors of the process. The end of a step looks again where the released memory has more
-users than before. A unit whose modules keep a view is looked at after every forward. A view that is
-found becomes a ``KeptView``: while the unit is gathered it reads as before, and otherwise it raises
-an error that names the unit.
+looks for such views: at once among the attributes of the unit's modules, and at the end of the pass
+and of the step among all tensors of the process. The ends of later passes and steps look again
+where the weights or their memory have more users than before, and a pass that failed always, since
+the frames of its traceback keep what they read. A unit whose modules keep a view is looked at after
+every forward. A view that is found, or a weight itself, becomes a ``KeptView``: while the unit is
+gathered it reads as before, and otherwise it raises an error that names the unit.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import gc
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import chain
+from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.parts import kept_views
 from fsdp_compose.base.torch_private import (
@@ -30,16 +35,19 @@ from fsdp_compose.base.torch_private import (
     made_at,
     raw,
     storage_use_count,
+    tensor_use_count,
     untraced,
 )
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
+from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Engine, Unit
+from fsdp_compose.sharded import part_of
 
 
-class KeptView(Tensor):
-    """A view of a gathered weight that outlived the forward it was made in."""
+class _Kept:
+    """What outlived the forward it was made in: each read looks whether its memory is there."""
 
     _kept_from: str
     _kept_in: weakref.ref[Bucket]
@@ -54,24 +62,35 @@ class KeptView(Tensor):
                     raise RuntimeError(value._kept_from)
         return call_raw(func, types, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         if not _is_released(self):
             text: str = super().__repr__()
             return text
-        return f"KeptView({tuple(self.shape)}, released)"
+        return f"{type(self).__name__}({tuple(self.shape)}, released)"
 
 
-def _is_released(view: KeptView) -> bool:
+class KeptView(_Kept, Tensor):  # type: ignore[misc]
+    """A view of a gathered weight that was kept, or a weight itself."""
+
+
+class KeptDTensor(_Kept, DTensor):  # type: ignore[misc]
+    """As ``KeptView``, where tensor parallelism split the weight too."""
+
+
+def _is_released(view: Any) -> bool:
     """Whether what ``view`` reads is gone; static buffers then hold other weights."""
     bucket = view._kept_in()
     is_static = bucket is not None and bucket.static is not None and bucket.phase is Phase.SHARDED
-    return is_static or not view.untyped_storage().nbytes()
+    return is_static or not part_of(view).untyped_storage().nbytes()
 
 
 _HARMLESS: frozenset[Callable[..., Any]] = frozenset(
     getattr(Tensor, name).__get__
     for name in "device dtype grad_fn is_leaf ndim requires_grad shape".split()
-) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.untyped_storage}
+) | {
+    *(Tensor.dim, Tensor.numel, Tensor.size, Tensor.storage_offset, Tensor.stride),
+    Tensor.untyped_storage,
+}
 
 
 def guard_attributes(unit: Unit) -> None:
@@ -93,54 +112,157 @@ def guard_attributes(unit: Unit) -> None:
                         unit.checks.keeps_views = True
 
 
+def note_forward(units: Sequence[Unit]) -> None:
+    """After a forward of ``units`` that a backward may follow: guard what was kept of weights."""
+    watch_forwards(units)
+    counted = _count_users(units, _FORWARD)
+    noted = [
+        unit
+        for unit, counts in counted
+        if counts not in unit.checks.inspected and len(unit.checks.inspected) < _LOOKS
+    ]
+    if noted:
+        _guard_views(noted[0].engine, _storages(noted, released=True))
+        for unit, counts in _count_users(noted, _FORWARD):
+            _note_seen(unit, counts)
+
+
 def note_users(units: Iterable[Unit]) -> None:
     """After a step of ``units``: note those whose memory has a number of users not seen before.
 
     Views keep released memory in use: the library's own views always, and those of a graph as long
     as the graph is kept. Somebody kept any other from the forward.
     """
-    for unit, users in _count_users(units):
-        if users not in unit.checks.inspected:
+    for unit, counts in _count_users(units, _STEP):
+        if counts not in unit.checks.inspected:
             unit.engine.inspected.add(unit)
 
 
-def _count_users(units: Iterable[Unit]) -> list[tuple[Unit, tuple[int, ...]]]:
-    """By unit: for each bucket that is released, the number of users of its memory."""
-    released = [
-        (u, [b for b in u.gathered if not b.in_place and b.phase is Phase.SHARDED]) for u in units
-    ]
-    return [(unit, tuple(map(count_users, buckets))) for unit, buckets in released]
+_FORWARD, _STEP = 0, 1
+_LOOKS = 32
+"""Where each forward makes another graph, the ends of forwards are looked into no more."""
+
+
+def _count_users(units: Iterable[Unit], moment: int) -> list[tuple[Unit, tuple[int, ...]]]:
+    """By unit: ``moment``, references to the tensors that modules read, users of their memory.
+
+    This runs after every forward and step, so it calls no other Python where no view is guarded.
+    """
+    counted: list[tuple[Unit, tuple[int, ...]]] = []
+    for unit in units:
+        live = unit.run.live
+        counts = [moment, sum(map(getrefcount, unit.links.aliases))]
+        if live is not None:
+            counts.append(sum(map(getrefcount, live.tensors)))
+        for bucket in unit.gathered:
+            if bucket.phase is Phase.SHARDED and not bucket.in_place:
+                found = storage_use_count(bucket.views.storage)
+                counts.append(found if bucket.users.views is None else count_users(bucket))
+        counted.append((unit, tuple(counts)))
+    return counted
+
+
+def guard_after_error(engine: Engine) -> None:
+    """After a pass that failed: guard what frames of its traceback, and others, keep of weights."""
+    engine.inspected.update(engine.units)
+    guard_everywhere(engine)
 
 
 def guard_everywhere(engine: Engine) -> None:
     """Guard views of the gathered weights of the noted units, whatever in the process keeps them.
 
-    What was found does not count as seen: who kept a view once may keep another in its place.
+    What was found does not count as seen: who kept a view once may keep another in its place. Where
+    a graph that reads the weights lives on, a backward may begin at a tensor that was made inside
+    the unit's forward, so those tensors are watched.
     """
     units = list(engine.inspected)
     engine.inspected.clear()
-    found = _storages(units)
-    if found:
-        _guard_views(engine, units, found)
-    for unit, users in _count_users(units):
-        unit.checks.inspected.add(users)
+    read = _guard_views(engine, _storages(units))
+    watch_inside([unit for unit in units if not read.isdisjoint(unit.gathered)])
+    for unit, counts in _count_users(units, _STEP):
+        _note_seen(unit, counts)
 
 
-def _guard_views(engine: Engine, units: list[Unit], found: dict[int, Bucket]) -> None:
-    """Guard views of the buckets in ``found``, which are those of ``units`` by their storage.
+def _note_seen(unit: Unit, counts: tuple[int, ...]) -> None:
+    """Look for views no more where the unit's users are ``counts``, which no kept weight is of."""
+    live = unit.run.live
+    if live is None or not any(isinstance(tensor, _Kept) for tensor in live.tensors):
+        unit.checks.inspected.add(counts)
 
-    Where a graph that reads the weights lives on, a backward may begin at a tensor that was made
-    inside the unit's forward, so those tensors are watched.
-    """
+
+def _guard_views(engine: Engine, found: dict[int, Bucket]) -> set[Bucket]:
+    """Guard views of the buckets in ``found``, by their storage; return those a graph reads."""
+    shared = _held_by_others(engine)
     known = {id(tensor): tensor for unit in engine.units for tensor in _own_tensors(unit)}
+    users = Counter(map(_storage, known.values()))
+    others = any(count_users(bucket) > users[key] for key, bucket in found.items())
+    if not others and not any(_bucket_of(tensor, found) for tensor in shared):
+        return set()
     for value in gc.get_objects():
-        if type(value) is Tensor and id(value) not in known:
+        if (type(value) is Tensor or type(value) is DTensor) and id(value) not in known:
             bucket = _bucket_of(value, found)
             if bucket is not None:
                 _guard(value, bucket)
-    users = Counter(map(_storage, known.values()))
-    read = {b for key, b in found.items() if count_users(b) > users[key]}
-    watch_inside([unit for unit in units if not read.isdisjoint(unit.gathered)])
+    for value in shared:
+        bucket = _bucket_of(value, found)
+        if bucket is not None:
+            _give_up(engine, value)
+            _guard(value, bucket)
+    return {bucket for key, bucket in found.items() if count_users(bucket) > users[key]}
+
+
+def _held_by_others(engine: Engine) -> list[Tensor]:
+    """The tensors that modules read in a forward, as far as others than the library hold them."""
+    lists = _read_in_forwards(engine)
+    counts = Counter(map(id, chain.from_iterable(lists)))
+    references = [list(map(getrefcount, tensors)) for tensors in lists]  # before any has a name
+    pairs = zip(chain.from_iterable(lists), chain.from_iterable(references), strict=True)
+    found = {id(t): t for t, count in pairs if count - count_beside(t) > counts[id(t)]}
+    return list(found.values())
+
+
+def count_beside(tensor: Tensor) -> int:
+    """What ``getrefcount`` counts of a tensor in a list beside the references of lists.
+
+    Some versions of torch count all its users in C++ and in graphs as one more.
+    """
+    return _beside()[tensor_use_count(tensor) > 1]
+
+
+@cache
+def _beside() -> tuple[int, int]:
+    """(while only Python holds it, while a graph does too): measured, as each version counts."""
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = [torch.ones(1, requires_grad=True)]
+        alone = next(map(getrefcount, tensors)) - 1
+        product = tensors[0] * tensors[0]
+    kept = next(map(getrefcount, tensors)) - 1
+    del product
+    return alone, kept
+
+
+def _read_in_forwards(engine: Engine) -> list[Sequence[Tensor]]:
+    """The library's lists of what modules read in a forward, each once."""
+    lists: list[Sequence[Tensor]] = []
+    for unit in engine.units:
+        live, opened = unit.run.live, unit.opened
+        lists += [unit.links.aliases, unit.run.showing or (), () if live is None else live.tensors]
+        lists += [bucket.aliases for bucket in unit.buckets]
+        while opened is not None:
+            lists.append(opened.tensors)
+            opened = opened.outer
+    return list({id(tensors): tensors for tensors in lists}.values())
+
+
+def _give_up(engine: Engine, tensor: Tensor) -> None:
+    """Have the library go on with another tensor over the same memory, where it can."""
+    other = tensor.detach()
+    for tensors in _read_in_forwards(engine):
+        if isinstance(tensors, list):
+            tensors[:] = [other if known is tensor else known for known in tensors]
+    for unit in engine.units:
+        if unit.run.showing is not None:
+            install(unit, unit.run.showing)
 
 
 def watch_forwards(units: Iterable[Unit]) -> None:
@@ -241,10 +363,9 @@ def opened_at(unit: Unit) -> int:
 
 def count_users(bucket: Bucket) -> int:
     """Count the tensors over the memory of a bucket, without views that are guarded."""
-    storage = bucket.full.untyped_storage()
-    users = storage_use_count(storage._cdata) - 1  # ``storage`` itself
-    views = bucket.users.views
-    return users if views is None else users - sum(_storage(v) == storage._cdata for v in views)
+    storage, views = bucket.views.storage, bucket.users.views
+    users = storage_use_count(storage) - 1  # its object in Python
+    return users if views is None else users - sum(_storage(view) == storage for view in views)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -253,16 +374,25 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
-def _storages(units: Iterable[Unit]) -> dict[int, Bucket]:
-    """The buckets of ``units`` whose gathered weights a release frees, by their storage."""
+def _storages(units: Iterable[Unit], released: bool = False) -> dict[int, Bucket]:
+    """The buckets of ``units`` whose gathered weights a release frees, by their storage.
+
+    Args:
+        released: only those that are released now.
+    """
     buckets = [b for unit in units for b in unit.gathered if not b.in_place and b.full.numel()]
-    return {_storage(bucket.full): bucket for bucket in buckets}
+    found = {_storage(bucket.full): bucket for bucket in buckets}
+    return {k: b for k, b in found.items() if not released or b.phase is Phase.SHARDED}
 
 
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
     """List the library's own tensors over the memory of the unit's gathered weights."""
-    yield from unit.run.live.tensors if unit.run.live is not None else ()
-    yield from unit.run.showing or ()
+    for read in (
+        unit.run.live.tensors if unit.run.live is not None else (),
+        unit.run.showing or (),
+    ):
+        yield from read
+        yield from map(part_of, read)
     for bucket in unit.gathered:
         views = bucket.views
         yield from (bucket.full, views.own, views.whole_bytes, *kept_views(views.part_bytes))
@@ -271,31 +401,40 @@ def _own_tensors(unit: Unit) -> Iterable[Tensor]:
             yield from (bucket.inner.own, *kept_views(bucket.inner.parts))
 
 
-def _bucket_of(value: object, found: dict[int, Bucket]) -> Bucket | None:
+def _bucket_of(value: Any, found: dict[int, Bucket]) -> Bucket | None:
     """The bucket whose gathered weights ``value`` is a view of, if any."""
-    if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
+    if type(value) not in _LOOKED_AT:
         return None
     try:
-        return found.get(value.untyped_storage()._cdata)
+        return found.get(part_of(value).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None  # without memory of its own
 
 
+_LOOKED_AT = (Tensor, torch.nn.Parameter, DTensor)
+
+
 def _guard(value: Any, bucket: Bucket) -> Tensor:
     """Make a kept view raise while its unit is released."""
-    entry = _entry_at(bucket, value.storage_offset())
-    if any(value is alias for alias in bucket.aliases):
+    if isinstance(value, DTensor):
+        if not isinstance(part_of(value), KeptView):
+            _guard(part_of(value), bucket)
+    elif any(value is alias for alias in bucket.aliases):
         value = value.detach()  # the library goes on using that object
-    value.__class__ = KeptView
+    entry = _entry_at(bucket, int(part_of(value).storage_offset()))
     value._kept_in = weakref.ref(bucket)
-    bucket.users.views = bucket.users.views or WeakList()
-    bucket.users.views.add(value)
     value._kept_from = (
         f"a tensor of shape {tuple(value.shape)} that was kept from a forward is a view of "
         f"parameter {entry.spec.fqn!r} of unit {entry.spec.unit!r}, whose gathered weights were "
         "released since. Keep a copy of it (.clone()), read the parameter again inside forward, or "
         "read both inside `with fsdp_compose.gathered(module):`."
     )
+    if isinstance(value, DTensor):
+        value.__class__ = KeptDTensor
+    else:
+        value.__class__ = KeptView
+        bucket.users.views = bucket.users.views or WeakList()
+        bucket.users.views.add(value)
     guarded: Tensor = value
     return guarded
 
@@ -308,10 +447,10 @@ def _entry_at(bucket: Bucket, offset: int) -> Entry:
     return bucket.entries[0]
 
 
-def _views(values: Iterable[Any]) -> Iterable[KeptView]:
-    """List the kept views among arguments, at any depth."""
+def _views(values: Iterable[Any]) -> Iterable[Any]:
+    """List what was kept among arguments, at any depth."""
     for value in values:
-        if type(value) is KeptView:
+        if isinstance(value, _Kept):
             yield value
         elif isinstance(value, list | tuple):
             yield from _views(value)

@@ -189,7 +189,7 @@ def test_the_library_keeps_its_own_tensors() -> None:
 
 
 def test_memory_is_looked_through_where_it_has_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of each step that kept a view, so that reading it raises; a view is no graph."""
+    """At the end of each pass that kept a view, so that reading it raises; a view is no graph."""
     looks: list[int] = []
     inside: list[tuple[int, Any]] = []
     find, watch = kept_views.gc.get_objects, kept_views.watch_inside
@@ -223,7 +223,7 @@ def test_memory_is_looked_through_where_it_has_users(monkeypatch: pytest.MonkeyP
             inside.clear()
             before = looks.count(rank)
             loss = square(model, data(step, rank))
-            assert looks.count(rank) == before
+            assert looks.count(rank) == before + 1
             loss.backward()
             del loss
             found.append(looks.count(rank) - before)
