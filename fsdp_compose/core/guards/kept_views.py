@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
-from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
@@ -115,11 +115,11 @@ def guard_attributes(unit: Unit) -> None:
 def note_forward(units: Sequence[Unit]) -> None:
     """After a forward of ``units`` that a backward may follow: guard what was kept of weights."""
     watch_forwards(units)
-    counted = _count_users(units, _FORWARD)
+    limit = sys.maxsize if is_debugging() else _LOOKS
     noted = [
         unit
-        for unit, counts in counted
-        if counts not in unit.checks.inspected and len(unit.checks.inspected) < _LOOKS
+        for unit, counts in _count_users(units, _FORWARD)
+        if counts not in unit.checks.inspected and len(unit.checks.inspected) < limit
     ]
     if noted:
         _guard_views(noted[0].engine, _storages(noted, released=True))
@@ -151,9 +151,9 @@ def _count_users(units: Iterable[Unit], moment: int) -> list[tuple[Unit, tuple[i
     counted: list[tuple[Unit, tuple[int, ...]]] = []
     for unit in units:
         live = unit.run.live
-        counts = [moment, sum(map(getrefcount, unit.links.aliases))]
+        counts = [moment, sum(map(sys.getrefcount, unit.links.aliases))]
         if live is not None:
-            counts.append(sum(map(getrefcount, live.tensors)))
+            counts.append(sum(map(sys.getrefcount, live.tensors)))
         for bucket in unit.gathered:
             if bucket.phase is Phase.SHARDED and not bucket.in_place:
                 found = storage_use_count(bucket.views.storage)
@@ -215,7 +215,7 @@ def _held_by_others(engine: Engine) -> list[Tensor]:
     """The tensors that modules read in a forward, as far as others than the library hold them."""
     lists = _read_in_forwards(engine)
     counts = Counter(map(id, chain.from_iterable(lists)))
-    references = [list(map(getrefcount, tensors)) for tensors in lists]  # before any has a name
+    references = [list(map(sys.getrefcount, tensors)) for tensors in lists]  # before any has a name
     pairs = zip(chain.from_iterable(lists), chain.from_iterable(references), strict=True)
     found = {id(t): t for t, count in pairs if count - count_beside(t) > counts[id(t)]}
     return list(found.values())
@@ -234,9 +234,9 @@ def _beside() -> tuple[int, int]:
     """(while only Python holds it, while a graph does too): measured, as each version counts."""
     with torch.inference_mode(False), torch.enable_grad():
         tensors = [torch.ones(1, requires_grad=True)]
-        alone = next(map(getrefcount, tensors)) - 1
+        alone = next(map(sys.getrefcount, tensors)) - 1
         product = tensors[0] * tensors[0]
-    kept = next(map(getrefcount, tensors)) - 1
+    kept = next(map(sys.getrefcount, tensors)) - 1
     del product
     return alone, kept
 
