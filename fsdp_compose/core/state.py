@@ -117,6 +117,7 @@ class Checks:
     """Attributes of its modules in which a forward left tensors of its graph."""
     bound_at: int = -1  # when ``Boundary`` was made, for a unit that trains nothing
     keeps_views: bool = False  # its modules hold views of gathered weights
+    found_in: int = -1  # the last pass in which what was kept of them was found elsewhere
     inspected: set[tuple[int, ...]] = field(default_factory=set)
     """Kinds of forwards, and counts of the users of its memory, that were looked into."""
 

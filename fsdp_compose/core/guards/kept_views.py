@@ -40,7 +40,6 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
-from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Engine, Unit
 from fsdp_compose.sharded import part_of
@@ -155,7 +154,7 @@ def _count_users(units: Iterable[Unit], moment: int) -> list[tuple[Unit, tuple[i
         if live is not None:
             counts.append(sum(map(sys.getrefcount, live.tensors)))
         for bucket in unit.gathered:
-            if bucket.phase is Phase.SHARDED and not bucket.in_place:
+            if not bucket.in_place:
                 found = storage_use_count(bucket.views.storage)
                 counts.append(found if bucket.users.views is None else count_users(bucket))
         counted.append((unit, tuple(counts)))
@@ -184,9 +183,8 @@ def guard_everywhere(engine: Engine) -> None:
 
 
 def _note_seen(unit: Unit, counts: tuple[int, ...]) -> None:
-    """Look for views no more where the unit's users are ``counts``, which no kept weight is of."""
-    live = unit.run.live
-    if live is None or not any(isinstance(tensor, _Kept) for tensor in live.tensors):
+    """Look no more where the unit's users are ``counts``, unless what was found is among them."""
+    if unit.checks.found_in != unit.engine.pass_id:
         unit.checks.inspected.add(counts)
 
 
@@ -198,16 +196,22 @@ def _guard_views(engine: Engine, found: dict[int, Bucket]) -> set[Bucket]:
     others = any(count_users(bucket) > users[key] for key, bucket in found.items())
     if not others and not any(_bucket_of(tensor, found) for tensor in shared):
         return set()
+    guarded: set[Bucket] = set()
     for value in gc.get_objects():
         if (type(value) is Tensor or type(value) is DTensor) and id(value) not in known:
             bucket = _bucket_of(value, found)
             if bucket is not None:
                 _guard(value, bucket)
+                guarded.add(bucket)
     for value in shared:
         bucket = _bucket_of(value, found)
         if bucket is not None:
             _give_up(engine, value)
             _guard(value, bucket)
+            guarded.add(bucket)
+    for unit in engine.units:
+        if not guarded.isdisjoint(unit.gathered):
+            unit.checks.found_in = engine.pass_id
     return {bucket for key, bucket in found.items() if count_users(bucket) > users[key]}
 
 
@@ -235,22 +239,17 @@ def _beside() -> tuple[int, int]:
     with torch.inference_mode(False), torch.enable_grad():
         tensors = [torch.ones(1, requires_grad=True)]
         alone = next(map(sys.getrefcount, tensors)) - 1
-        product = tensors[0] * tensors[0]
-    kept = next(map(sys.getrefcount, tensors)) - 1
-    del product
-    return alone, kept
+        tensors.append(tensors[0] * tensors[0])
+    return alone, next(map(sys.getrefcount, tensors)) - 1
 
 
 def _read_in_forwards(engine: Engine) -> list[Sequence[Tensor]]:
     """The library's lists of what modules read in a forward, each once."""
     lists: list[Sequence[Tensor]] = []
     for unit in engine.units:
-        live, opened = unit.run.live, unit.opened
+        live = unit.run.live
         lists += [unit.links.aliases, unit.run.showing or (), () if live is None else live.tensors]
         lists += [bucket.aliases for bucket in unit.buckets]
-        while opened is not None:
-            lists.append(opened.tensors)
-            opened = opened.outer
     return list({id(tensors): tensors for tensors in lists}.values())
 
 
@@ -260,9 +259,6 @@ def _give_up(engine: Engine, tensor: Tensor) -> None:
     for tensors in _read_in_forwards(engine):
         if isinstance(tensors, list):
             tensors[:] = [other if known is tensor else known for known in tensors]
-    for unit in engine.units:
-        if unit.run.showing is not None:
-            install(unit, unit.run.showing)
 
 
 def watch_forwards(units: Iterable[Unit]) -> None:

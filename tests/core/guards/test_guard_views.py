@@ -96,6 +96,35 @@ def test_a_kept_view_raises_wherever_it_is_read() -> None:
     simulate_ranks(ranks)
 
 
+class Chain(nn.Module):
+    """Looks at what the modules inside it kept, when their own forwards are over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Keeping(), Keeping()
+        self.kinds: list[type] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        self.kinds = [type(view) for part in (self.first, self.second) for view in kept_in(part)]
+        return y
+
+
+def test_attributes_are_guarded_as_their_unit_ends() -> None:
+    """So that the forward around it raises, in every step; of each module of the unit."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(Chain)
+        fully_shard([model.first, model.second], **RELEASED)
+        fully_shard(model)
+        for step in range(3):
+            loss = model(data(step, rank, 3, 4)).square().mean()
+            assert model.kinds == 8 * [KeptView]
+            loss.backward()
+
+    simulate_ranks(ranks)
+
+
 def test_a_kept_view_reads_while_it_is_gathered() -> None:
     """As the plain tensor does, and when it is printed."""
 

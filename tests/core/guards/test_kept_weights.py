@@ -190,6 +190,49 @@ def test_a_failed_backward_shows_no_released_memory() -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_gathered_weight_is_guarded_at_its_release() -> None:
+    """The outermost unit's after its backward; when it is resharded, where it stays gathered."""
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(seeded(Inner))
+        model.keeps = "weight"
+        for _ in range(3):
+            loss = square(model, data(0, rank, 3, 6))
+            assert type(BAG[0]) is Tensor and (BAG[0] + 1).shape == (6, 6)
+            loss.backward()
+            with pytest.raises(RuntimeError, match="of unit 'Inner'"):
+                BAG.pop() + 1
+        fc.set_reshard_after_backward(model, False)
+        for keeps in ("view", "weight", "view"):
+            model.keeps = keeps
+            square(model, data(0, rank, 3, 6)).backward()
+            fc.reshard(model)
+            with pytest.raises(RuntimeError, match="of unit 'Inner'"):
+                BAG.pop() + 1
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_weight_that_is_never_released_may_be_kept(strategy: str) -> None:
+    """Of one rank, or of copies on every rank: it goes on reading, as in a plain module."""
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(seeded(Inner), strategy=fc.ShardingStrategy[strategy])
+        for step in range(4):
+            model.keeps = ("weight", "view")[step % 2]
+            square(model, data(step, rank, 3, 6)).backward()
+            with torch.no_grad():
+                model(data(step, rank, 3, 6))
+            assert [type(tensor) for tensor in BAG] == [Tensor, Tensor]
+            for tensor in BAG:
+                found = tensor.t() if model.keeps == "view" else tensor
+                assert_close(found.detach(), whole(model.weight).detach())
+            BAG.clear()
+
+    run_ranks(ranks, 1 if strategy == "FULL_SHARD" else 2)
+
+
 class Repeats(nn.Module):
     """Its forward makes a graph of another size each time."""
 
@@ -310,12 +353,15 @@ def test_an_early_exit_looks_through_nothing(
     simulate_ranks(ranks)
 
 
-def test_references_are_counted_as_torch_does() -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_references_are_counted_as_torch_does(mode: Any) -> None:
     """Nothing is held by others where only a list of the library holds it, or a graph too."""
     held = [torch.ones(1, requires_grad=True).clone()]
+    kept_views._beside.cache_clear()
     for graph in (None, held[0] * held[0], None):
-        (count,) = map(sys.getrefcount, held)
-        assert count - kept_views.count_beside(held[0]) == 1
+        with mode():
+            (count,) = map(sys.getrefcount, held)
+            assert count - kept_views.count_beside(held[0]) == 1
         other = held[0]
         (count,) = map(sys.getrefcount, held)
         assert count - kept_views.count_beside(held[0]) == 2
