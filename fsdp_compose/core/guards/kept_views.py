@@ -196,19 +196,24 @@ def _guard_views(engine: Engine, found: dict[int, Bucket]) -> set[Bucket]:
     others = any(count_users(bucket) > users[key] for key, bucket in found.items())
     if not others and not any(_bucket_of(tensor, found) for tensor in shared):
         return set()
+    tensors = [v for v in gc.get_objects() if type(v) in _LOOKED_AT and id(v) not in known]
+    references = list(map(sys.getrefcount, tensors))
+    parts = Counter(id(part_of(value)) for value in tensors if isinstance(value, DTensor))
     guarded: set[Bucket] = set()
-    for value in gc.get_objects():
-        if (type(value) is Tensor or type(value) is DTensor) and id(value) not in known:
-            bucket = _bucket_of(value, found)
-            if bucket is not None:
-                _guard(value, bucket)
-                guarded.add(bucket)
+    for value, count in zip(tensors, references, strict=True):
+        bucket = _bucket_of(value, found)
+        if bucket is not None and count - count_beside(value) > 1 + parts[id(value)]:
+            guarded.add(bucket)  # others are in a graph alone, and seen by nobody
+            base = value._base
+            _guard(value, bucket)
+            if id(base) not in known and _bucket_of(base, found) is not None:
+                _guard(base, bucket)
     for value in shared:
         bucket = _bucket_of(value, found)
         if bucket is not None:
+            guarded.add(bucket)
             _give_up(engine, value)
             _guard(value, bucket)
-            guarded.add(bucket)
     for unit in engine.units:
         if not guarded.isdisjoint(unit.gathered):
             unit.checks.found_in = engine.pass_id
@@ -248,7 +253,7 @@ def _read_in_forwards(engine: Engine) -> list[Sequence[Tensor]]:
     lists: list[Sequence[Tensor]] = []
     for unit in engine.units:
         live = unit.run.live
-        lists += [unit.links.aliases, unit.run.showing or (), () if live is None else live.tensors]
+        lists += [unit.links.aliases, () if live is None else live.tensors]
         lists += [bucket.aliases for bucket in unit.buckets]
     return list({id(tensors): tensors for tensors in lists}.values())
 
@@ -383,12 +388,9 @@ def _storages(units: Iterable[Unit], released: bool = False) -> dict[int, Bucket
 
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
     """List the library's own tensors over the memory of the unit's gathered weights."""
-    for read in (
-        unit.run.live.tensors if unit.run.live is not None else (),
-        unit.run.showing or (),
-    ):
-        yield from read
-        yield from map(part_of, read)
+    read = unit.run.live.tensors if unit.run.live is not None else ()
+    yield from read
+    yield from map(part_of, read)
     for bucket in unit.gathered:
         views = bucket.views
         yield from (bucket.full, views.own, views.whole_bytes, *kept_views(views.part_bytes))
@@ -399,7 +401,7 @@ def _own_tensors(unit: Unit) -> Iterable[Tensor]:
 
 def _bucket_of(value: Any, found: dict[int, Bucket]) -> Bucket | None:
     """The bucket whose gathered weights ``value`` is a view of, if any."""
-    if type(value) not in _LOOKED_AT:
+    if type(value) not in _LOOKED_AT and type(value) is not torch.nn.Parameter:
         return None
     try:
         return found.get(part_of(value).untyped_storage()._cdata)
@@ -407,7 +409,7 @@ def _bucket_of(value: Any, found: dict[int, Bucket]) -> Bucket | None:
         return None  # without memory of its own
 
 
-_LOOKED_AT = (Tensor, torch.nn.Parameter, DTensor)
+_LOOKED_AT = (Tensor, DTensor)
 
 
 def _guard(value: Any, bucket: Bucket) -> Tensor:

@@ -233,6 +233,54 @@ def test_a_weight_that_is_never_released_may_be_kept(strategy: str) -> None:
     run_ranks(ranks, 1 if strategy == "FULL_SHARD" else 2)
 
 
+def test_a_steady_state_looks_at_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first steps of each kind nothing is asked of any unit's weights."""
+    asked: list[int] = []
+    guard = kept_views._guard_views
+    monkeypatch.setattr(
+        kept_views, "_guard_views", lambda engine, found: asked.append(0) or guard(engine, found)
+    )
+
+    def ranks(rank: int) -> None:
+        model, _ = models()
+        for step in range(6):
+            if step == 3:
+                asked.clear()
+            square(model, data(step, rank, 3, 6)).backward()
+            with torch.no_grad():
+                model(data(step, rank, 3, 6))
+        assert not asked
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_first_backward_from_what_a_list_keeps(frozen: bool) -> None:
+    """A tensor that was made inside a unit's very first forward, before any other backward."""
+
+    def ranks(rank: int) -> None:
+        model, plain = models()
+        found: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple[Tensor]) -> None:
+            found.append(args[0] * 2)
+
+        for m in (model, plain):
+            m[0].inner.weight.requires_grad_(not frozen)
+            m[0].last.register_forward_pre_hook(keep)
+        square(model, data(0, rank, 3, 6))
+        found.pop().square().mean().backward()
+        for r in range(2):
+            square(plain, data(0, r, 3, 6))
+            (found.pop().square().mean() / 2).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if q.grad is not None:
+                assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-12)
+
+    run_ranks(ranks, 2)
+
+
 class Repeats(nn.Module):
     """Its forward makes a graph of another size each time."""
 
