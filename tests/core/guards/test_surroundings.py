@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compose as fc
 from fsdp_compose import fully_shard
+from fsdp_compose.base.process import here
+from fsdp_compose.core.guards import surroundings
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import Block, Tower, data, seeded, sgd, square
 
 
@@ -177,3 +179,80 @@ def test_clipping_units_and_plain_parts_is_an_error(how: str) -> None:
         clip(gradients(rank, seeded(Unsaid), fully_shard(seeded(Block), mesh=alone)), 0.01)
 
     run_ranks(check, 2)
+
+
+def of_one_rank() -> DeviceMesh:
+    """A mesh of this rank alone, where nothing drifts."""
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "alone"))["alone"]
+
+
+def test_plain_parts_beside_units_on_one_rank() -> None:
+    """No error, until another part is sharded over more ranks, whose first backward names them."""
+    wanted = r"backward: .* are in no unit: '0\.inner\.weight', '0\.inner\.bias'\. "
+
+    def ranks(rank: int) -> None:
+        parts = [seeded(Unsaid), fully_shard(seeded(Block), mesh=of_one_rank()), seeded(Block)]
+        model = nn.Sequential(*parts)
+        model[2].requires_grad_(False)
+        square(model, data(0, rank)).backward()
+        fully_shard(model[2].requires_grad_(True))
+        with pytest.raises(RuntimeError, match=wanted):
+            square(model, data(0, rank)).backward()
+        alone = nn.Sequential(seeded(Unsaid), fully_shard(seeded(Block), mesh=of_one_rank()))
+        square(alone, data(0, rank)).backward()
+        assert fc.clip_grad_norm_(alone, 1.0) > 0
+
+    simulate_ranks(ranks)
+
+
+class Scaled(nn.Module):
+    """A part that has a parameter of its own, beside what it contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.block = nn.Parameter(torch.ones(())), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) * self.scale
+
+
+def test_what_the_outermost_unit_ignores() -> None:
+    """Units inside it, which were not told, run in a module that it contains: no error."""
+
+    def ranks(rank: int) -> None:
+        model = shard_blocks(seeded(lambda: nn.Sequential(Scaled(), nn.Linear(6, 6))))
+        fully_shard(model, ignored=[model[0].scale])
+        square(model, data(0, rank)).backward()
+        assert not model[0].scale.grad.isnan() and model[1].weight.grad is not None
+
+    simulate_ranks(ranks)
+
+
+def test_a_model_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often its gradients are clipped; so is another model, and one on two devices."""
+    seen: list[nn.Module] = []
+    check = surroundings.check_surroundings
+
+    def counted(module: nn.Module, caller: str) -> None:
+        seen.append(module)
+        check(module, caller)
+
+    monkeypatch.setattr(surroundings, "check_surroundings", counted)
+
+    def ranks(rank: int) -> None:
+        models = [fully_shard(seeded(Block)), fully_shard(seeded(Block))]
+        for step in range(3):
+            for model in models:
+                square(model, data(step, rank)).backward()
+                fc.clip_grad_norm_(model, 1.0)
+        assert list(map(seen.count, models)) == [1, 1]
+        on_two = nn.Sequential(fully_shard(seeded(Block)), seeded(Block))
+        cpu = torch.device("cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delitem(here.engines, cpu)  # as on another device
+            fully_shard(on_two[1])
+            for _ in range(3):
+                fc.clip_grad_norm_(on_two, 1.0)
+        assert seen.count(on_two) == 1
+
+    simulate_ranks(ranks)
