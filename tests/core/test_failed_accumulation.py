@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -102,7 +103,7 @@ def test_a_failed_forward_keeps_what_waits(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failed_backward_drops_what_waits(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The next step would add to its own what is left of the failed one's."""
+    """The next step would add to its own what is left of the failed one's. Units are named."""
     postpone, options = WAYS[way]
 
     def ranks() -> None:
@@ -122,6 +123,9 @@ def test_a_failed_backward_drops_what_waits(way: str, caplog: pytest.LogCaptureF
         simulate(ranks, 2)
     said = [record.getMessage() for record in caplog.records]
     assert sum("waited for a later reduction" in text for text in said) == 2, said
+    name = r"'(Fragile|blocks\.[012])'"
+    named = rf"are dropped, in units such as {name}, {name}, {name}\. Clear \.grad and run"
+    assert sum(re.search(named, text) is not None for text in said) == 2, said
 
 
 def test_an_ordinary_failure_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:

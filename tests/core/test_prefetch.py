@@ -286,3 +286,29 @@ def test_a_copy_of_a_scheduled_model_trains() -> None:
             torch.testing.assert_close(whole(a.grad), whole(b.grad))
 
     run_ranks(ranks)
+
+
+def test_a_write_to_what_was_gathered_ahead() -> None:
+    """A hook on an earlier block writes the next one's weight: its forward reads the new one."""
+
+    def double_next(twin: Twin) -> None:
+        for model in (twin.model, twin.reference):
+            weight = model.blocks[1].up.weight
+
+            @torch.no_grad()
+            def double(*_: object, weight: torch.nn.Parameter = weight) -> None:
+                weight.mul_(2)
+
+            model.blocks[0].register_forward_pre_hook(double)
+
+    def ranks(rank: int) -> None:
+        twin = Twin(0, 1, Tower, lambda model: by_block(model, prefetch=Prefetch(2, 2)))
+        square(twin.model, data(0, 0)).backward()  # records the order
+        twin.zero_grad()
+        double_next(twin)
+        for seed in range(2):
+            twin.backward(square, seed)
+            twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
