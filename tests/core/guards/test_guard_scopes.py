@@ -158,6 +158,22 @@ def test_views_of_a_shown_parameter_are_values(scope: Any) -> None:
     simulate_ranks(ranks)
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_part_is_not_exported_in_a_scope(scope: Any) -> None:
+    """A plain part of a unit would keep parameters that soon hold slices: the error says so."""
+
+    def ranks(rank: int) -> None:
+        model, plain = pair()
+        x = data(0, rank, 2, 3)
+        with scope(model), pytest.raises(
+            ShardedWeightError, match=r"'0\.weight' \(unit '\w+'\) is sharded\. torch\.export needs"
+        ):
+            torch.export.export(model[0], (x,))
+        assert_close(model(x), plain(x))
+
+    simulate_ranks(ranks)
+
+
 class Marked(Tensor):
     """A user's tensor class, which answers every function itself."""
 
