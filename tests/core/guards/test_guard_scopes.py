@@ -492,8 +492,10 @@ def test_what_two_layers_showed_is_given_back() -> None:
                 assert is_sharded(p) is (scope == order[1])
             assert [type(shown[scope]) for scope in "ab"] == [Tensor, nn.Parameter]
             assert torch.equal(whole(p), values)
-        layers()
+        first, second = layers()
         hide_all(entry)
+        assert first.eq(0).all() and second.eq(1).all()
+        assert (type(first), type(second)) == (Tensor, nn.Parameter)
         assert is_sharded(p) and not entry.layers and torch.equal(whole(p), values)
         square(model, data(0, rank, 2, 3)).backward()
 
