@@ -226,3 +226,29 @@ def test_accelerators_go_by_what_ranks_agreed_on(asked: bool) -> None:
         return
     for error in rank_errors(train, 2):
         assert "parameter 'layers." in str(error) and "set_find_unused_parameters" in str(error)
+
+
+@pytest.mark.parametrize("option", ["full", "none"])
+def test_gradients_carry_what_was_used(option: str) -> None:
+    """No message is sent for that alone, except where a hook sends the gradients."""
+
+    def count(rank: int) -> list[int]:
+        send, sent = comm.send_heads, list[str]()
+
+        def noted(caller: Any, head: Any, group: Any, purpose: str, *rest: Any, **more: Any) -> Any:
+            sent.append(purpose)
+            return send(caller, head, group, purpose, *rest, **more)
+
+        comm.send_heads = noted
+        model, counts = fully_shard(seeded(Choosy), **OPTIONS[option]), list[int]()
+        for hook in (None, default_hook):
+            if hook is not None:
+                register_comm_hook(model, None, hook)
+            for step in range(2):
+                sent.clear()
+                square(model, data(step, rank)).backward()
+                counts.append(sent.count("compare gradients"))
+        assert sent
+        return counts
+
+    assert run_ranks(count, 2) == [[0, 0, 1, 1]] * 2
