@@ -18,8 +18,21 @@ from fsdp_compose.buckets import gradients
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.core import gathering
 
-from harness import fake_world, run_ranks
-from models import WIDTH, Block, Checkpointed, Ledger, Tower, by_block, data, seeded, sgd, square
+from harness import fake_world, run_ranks, simulate_ranks
+from models import (
+    WIDTH,
+    Block,
+    Checkpointed,
+    Ledger,
+    ThreeBuckets,
+    Tower,
+    Twin,
+    by_block,
+    data,
+    seeded,
+    sgd,
+    square,
+)
 from planned_models import BLOCKS, Model
 
 
@@ -379,6 +392,86 @@ def test_simulated_ranks_have_their_own() -> None:
     for found, expected in zip((first, second), fc.simulate(plain, 2), strict=True):
         assert found[0] == expected[0]
         assert all(map(torch.equal, found[1], expected[1]))
+
+
+class Tied(Tower):
+    """Its third block, whose turn it is in the first one's buffer, has a weight of the first."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+def test_units_with_a_tied_weight_share_no_buffer() -> None:
+    """They are gathered at once, and train as the plain model does."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tied, lambda model: by_block(model, static_buffers=True))
+        twin.train(steps=2)
+        found = [get_state(block).unit.buckets[0].full.data_ptr() for block in twin.model.blocks]
+        assert len(set(found)) == 4
+
+    simulate_ranks(ranks)
+
+
+class Halves(nn.Module):
+    """Two towers, of which each is a unit around units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(Tower(2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halves[0](x) + self.halves[1](x)
+
+
+def test_the_innermost_unit_is_gathered_first() -> None:
+    """All units of the outermost one are found then: units of one height take turns in two."""
+
+    def ranks(rank: int) -> None:
+        def shard(model: nn.Module) -> None:
+            fully_shard(model, units=wrap.by_class({Block, Tower}), static_buffers=True)
+
+        twin = Twin(rank, 2, Halves, shard)
+        fc.unshard(twin.model.halves[1].blocks[0])
+        fc.reshard(twin.model.halves[1].blocks[0])
+        twin.train(steps=2)
+        halves = twin.model.halves
+        heights = [*halves[0].blocks, *halves[1].blocks], list(halves)
+        for modules in heights:
+            found = [get_state(module).unit.buckets[0].full.data_ptr() for module in modules]
+            assert len(set(found)) == 2
+
+    simulate_ranks(ranks)
+
+
+def test_ranks_that_gather_different_units() -> None:
+    """They are told so, as they are without fixed addresses."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), static_buffers=True)
+        fc.unshard(model.blocks[rank])
+
+    wanted = r"ranks run different units.*unit 'blocks\.0'.* unit 'blocks\.1'"
+    with pytest.raises(RuntimeError, match=wanted):
+        simulate_ranks(ranks)
+
+
+def test_a_converted_part_keeps_its_address() -> None:
+    """From the next gather on, in whichever bucket of its unit it is."""
+    with fake_world(2):
+        double = MixedPrecision(torch.float64, torch.float64)
+        model = by_block(seeded(ThreeBuckets), mp_policy=double, static_buffers=True)
+        assert len(get_state(model.blocks[0]).unit.buckets) == 3
+        places: list[set[tuple[str, int]]] = []
+        for names in ([], ["up", "down"], ["norm"]):
+            for module in [block.get_submodule(name) for block in model.blocks for name in names]:
+                module.to(torch.bfloat16)
+            with Watched() as watched:
+                square(model, data(0, 0)).backward()
+            model.zero_grad()
+            places.append(set(watched.gathered))
+        assert len(places[0]) == 10 and places[0] == places[1] == places[2]
 
 
 @pytest.mark.parametrize("value", [1, "two", 2.0])
