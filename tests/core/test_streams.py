@@ -25,6 +25,7 @@ from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 from fsdp_compose.core import gathering as residency
 from fsdp_compose.core import reducing
 from fsdp_compose.core.autograd import EngineWork
+from fsdp_compose.core.guards import static_buffers
 from fsdp_compose.core.state import Engine
 
 from harness import rank_errors, run_ranks
@@ -108,6 +109,27 @@ def test_streams_are_ordered_and_the_host_never_waits(cell: str) -> None:
     """Work on streams is ordered and the host never waits."""
     world, options, build = CELLS[cell]
     run_ranks(train, world, world, build, options)
+
+
+def test_static_buffers_belong_to_the_gather_stream() -> None:
+    """The allocator then gives their memory, once the model is gone, to later gathers alone."""
+
+    def ranks(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch, watched(monkeypatch) as races:
+            place, device = static_buffers.place_full, races.device
+            used: list[Any] = []
+
+            def noted(*args: Any) -> None:
+                used.append(device.active)
+                place(*args)
+
+            monkeypatch.setattr(static_buffers, "place_full", noted)
+            model = by_block(seeded(Tower), static_buffers=True)
+            square(model, data(0, rank)).backward()
+            (gather,) = {unit.engine.streams.gather for unit in units(model)}
+        assert gather is not device.main and used == [gather] * 4
+
+    run_ranks(ranks, 2)
 
 
 class Partly(Tower):

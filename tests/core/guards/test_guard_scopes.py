@@ -165,8 +165,12 @@ def test_a_part_is_not_exported_in_a_scope(scope: Any) -> None:
     def ranks(rank: int) -> None:
         model, plain = pair()
         x = data(0, rank, 2, 3)
-        with scope(model), pytest.raises(
-            ShardedWeightError, match=r"'0\.weight' \(unit '\w+'\) is sharded\. torch\.export needs"
+        with (
+            scope(model),
+            pytest.raises(
+                ShardedWeightError,
+                match=r"'0\.weight' \(unit '\w+'\) is sharded\. torch\.export needs",
+            ),
         ):
             torch.export.export(model[0], (x,))
         assert_close(model(x), plain(x))
