@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_a_group_that_came_too_late() -> None:
         square(model, data(0, rank)).backward()
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-        for late in (model, model.blocks[0]):
+        for late in (model, model.blocks[0], copy.deepcopy(model)):
             with pytest.raises(RuntimeError, match=r"group of 2 ranks.*before fully_shard"):
                 late(data(0, rank))
         square(alone, data(0, rank).float()).backward()

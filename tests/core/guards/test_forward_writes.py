@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from fsdp_compose import (
     set_debug,
     unshard,
 )
+from fsdp_compose.core.guards import forward_writes
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks, single_process
 from models import assert_at_rest, whole
 
 TEXT = "parameter {!r} of unit 'Writer' was written while it was gathered"
@@ -50,6 +52,8 @@ class Writer(nn.Module):
             weight.data.mul_(0.5)
         elif self.how == "assign":
             self.lin.weight.data = weight.data * 0.5
+        elif self.how == "assign own":
+            self.lin.weight.data = torch.full_like(weight, float(x.flatten()[0]))
         elif self.how == "replace":
             self.lin.weight = nn.Parameter(weight.detach() * 0.5)
         self.emb.max_norm = 0.5 if self.how == "max_norm" else None
@@ -129,6 +133,81 @@ def test_ranks_that_hold_nothing_of_it_are_told() -> None:
     assert sum("rank 1 writes unit" in str(text) for text in texts) == 1
 
 
+def test_a_write_on_one_rank_alone_raises() -> None:
+    """No other rank is to be told where a forward computes in another dtype than is stored."""
+    with single_process():
+        model = build("clamp_", mp_policy=MixedPrecision(torch.bfloat16))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=TEXT.format("lin.weight")):
+                model(tokens(0))
+        model.how = ""
+        train(model, 1)
+        assert_at_rest(model)
+
+
+class Mixed(nn.Module):
+    """Weights of two dtypes, of which a forward may clamp those of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4).double()
+        self.name = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.name:
+            with torch.no_grad():
+                attrgetter(self.name)(self).mul_(0.5)
+        return self.second(self.first(x).double())
+
+
+@pytest.mark.parametrize("name", ["first.bias", "second.weight", "second.bias"])
+def test_a_later_write_into_any_dtype_raises(name: str) -> None:
+    """Each dtype has a buffer of its own: what a write changed there is found in all of them."""
+
+    def ranks(rank: int) -> None:
+        x = torch.ones(2, 4)
+        model = fully_shard(Mixed())
+        for _ in range(2):
+            model(x).sum().backward()
+        model.name = name
+        with pytest.raises(RuntimeError, match=rf"'{name}' of unit 'Mixed' was written"):
+            model(x)
+        alone = fully_shard(Mixed(), mesh="self")
+        before = whole(alone.get_parameter(name))
+        for _ in range(2):
+            alone(x).sum().backward()
+        alone.name = name
+        alone(x)
+        assert torch.equal(whole(alone.get_parameter(name)), before * 0.5)
+
+    simulate_ranks(ranks)
+
+
+def test_values_are_compared_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, evaluating, with gradients and without: later ones read no values of weights."""
+    looks: list[nn.Module] = []
+    find = forward_writes._find_unseen
+
+    def count(unit: Any, shown: Any) -> Any:
+        looks.append(unit)
+        return find(unit, shown)
+
+    monkeypatch.setattr(forward_writes, "_find_unseen", count)
+    with single_process():
+        model = build("", mp_policy=MixedPrecision(torch.bfloat16))
+        for steps in (1, 3):
+            train(model, steps)
+            assert len(looks) == 1
+        for _ in range(3):
+            with torch.no_grad():
+                model(tokens(0))
+            assert len(looks) == 2
+        for _ in range(3):
+            with torch.no_grad():
+                model.eval()(tokens(0))
+            assert len(looks) == 3
+
+
 def test_training_goes_on_after_such_an_error() -> None:
     def ranks(rank: int) -> None:
         model, plain = build("clamp_", strategy=ShardingStrategy.FULL_SHARD), build("")
@@ -161,7 +240,7 @@ def test_writes_stay_where_the_buffer_is_the_shard(world: int) -> None:
     run_ranks(ranks, world)
 
 
-@pytest.mark.parametrize("how", ["fill_", "max_norm"])
+@pytest.mark.parametrize("how", ["fill_", "max_norm", "assign own"])
 def test_replicas_that_write_different_values_raise(how: str) -> None:
     def ranks(rank: int) -> None:
         model = build(how, strategy=ShardingStrategy.NO_SHARD)

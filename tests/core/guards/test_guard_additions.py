@@ -110,6 +110,28 @@ def test_frozen_additions_may_stay_until_they_train() -> None:
     simulate_ranks(ranks)
 
 
+def test_forwards_look_again_only_after_a_change() -> None:
+    """What is ignored, frozen, empty or at home costs the forwards after the first no full look."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(deep)
+        model[1].register_parameter("empty", None)
+        model = one_unit(model, ignored=[model[0][0].bias])
+        model[0].frozen = new(False)
+        (unit,) = units(model)
+        model(data(0, rank))
+        seen = unit.checks.watch
+        assert seen is not None
+        for step in range(2):
+            square(model, data(step, rank)).backward()
+            assert unit.checks.watch is seen
+        model[0].other = new(False)
+        model(data(0, rank))
+        assert unit.checks.watch is not seen
+
+    simulate_ranks(ranks)
+
+
 def test_what_was_ignored_is_not_an_addition() -> None:
     """Parameters and modules, whose flags and contents may change."""
 
