@@ -20,6 +20,7 @@ from fsdp_compose import (
     skippable_step,
     unshard,
 )
+from fsdp_compose.base.process import here
 
 from harness import run_ranks
 from models import seeded
@@ -144,5 +145,26 @@ def test_unshard_on_ranks_that_differ(hears: str) -> None:
         unshard(model[2])
         torch.testing.assert_close(model[2].weight.detach(), plain[2].weight.detach())
         reshard(model[2])
+
+    simulate(ranks, 2)
+
+
+def test_what_unshard_got_before_ranks_differ() -> None:
+    """It stays until ``reshard``, readable, and forwards gather it no more."""
+
+    def ranks() -> None:
+        rank, (model, plain) = torch.distributed.get_rank(), build(ahead=0)
+        unshard(model[2])
+        with pytest.raises(RuntimeError, match="ranks run different units"):
+            model[rank](example())
+        x = example()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
+            here.traffic.reset()
+            torch.testing.assert_close(model[2](x), plain[2](x), rtol=0, atol=0)
+            assert here.traffic.gathers == 0
+        assert torch.equal(model[2].weight, plain[2].weight)
+        reshard(model[2])
+        check_next_steps(model, plain)
 
     simulate(ranks, 2)

@@ -162,6 +162,31 @@ def test_a_later_step_on_two_axes(options: dict[str, Any]) -> None:
             assert "found at the end" not in error
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_right_step_after_one_on_two_axes(axis: int) -> None:
+    """Where replicas were ahead with different units, none of them counts as up to date."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2)
+        strategy = ShardingStrategy.HYBRID_SHARD_OPTIMIZER
+        twin = Twin(
+            rank,
+            4,
+            Branching,
+            lambda m: by_block(m, mesh=mesh, prefetch=NO_PREFETCH, strategy=strategy),
+        )
+        twin.train(steps=1)
+        if mesh.get_coordinate()[axis]:
+            twin.model.way = (1, 0, 2)
+        with pytest.raises(RuntimeError, match="over the replicas too"):
+            step(twin.model, rank)
+        twin.model.way = (0, 1, 2)
+        twin.zero_grad()
+        twin.train(steps=1)
+
+    simulate_ranks(ranks, 4)
+
+
 @pytest.mark.filterwarnings("ignore:the forward of unit")
 def test_units_over_a_part_of_the_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of a step over each group; the ranks of the other half hear of it."""
