@@ -49,7 +49,7 @@ def test_a_unit_that_is_gone_before_its_backward() -> None:
         loss = model.weight.square().sum()
         del model
         gc.collect()
-        with pytest.raises(RuntimeError, match="deleted after its forward.*Keep a reference"):
+        with pytest.raises(RuntimeError, match=r"deleted after its forward.*Keep a reference"):
             loss.backward()
 
     simulate_ranks(ranks)
