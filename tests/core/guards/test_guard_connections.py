@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fsdp_compose import fully_shard, gathered, register_post_reduce_hook, reshard, unshard
+from fsdp_compose import (
+    fully_shard,
+    gathered,
+    register_post_reduce_hook,
+    reshard,
+    set_gradient_divide_factor,
+    unshard,
+)
+from fsdp_compose.sharded import tensor
 
-from harness import simulate_ranks
+from harness import fake_world, simulate_ranks
 from models import WIDTH, assert_at_rest, data, seeded, square, whole
 
 
@@ -78,3 +87,26 @@ def test_gradients_of_a_scope_and_a_forward_together() -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+def test_parameters_are_not_asked_through_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``__torch_function__`` takes microseconds: neither a step nor a scope calls it for each."""
+    asked: list[Any] = []
+    answer = vars(tensor._Sharded)["__torch_function__"].__func__
+
+    def count(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked.append(func)
+        return answer(cls, func, types, args, kwargs)
+
+    monkeypatch.setattr(tensor._Sharded, "__torch_function__", classmethod(count))
+    with fake_world(2):
+        model = nn.Sequential(fully_shard(layer(), mesh="self"), fully_shard(layer()))
+        set_gradient_divide_factor(model[0], 2)
+        asked.clear()
+        for step in range(2):
+            square(model, data(step, 0)).backward()
+            unshard(model)
+            reshard(model)
+        assert not asked
+        model[1].weight.norm()
+        assert asked == [Tensor.norm]
