@@ -7,6 +7,7 @@ Files, each importing only from those above it:
     records                     what a unit remembers besides its buckets
     guards/copied_units         a deep copy has buckets of its own
     state                       everything the library remembers, per module, unit and device
+    guards/exported_memory      what NumPy and the like read of weights is left to them
     guards/units                the error for a module that is no unit and contains none
     guards/moved_parameters     copies moved parameters back into their flat shards
     guards/gathered_memory      whether tensors lie in memory that a release frees

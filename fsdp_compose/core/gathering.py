@@ -27,6 +27,7 @@ from fsdp_compose.buckets.gather import (
 )
 from fsdp_compose.buckets.issue import is_unseen
 from fsdp_compose.core.guards.collective_log import Log
+from fsdp_compose.core.guards.exported_memory import free_full
 from fsdp_compose.core.guards.moved_parameters import (
     copy_moved_parameters,
     moved_before_backward,
@@ -242,13 +243,13 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
-            bucket.full.untyped_storage().resize_(0)
+            free_full(engine, bucket)
     else:
         # Freed on the stream that allocated it, behind the compute that read it: the allocator
         # gives the memory only to later gathers, so no other kernel writes it while it is read.
         with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
             if bucket.static is None:
-                bucket.full.untyped_storage().resize_(0)
+                free_full(engine, bucket)
 
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

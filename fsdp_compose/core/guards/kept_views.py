@@ -77,10 +77,11 @@ class KeptDTensor(_Kept, DTensor):  # type: ignore[misc]
 
 
 def _is_released(view: Any) -> bool:
-    """Whether what ``view`` reads is gone; static buffers then hold other weights."""
-    bucket = view._kept_in()
-    is_static = bucket is not None and bucket.static is not None and bucket.phase is Phase.SHARDED
-    return is_static or not part_of(view).untyped_storage().nbytes()
+    """Whether what ``view`` reads is gone, or old; static buffers then hold other weights."""
+    bucket, storage = view._kept_in(), part_of(view).untyped_storage()
+    if bucket is not None and (bucket.static is not None or storage._cdata != bucket.views.storage):
+        return bucket.phase is Phase.SHARDED
+    return not storage.nbytes()
 
 
 _HARMLESS: frozenset[Callable[..., Any]] = frozenset(

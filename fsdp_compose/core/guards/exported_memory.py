@@ -1,0 +1,37 @@
+"""Memory of gathered weights that something outside torch reads goes on being readable.
+
+``weight.detach().numpy()`` in a forward makes torch refuse to resize the storage. The array keeps
+it, as in a plain module, and the bucket is gathered elsewhere the next time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_compose.base.torch_private import read_version
+from fsdp_compose.buckets.bucket import Bucket, alias
+from fsdp_compose.buckets.build import view_full
+from fsdp_compose.core.state import Engine
+
+
+def free_full(engine: Engine, bucket: Bucket) -> None:
+    """Free the bucket's gathered weights, or leave them to whoever torch shares them with."""
+    try:
+        bucket.full.untyped_storage().resize_(0)
+    except RuntimeError:
+        _leave_full(engine, bucket)
+
+
+def _leave_full(engine: Engine, bucket: Bucket) -> None:
+    """Give the bucket other memory, of 0 bytes until it is gathered."""
+    former = bucket.aliases
+    with torch.inference_mode(False), torch.no_grad():
+        bucket.full = torch.empty_like(bucket.full)
+        storage = bucket.full.untyped_storage()
+        bucket.aliases = [alias(bucket.full, e.spec.offset, e.spec) for e in bucket.entries]
+        bucket.counts = list(map(read_version, bucket.aliases))
+        view_full(bucket)
+        storage.resize_(0)
+    replaced = dict(zip(map(id, former), bucket.aliases, strict=True))
+    for unit in engine.units:
+        unit.links.aliases[:] = [replaced.get(id(item), item) for item in unit.links.aliases]
