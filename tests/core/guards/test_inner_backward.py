@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from itertools import product
 from typing import Any
 
@@ -12,10 +13,21 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import ShardingStrategy, fully_shard, gathered, undo
+from fsdp_compose import ShardingStrategy, fully_shard, gathered, undo, wrap
 
-from harness import run_ranks
-from models import Block, Tower, assert_at_rest, by_block, data, one_unit, seeded, square, whole
+from harness import run_ranks, simulate_ranks, single_process
+from models import (
+    Block,
+    Tower,
+    assert_at_rest,
+    by_block,
+    data,
+    one_unit,
+    seeded,
+    square,
+    train_twin,
+    whole,
+)
 
 
 def keep(model: nn.Module, where: str, kept: dict[str, Tensor]) -> Any:
@@ -182,3 +194,158 @@ def test_checkpoints_in_a_scope_recompute_after_it(shard: Any, reentrant: bool) 
                 assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-12)
 
     run_ranks(check, 2)
+
+
+class Passing(nn.Module):
+    """Gives its input back beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.last(torch.tanh(self.first(x)))
+
+
+class Passed(nn.Module):
+    """Adds what a unit passed through to what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(6, 6), Passing(), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = self.inner(self.first(x))
+        return self.head(x + y)
+
+
+def test_a_result_after_an_input_passed_through() -> None:
+    """The unit is gathered for the backward of its result, whatever it returned before that."""
+    train_twin(Passed, shard=lambda m: fully_shard(m, units=wrap.by_class({Passing})))
+
+
+class Inside(nn.Module):
+    """Part of a unit: it leaves a tensor of its forward in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.last(torch.tanh(self.first(x)))]
+        return torch.tanh(self.kept[0])
+
+
+def inside() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Inside(), nn.Linear(6, 2))
+
+
+def test_backward_from_what_a_submodule_kept() -> None:
+    """After backwards by the outputs: right, wherever in the unit the tensor was left."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(inside)
+        model = fully_shard(copy.deepcopy(plain))
+        for step in range(2):
+            square(model, data(step, rank)).backward()
+        model.zero_grad()
+        model(data(3, rank))
+        model[1].kept[0].square().mean().backward()
+        for r in range(2):
+            plain(data(3, r))
+            (plain[1].kept[0].square().mean() / 2).backward()
+        for p, q in zip(model[:2].parameters(), plain[:2].parameters(), strict=True):
+            assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-12)
+
+    run_ranks(ranks, 2)
+
+
+def test_kept_tensors_get_one_hook_each() -> None:
+    """However many forwards ran before the first backward."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(inside))
+        losses = [square(model, data(step, rank)) for step in range(3)]
+        sum(losses).backward()
+        square(model, data(4, rank))
+        assert len(model[1].kept[0]._backward_hooks) == 1
+
+    simulate_ranks(ranks)
+
+
+def test_backward_from_inside_a_deleted_unit() -> None:
+    """The first backward begins inside the unit, whose module is gone: the error says so."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(lambda: Keeping(None, []))
+        model.to_list, bag = True, model.bag
+        fully_shard(model)(data(0, rank))
+        del model
+        gc.collect()
+        with pytest.raises(RuntimeError, match="a sharded module that was deleted"):
+            bag.pop().square().mean().backward()
+
+    run_ranks(ranks, 2)
+
+
+class Reading(nn.Linear):
+    """Hands its weight to a submodule, as a regulariser of weights takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.through = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.through(self.weight), self.bias)
+
+
+def test_backward_from_the_weight_a_hook_kept() -> None:
+    """A penalty on the gathered weight alone, after backwards by the outputs."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Reading)
+        model = fully_shard(copy.deepcopy(plain))
+        taken: dict[str, Tensor] = {}
+        for kind in ("through:input", "through:output"):
+            handles = keep(model, kind, taken), keep(plain, kind, taken)
+            for step in range(2):
+                square(model, data(step, rank)).backward()
+                model.zero_grad()
+            model(data(2, rank))
+            taken.pop("x").square().mean().backward()
+            plain.zero_grad()
+            plain(data(2, rank))
+            taken.pop("x").square().mean().backward()
+            assert_close(whole(model.weight.grad), plain.weight.grad, rtol=1e-12, atol=1e-12)
+            for handle in handles:
+                handle.remove()
+
+    run_ranks(ranks, 2)
+
+
+class Sealed:
+    """Nothing in which tensors are found."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Sealing(nn.Linear):
+    def forward(self, x: Tensor) -> Sealed:
+        return Sealed(super().forward(x))
+
+
+def test_hidden_outputs_are_told_where_they_train() -> None:
+    """A unit whose outputs cannot be watched says so, but not in inference."""
+    with single_process():
+        model = fully_shard(seeded(lambda: Sealing(6, 6)))
+        with torch.no_grad():
+            model(data(0, 0))
+            assert_at_rest(model)
+        with pytest.warns(UserWarning, match="returned a Sealed in which no differentiable"):
+            out = model(data(0, 0))
+        out.held.sum().backward()
+        assert_at_rest(model)
