@@ -245,17 +245,19 @@ def test_backward_from_what_a_submodule_kept() -> None:
     """After backwards by the outputs: right, wherever in the unit the tensor was left."""
 
     def ranks(rank: int) -> None:
-        plain = seeded(inside)
-        model = fully_shard(copy.deepcopy(plain))
-        for step in range(2):
+        plain = seeded(lambda: nn.Sequential(inside(), nn.Linear(2, 2)))
+        model = copy.deepcopy(plain)
+        fully_shard(model[0])
+        fully_shard(model)
+        for step in range(4):
             square(model, data(step, rank)).backward()
         model.zero_grad()
-        model(data(3, rank))
-        model[1].kept[0].square().mean().backward()
+        model(data(4, rank))
+        model[0][1].kept[0].square().mean().backward()
         for r in range(2):
-            plain(data(3, r))
-            (plain[1].kept[0].square().mean() / 2).backward()
-        for p, q in zip(model[:2].parameters(), plain[:2].parameters(), strict=True):
+            plain(data(4, r))
+            (plain[0][1].kept[0].square().mean() / 2).backward()
+        for p, q in zip(model[0][:2].parameters(), plain[0][:2].parameters(), strict=True):
             assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-12)
 
     run_ranks(ranks, 2)
@@ -278,7 +280,7 @@ def test_backward_from_inside_a_deleted_unit() -> None:
     """The first backward begins inside the unit, whose module is gone: the error says so."""
 
     def ranks(rank: int) -> None:
-        model = seeded(lambda: Keeping(None, []))
+        model = seeded(lambda: Keeping(None, Bag()))
         model.to_list, bag = True, model.bag
         fully_shard(model)(data(0, rank))
         del model
@@ -300,26 +302,25 @@ class Reading(nn.Linear):
         return nn.functional.linear(x, self.through(self.weight), self.bias)
 
 
-def test_backward_from_the_weight_a_hook_kept() -> None:
-    """A penalty on the gathered weight alone, after backwards by the outputs."""
+def test_backward_from_a_penalty_on_the_weight() -> None:
+    """A hook computes it from the gathered weight; the loss is it alone, after usual losses."""
 
     def ranks(rank: int) -> None:
-        plain = seeded(Reading)
-        model = fully_shard(copy.deepcopy(plain))
-        taken: dict[str, Tensor] = {}
-        for kind in ("through:input", "through:output"):
-            handles = keep(model, kind, taken), keep(plain, kind, taken)
-            for step in range(2):
-                square(model, data(step, rank)).backward()
-                model.zero_grad()
-            model(data(2, rank))
-            taken.pop("x").square().mean().backward()
-            plain.zero_grad()
-            plain(data(2, rank))
-            taken.pop("x").square().mean().backward()
-            assert_close(whole(model.weight.grad), plain.weight.grad, rtol=1e-12, atol=1e-12)
-            for handle in handles:
-                handle.remove()
+        model = seeded(lambda: nn.Sequential(Reading(), nn.Linear(6, 2)))
+        fully_shard(model[0])
+        fully_shard(model)
+        found: dict[str, Tensor] = {}
+        factors = data(9, 0, 6, 6)
+        model[0].through.register_forward_pre_hook(
+            lambda _, args: found.update(penalty=(args[0] * factors).sum())
+        )
+        for step in range(4):
+            square(model, data(step, rank)).backward()
+        model.zero_grad()
+        model(data(4, rank))
+        found.pop("penalty").backward()
+        assert_close(whole(model[0].weight.grad), factors)
+        assert_at_rest(model)
 
     run_ranks(ranks, 2)
 
