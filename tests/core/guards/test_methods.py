@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from fsdp_compose import MixedPrecision, fully_shard, refresh, register_forward_
 from fsdp_compose.core.guards.methods import Method
 from fsdp_compose.sharded import ShardedWeightError
 
-from harness import rank_errors, run_ranks, single_process
+from harness import rank_errors, run_ranks, simulate_ranks, single_process
 from models import WIDTH, Block, Twin, assert_at_rest, data, seeded, units
 
 
@@ -274,7 +276,11 @@ def test_methods_registered_after_sharding() -> None:
         undo(model)
         assert "encode" not in vars(model) and "gain" not in vars(model.blocks[0])
         for wrong, kind, text in (
-            ((model, "encode"), ValueError, "Coder is not a unit"),
+            (
+                (model, "encode"),
+                ValueError,
+                "Coder is not a unit.*needs the method that calls this",
+            ),
             ((copied.first, "extra_repr"), ValueError, "Linear is not a unit"),
             ((copied, "encod"), ValueError, r"names 'encod'.*'encode'"),
             ((copied, "stream"), ValueError, "'stream', which is a generator"),
@@ -286,3 +292,41 @@ def test_methods_registered_after_sharding() -> None:
                 register_forward_method(*wrong)
 
     run_ranks(ranks)
+
+
+class Cached(nn.Linear):
+    """Computes what its users call, or a number, when it is first asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    @functools.cached_property
+    def doubled(self) -> Callable[[Tensor], Tensor]:
+        return lambda x: 2 * self(x)
+
+    @functools.cached_property
+    def size(self) -> int:
+        return self.weight.numel()
+
+
+def test_cached_properties_as_methods() -> None:
+    """One that gives a function gathers as a method does; one that gives a number is refused."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Cached)
+        model = fully_shard(copy.deepcopy(plain), methods=("doubled",))
+        x = data(0, rank)
+        torch.testing.assert_close(model.doubled(x), plain.doubled(x))
+        with pytest.raises(ValueError, match="no unit of this call has such a method"):
+            fully_shard(seeded(Cached), methods=("size",))
+
+    simulate_ranks(ranks)
+
+
+def test_a_method_of_a_deleted_module_says_so() -> None:
+    """The error names the method and what to keep."""
+    with single_process():
+        encode = shard(seeded(Coder)).encode
+        gc.collect()
+        with pytest.raises(ReferenceError, match=r"'encode' was taken from .* is gone"):
+            encode(data(0, 0))

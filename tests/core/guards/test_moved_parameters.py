@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, undo
+from fsdp_compose import (
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    reduce_grads,
+    set_requires_all_reduce,
+    undo,
+)
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.sharded import is_sharded
 
@@ -26,6 +33,7 @@ from models import (
     assert_at_rest,
     by_block,
     data,
+    mesh_of_replicas,
     nested,
     seeded,
     square,
@@ -154,6 +162,27 @@ def test_gradients_that_wait_are_converted(shard: Any) -> None:
         pair.step()
 
     run_ranks(ranks, 2)
+
+
+def test_gradients_that_wait_for_replicas_are_converted() -> None:
+    """Gradients that only the shards have summed are converted, and then summed over replicas."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2)
+        model = by_block(seeded(Tower), mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+        plain = seeded(Tower)
+        set_requires_all_reduce(model, False)
+        square(model, data(0, rank)).backward()
+        sum(square(plain, data(0, r)) / 4 for r in range(4)).backward()
+        for converted in (model, plain):
+            converted.float()
+        set_requires_all_reduce(model, True)
+        reduce_grads(model)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert p.grad.dtype is torch.float32
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-4, atol=1e-5)
+
+    simulate_ranks(ranks, 4)
 
 
 def test_compute_dtype_follows_policy_or_storage() -> None:

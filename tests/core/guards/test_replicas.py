@@ -8,8 +8,9 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, set_debug, verify_replicas
+from fsdp_compose.core.guards.replicas import checksum
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import Recomputed, Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
 
 
@@ -67,3 +68,24 @@ def test_nothing_copied_is_nothing_to_verify() -> None:
         return traffic.control
 
     assert run_ranks(check, 2) == [0, 0]
+
+
+def test_a_conversion_of_one_copy_is_refused() -> None:
+    """``verify_replicas`` reads converted parameters as a forward does: all of a unit or none."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower), strategy=ShardingStrategy.NO_SHARD)
+        square(model, data(0, rank)).backward()
+        model.first.weight.data = model.first.weight.data.float()
+        with pytest.raises(RuntimeError, match=r"'first.weight' is torch.float32 on cpu"):
+            verify_replicas(model)
+
+    simulate_ranks(check)
+
+
+def test_sums_are_taken_where_the_numbers_are() -> None:
+    """Whatever device new tensors are made on."""
+    numbers = data(0, 0, 40)
+    wanted = checksum(numbers)
+    with torch.device("meta"):
+        assert checksum(numbers) == wanted

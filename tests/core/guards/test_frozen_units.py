@@ -1,0 +1,65 @@
+"""Units that train nothing: what they are given, and where their backward ends."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from fsdp_compose import MixedPrecision, fully_shard
+
+from harness import simulate_ranks
+from models import WIDTH, assert_at_rest, data, seeded, square, whole
+
+
+class Mixing(nn.Module):
+    """Takes a tensor that may train, one that does not, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, other: Tensor, scale: float) -> Tensor:
+        return scale * torch.tanh(self.left(x)) + self.right(other)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixing = nn.Linear(WIDTH, WIDTH), Mixing().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixing(self.first(x), other=x, scale=0.5)
+
+
+def test_inputs_of_a_frozen_unit_reach_it_unchanged() -> None:
+    """Those that need a gradient get it; the others stay what they are."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Model)
+        model = copy.deepcopy(plain)
+        fully_shard(model.mixing)
+        fully_shard(model)
+        square(model, data(0, rank)).backward()
+        sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+        assert_close(whole(model.first.weight.grad), plain.first.weight.grad)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_inputs_of_a_frozen_unit_are_cast(needs_grad: bool) -> None:
+    """To the compute dtype, whether a gradient comes back to them or not."""
+
+    def ranks(rank: int) -> None:
+        policy = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
+        model = fully_shard(seeded(Mixing).requires_grad_(False), mp_policy=policy)
+        x = data(0, rank).requires_grad_(needs_grad)
+        out = model(x, other=data(1, rank), scale=0.5)
+        assert out.dtype is torch.bfloat16 and out.requires_grad is needs_grad
+
+    simulate_ranks(ranks)
