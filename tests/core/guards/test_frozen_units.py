@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fsdp_compose import MixedPrecision, fully_shard
+from fsdp_compose import MixedPrecision, count_traffic, fully_shard
 
 from harness import simulate_ranks
 from models import WIDTH, assert_at_rest, data, seeded, square, whole
@@ -61,5 +61,41 @@ def test_inputs_of_a_frozen_unit_are_cast(needs_grad: bool) -> None:
         x = data(0, rank).requires_grad_(needs_grad)
         out = model(x, other=data(1, rank), scale=0.5)
         assert out.dtype is torch.bfloat16 and out.requires_grad is needs_grad
+
+    simulate_ranks(ranks)
+
+
+class Bag(list[Tensor]):
+    """Nothing that is looked for in attributes."""
+
+
+class Around(nn.Module):
+    """A frozen layer after a unit that trains, whose result is left in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.bag = Bag()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bag.append(torch.tanh(self.inner(x)))
+        return self.last(self.bag[-1])
+
+
+def test_a_backward_that_does_not_need_a_frozen_unit() -> None:
+    """It gathers the unit inside alone, also after a forward whose input needed a gradient."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(Around)
+        for unit in (model.inner, model):
+            fully_shard(unit, reshard_after_forward=True)
+        model(data(0, rank).requires_grad_())
+        model.bag.clear()
+        model(data(1, rank))
+        with count_traffic() as traffic:
+            model.bag.pop().sum().backward()
+        assert traffic.gathers == 1
+        assert_at_rest(model)
 
     simulate_ranks(ranks)
