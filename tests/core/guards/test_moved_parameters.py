@@ -164,7 +164,7 @@ def test_gradients_that_wait_are_converted(shard: Any) -> None:
     run_ranks(ranks, 2)
 
 
-def test_gradients_that_wait_for_replicas_are_converted() -> None:
+def test_gradients_waiting_for_replicas_convert() -> None:
     """Gradients that only the shards have summed are converted, and then summed over replicas."""
 
     def ranks(rank: int) -> None:
