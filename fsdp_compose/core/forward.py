@@ -35,24 +35,20 @@ class Mode:
     """How one call of a unit's module computes; ``hooks.choose_mode`` chooses it once.
 
     Attributes:
-        enter: given the unit, the module and its inputs, returns the inputs to use instead, or
-            None to leave them.
+        enter: given the unit and the module, lets the module read what it computes with.
+        cast: given the unit and the module's inputs, returns those to use instead, or None. It
+            runs when the unit was entered: if the inputs refuse, the unit is left.
         leave: given the unit, the module and its output (None if forward raised), returns the
             output to hand on.
     """
 
-    enter: Callable[[Unit, nn.Module, Any, Any], tuple[Any, Any] | None]
+    enter: Callable[[Unit, nn.Module], None]
+    cast: Callable[[Unit, Any, Any], tuple[Any, Any] | None]
     leave: Callable[[Unit, nn.Module, Any], Any]
 
 
-def enter_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Before forward: gather the unit, show its modules full parameters, and gather ahead."""
-    trained = begin_call(unit)
-    return enter_gathered(unit, trained, args, kwargs)
-
-
-def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any) -> Any:
-    """As ``enter_forward``, after ``begin_call``."""
+def enter_gathered(unit: Unit, trained: tuple[int, ...]) -> None:
+    """Gather the unit, show its modules full parameters, and gather ahead."""
     active, run = unit.engine.schedule.active, unit.run
     active.append(unit)
     run.calls += 1
@@ -64,12 +60,16 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...], args: Any, kwargs: Any)
             raise
         if (hooks := saved_tensor_hooks()) is not None:
             shield_weights(unit, hooks)
+
+
+def cast_gathered(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The inputs of a forward in the dtype it computes in, bound to a unit that trains nothing."""
     inputs = None
     if unit.mp.param_dtype is not None:
-        inputs = cast_inputs(unit.mp, args, kwargs, len(active) == 1)
-    if trained or not torch.is_grad_enabled():
+        inputs = cast_inputs(unit.mp, args, kwargs, len(unit.engine.schedule.active) == 1)
+    if unit.links.trained or not torch.is_grad_enabled():
         return inputs
-    return bound_inputs(unit, (args, kwargs) if inputs is None else inputs)
+    return bound_inputs(unit, inputs or (args, kwargs))
 
 
 def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
@@ -105,7 +105,7 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     return output
 
 
-NORMAL = Mode(enter_forward, leave_forward)
+NORMAL = Mode(lambda unit, _: enter_gathered(unit, begin_call(unit)), cast_gathered, leave_forward)
 
 
 def begin_call(unit: Unit) -> tuple[int, ...]:

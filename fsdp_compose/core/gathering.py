@@ -27,7 +27,7 @@ from fsdp_compose.buckets.gather import (
 )
 from fsdp_compose.buckets.issue import is_unseen
 from fsdp_compose.core.guards.collective_log import Log
-from fsdp_compose.core.guards.exported_memory import free_full
+from fsdp_compose.core.guards.exported_memory import leave_full
 from fsdp_compose.core.guards.moved_parameters import (
     copy_moved_parameters,
     moved_before_backward,
@@ -170,7 +170,8 @@ def reread(unit: Unit, in_backward: bool) -> None:
 def refresh_stale(unit: Unit) -> None:
     """Gather again the buckets whose shards changed while they were kept."""
     kept = [bucket for bucket in unit.gathered if bucket.fill.stamp is not None]
-    stale = [bucket for bucket in kept if _is_stale(bucket)]
+    gathered = [bucket for bucket in kept if bucket.phase is not Phase.SHARDED]
+    stale = [bucket for bucket in gathered if bucket.fill.stamp != stamp_of(bucket)]
     for bucket in kept:
         if bucket.residence.is_shared and bucket not in stale:
             check_lent(unit, bucket)
@@ -187,11 +188,6 @@ def refresh_handed_out(unit: Unit) -> None:
             _gather_again(unit, [bucket], "again, since p.data was handed out")
         elif bucket.residence.is_shared:
             check_lent(unit, bucket)
-
-
-def _is_stale(bucket: Bucket) -> bool:
-    """Whether the shard changed since the bucket was gathered and kept."""
-    return bucket.phase is not Phase.SHARDED and bucket.fill.stamp != stamp_of(bucket)
 
 
 def _start_gather(engine: Engine, buckets: Sequence[Bucket]) -> None:
@@ -243,13 +239,16 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
-            free_full(engine, bucket)
+            try:
+                bucket.full.untyped_storage().resize_(0)
+            except RuntimeError:  # a NumPy array reads it
+                leave_full(engine, bucket)
     else:
         # Freed on the stream that allocated it, behind the compute that read it: the allocator
         # gives the memory only to later gathers, so no other kernel writes it while it is read.
         with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
             if bucket.static is None:
-                free_full(engine, bucket)
+                bucket.full.untyped_storage().resize_(0)
 
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

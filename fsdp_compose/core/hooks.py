@@ -67,9 +67,9 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not (active := unit.engine.schedule.active) or active[0] is unit:
         clear_failed(unit, module)
     mode = choose_mode(unit, module)
-    inputs = mode.enter(unit, module, args, kwargs)
+    mode.enter(unit, module)
     unit.run.modes[-1:] = [mode]  # a recovery has emptied the list
-    return inputs
+    return mode.cast(unit, args, kwargs)
 
 
 @untraced
@@ -82,7 +82,7 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     return unit.run.modes.pop().leave(unit, module, output)
 
 
-REFUSED = Mode(lambda *_: None, lambda *_: None)
+REFUSED = Mode(*3 * [lambda *_: None])
 
 
 def choose_mode(unit: Unit, module: nn.Module) -> Mode:

@@ -14,16 +14,8 @@ from fsdp_compose.buckets.build import view_full
 from fsdp_compose.core.state import Engine
 
 
-def free_full(engine: Engine, bucket: Bucket) -> None:
-    """Free the bucket's gathered weights, or leave them to whoever torch shares them with."""
-    try:
-        bucket.full.untyped_storage().resize_(0)
-    except RuntimeError:
-        _leave_full(engine, bucket)
-
-
-def _leave_full(engine: Engine, bucket: Bucket) -> None:
-    """Give the bucket other memory, of 0 bytes until it is gathered."""
+def leave_full(engine: Engine, bucket: Bucket) -> None:
+    """Give a released bucket other memory, of 0 bytes until it is gathered."""
     former = bucket.aliases
     with torch.inference_mode(False), torch.no_grad():
         bucket.full = torch.empty_like(bucket.full)

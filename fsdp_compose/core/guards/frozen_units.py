@@ -62,7 +62,7 @@ class Boundary(torch.autograd.Function):
         return tuple([None if t is None else t.view_as(t) for t in tangents])
 
 
-def bound_inputs(unit: Unit, inputs: Any) -> Any:
+def bound_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     """Pass inputs that need gradients through one node, which ends a frozen unit's backward."""
     tensors, _ = find_tensors(inputs)
     needing = {id(t): t for t in tensors if t.requires_grad}

@@ -15,6 +15,7 @@ from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.core.forward import (
     Mode,
     begin_call,
+    cast_gathered,
     end_pass,
     enter_gathered,
     follow_order,
@@ -33,21 +34,19 @@ from fsdp_compose.core.guards.functional_calls import (
     find_given_tensors,
     open_functional_call,
 )
-from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Unit
 
 
-def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter_scope(unit: Unit, module: nn.Module) -> None:
     """Inside ``gathered``: compute on the scope's tensors, in the compute dtype."""
     opened = unit.opened
     assert opened is not None
     given = {} if opened.calls else find_given_tensors(unit)
     if given:
-        return _enter_apart(unit, given, False, args, kwargs)
-    if opened.leaf_versions and not opened.calls:
-        check_scope_is_current(unit, opened)
-    opened.calls += 1
-    if opened.calls == 1:
+        return _enter_apart(unit, given, stored=False)
+    if not opened.calls:
+        if opened.leaf_versions:
+            check_scope_is_current(unit, opened)
         pairs = zip(opened.tensors, unit.links.aliases, strict=True)
         tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
         note_copies(opened, tensors)
@@ -55,7 +54,15 @@ def _enter_scope(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             if tensors[index] is not opened.tensors[index]:
                 copy_attributes(tensors[index], unit.entries[index])
         install(unit, tensors)
-    is_outermost = not unit.engine.schedule.active
+    opened.calls += 1
+    return None
+
+
+def _cast_opened(unit: Unit, args: Any, kwargs: Any) -> Any:
+    """The inputs of a forward that computes on the tensors of a scope or of a functional call."""
+    opened, active = unit.opened, unit.engine.schedule.active
+    assert opened is not None
+    is_outermost = len(active) == int(opened.for_call)  # a scope's forward is not among them
     return None if opened.stored else cast_inputs(unit.mp, args, kwargs, is_outermost)
 
 
@@ -75,55 +82,58 @@ def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
     return cast_output(unit.mp, output)
 
 
-def _enter_transformed(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter_transformed(unit: Unit, module: nn.Module) -> None:
     """Under a transform of ``torch.func``, or in stored precision: on a buffer of its own."""
-    if unit.run.task is not None and not unit.run.task.alive:
-        with outside_transforms():
-            recover(unit.engine)  # a backward failed
     is_at_rest = unit.run.task is None and not unit.run.finished
     given = find_given_tensors(unit) if is_at_rest else {}
-    return _enter_apart(unit, given, computes_as_stored(unit, module), args, kwargs)
+    _enter_apart(unit, given, computes_as_stored(unit, module))
 
 
-def _enter_functional(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter_functional(unit: Unit, module: nn.Module) -> None:
     """Compute on tensors that the caller gave in the place of some or all parameters."""
     trained = begin_call(unit)
     given = find_given_tensors(unit)
     shown = open_functional_call(unit, given) if given else None
     if shown is None:
-        return enter_gathered(unit, trained, args, kwargs)
-    return _enter_shown(unit, shown, args, kwargs)
+        enter_gathered(unit, trained)
+    else:
+        _enter_shown(unit, shown)
+
+
+def _cast_functional(unit: Unit, args: Any, kwargs: Any) -> Any:
+    """Cast as the forward was entered: on the caller's tensors alone, or gathered."""
+    return (_cast_opened if _is_complete(unit) else cast_gathered)(unit, args, kwargs)
 
 
 def _leave_functional(unit: Unit, module: nn.Module, output: Any) -> Any:
-    """Leave as the forward was entered: on the caller's tensors alone, or gathered."""
-    is_complete = unit.opened is not None and unit.opened.calls > 0
-    return (_leave_opened if is_complete else leave_forward)(unit, module, output)
+    """Leave as the forward was entered."""
+    return (_leave_opened if _is_complete(unit) else leave_forward)(unit, module, output)
 
 
-def _enter_apart(unit: Unit, given: GivenTensors, stored: bool, args: Any, kwargs: Any) -> Any:
+def _is_complete(unit: Unit) -> bool:
+    return unit.opened is not None and unit.opened.calls > 0
+
+
+def _enter_apart(unit: Unit, given: GivenTensors, stored: bool) -> None:
     """Compute on the caller's tensors or on a buffer of the call's own, outside of any pass."""
     if graph_task_id() == -1:
         with outside_transforms():
             take_over_changes(unit)
     shown = open_functional_call(unit, given, stored)
     assert shown is not None
-    return _enter_shown(unit, shown, args, kwargs)
+    _enter_shown(unit, shown)
 
 
-def _enter_shown(unit: Unit, shown: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """Let the unit's modules read ``shown``, and cast the inputs."""
+def _enter_shown(unit: Unit, shown: list[torch.Tensor]) -> None:
+    """Let the unit's modules read ``shown``."""
     opened = unit.opened
     assert opened is not None
     note_copies(opened, shown)
     install(unit, shown)
     active = unit.engine.schedule.active
     active.append(unit)
-    if opened.stored:
-        return None
-    if is_outermost := len(active) == 1:
+    if not opened.stored and len(active) == 1:
         follow_order(unit)  # units inside it that are gathered as always may run without gradients
-    return cast_inputs(unit.mp, args, kwargs, is_outermost)
 
 
 def _leave_apart(unit: Unit) -> None:
@@ -139,10 +149,14 @@ def _leave_apart(unit: Unit) -> None:
         schedule.eval_order = None
 
 
-def _enter_again(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter_again(unit: Unit, module: nn.Module) -> None:
     """Compute under a transform inside the unit's own forward, on what that reads."""
     unit.run.calls += 1
     unit.engine.schedule.active.append(unit)
+
+
+def _cast_again(unit: Unit, args: Any, kwargs: Any) -> Any:
+    """The inputs of a further forward of a unit, which is not the outermost."""
     return cast_inputs(unit.mp, args, kwargs, False)
 
 
@@ -158,7 +172,7 @@ def computes_as_stored(unit: Unit, module: nn.Module) -> bool:
     return unit.mp.full_precision_in_eval and not module.training
 
 
-SCOPE = Mode(_enter_scope, _leave_opened)
-TRANSFORMED = Mode(_enter_transformed, _leave_opened)
-FUNCTIONAL = Mode(_enter_functional, _leave_functional)
-AGAIN = Mode(_enter_again, _leave_again)
+SCOPE = Mode(_enter_scope, _cast_opened, _leave_opened)
+TRANSFORMED = Mode(_enter_transformed, _cast_opened, _leave_opened)
+FUNCTIONAL = Mode(_enter_functional, _cast_functional, _leave_functional)
+AGAIN = Mode(_enter_again, _cast_again, _leave_again)
