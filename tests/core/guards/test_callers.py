@@ -190,3 +190,38 @@ def test_a_forked_process_and_a_trace_are_refused() -> None:
             fully_shard(table)
 
     run_ranks(check, 2)
+
+
+def test_threads_may_overlap_in_a_scope() -> None:
+    """Forwards inside ``gathered`` send nothing: each ends as it began, in whichever order."""
+
+    def check(rank: int) -> None:
+        plain = seeded(Tower)
+        model = by_block(copy.deepcopy(plain))
+        begun, ended = threading.Event(), threading.Event()
+        outputs: list[Tensor] = []
+
+        def other() -> None:
+            with torch.no_grad():
+                outputs.append(model(data(1, rank)))
+
+        def wait(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if threading.current_thread() is thread:
+                begun.set()
+                assert ended.wait(10)
+
+        thread = threading.Thread(target=other)
+        with fc.gathered(model):
+            handle = model.blocks[1].up.register_forward_pre_hook(wait)
+            thread.start()
+            assert begun.wait(10)
+            wanted = plain(data(0, rank))
+            assert torch.equal(model(data(0, rank)), wanted)
+            ended.set()
+            thread.join()
+            handle.remove()
+        assert torch.equal(outputs[0], plain(data(1, rank)))
+        square(model, data(0, rank)).backward()
+        assert_at_rest(model)
+
+    run_ranks(check, 2)

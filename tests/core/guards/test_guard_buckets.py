@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from typing import Any
 
 import pytest
@@ -14,7 +13,16 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fsdp_compose as fc
-from fsdp_compose import fully_shard, gathered, reshard, unshard
+from fsdp_compose import (
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    gathered,
+    reshard,
+    unshard,
+)
+from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import added_parameters
 
 from harness import fake_world, simulate_ranks
@@ -25,13 +33,16 @@ from models import (
     assert_at_rest,
     by_block,
     data,
+    mesh_of_replicas,
     one_unit,
     seeded,
+    sgd,
     square,
     two_blocks,
     units,
     whole,
 )
+from watching import Branching, step
 
 
 def layers(count: int = 2) -> nn.Module:
@@ -179,3 +190,72 @@ def test_frozen_additions_cost_no_look_at_modules(monkeypatch: pytest.MonkeyPatc
         assert not looks
 
     simulate_ranks(ranks, 1)
+
+
+def test_a_unit_that_waits_for_its_backward() -> None:
+    """Where a step has two backwards over two groups, each group's steps are still counted."""
+
+    def ranks(rank: int) -> None:
+        own = dist.new_group([0, 1])
+        model, other = one_unit(layers()), layers()
+        for part in other:
+            fully_shard(part, mesh=own)
+
+        def both(order: tuple[int, int]) -> Tensor:
+            x = data(0, rank)
+            for i in order:
+                x = other[i](x)
+            return x
+
+        for step in range(3):
+            order = (1, 0) if step == 2 and rank == 1 else (0, 1)
+            first = square(model, data(step, rank))
+            second = both(order).square().mean()
+            first.backward()
+            second.backward()
+
+    with pytest.raises(RuntimeError, match="ranks run different units in step 3: as"):
+        simulate_ranks(ranks)
+
+
+class Ways(Branching):
+    """Its blocks have parameters of two dtypes, all of which train."""
+
+    def double(self) -> Ways:
+        super().double()
+        for block in self.blocks:
+            block.norm.float()
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:the forward of unit")
+def test_what_ranks_mixed_up_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every bucket: what replicas exchanged in a step that differed is not used in the next."""
+    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+    double = MixedPrecision(torch.float64, torch.float64)
+
+    def ranks(rank: int) -> None:
+        mesh, losses = mesh_of_replicas(2, 2), []
+        for differs in (False, True):
+            model = by_block(
+                seeded(Ways),
+                mesh=mesh,
+                strategy=ShardingStrategy.HYBRID_SHARD_OPTIMIZER,
+                prefetch=Prefetch(forward=0, backward=0),
+                mp_policy=double,
+            )
+            assert len(units(model.blocks[0])[0].buckets) == 2
+            optim = sgd(model.parameters())
+            for seed in range(2):
+                step(model, rank, seed)
+                optim.step()
+                optim.zero_grad()
+            if differs:
+                model.way = ((0, 1, 2), (1, 0, 2))[mesh.get_coordinate()[0]]
+                with pytest.raises(RuntimeError, match="found at the end of the step"):
+                    step(model, rank)
+                model.way = (0, 1, 2)
+            losses.append(square(model, data(3, rank)).detach())
+        assert torch.equal(*losses)
+
+    simulate_ranks(ranks, 4)
