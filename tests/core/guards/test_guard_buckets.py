@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,9 @@ from fsdp_compose import (
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import added_parameters
 
-from harness import fake_world, simulate_ranks
+from harness import simulate_ranks
 from models import (
     WIDTH,
-    Block,
-    Tower,
     assert_at_rest,
     by_block,
     data,
@@ -207,9 +204,9 @@ def test_a_unit_that_waits_for_its_backward() -> None:
                 x = other[i](x)
             return x
 
-        for step in range(3):
-            order = (1, 0) if step == 2 and rank == 1 else (0, 1)
-            first = square(model, data(step, rank))
+        for seed in range(3):
+            order = (1, 0) if seed == 2 and rank == 1 else (0, 1)
+            first = square(model, data(seed, rank))
             second = both(order).square().mean()
             first.backward()
             second.backward()
