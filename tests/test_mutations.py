@@ -494,7 +494,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: replace("refresh_stale", lambda original: lambda unit: None), check_staleness, 2,
     ),
     "no stamp": (
-        lambda: replace("stamp_of", lambda _: lambda bucket: bucket.fill.stamp, "core.gathering"),
+        lambda: replace("stamp_of", lambda _: lambda bucket: bucket.fill.stamp),
         check_staleness, 2,
     ),
     "no all-reduce over replicas": (
