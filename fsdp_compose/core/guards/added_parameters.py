@@ -155,9 +155,7 @@ def remember(unit: Unit) -> None:
             for module in modules
             for values in (parameter_slots(module),)
             for name, value in values.items()
-            if (id(values), name) not in watched
-            and not is_ignored(unit, value)
-            and not (value is not None and is_sharded(value))
+            if (id(values), name) not in watched and not is_ignored(unit, value)
         ],
     )
 
