@@ -8,6 +8,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -330,3 +331,44 @@ def test_a_method_of_a_deleted_module_says_so() -> None:
         gc.collect()
         with pytest.raises(ReferenceError, match=r"'encode' was taken from .* is gone"):
             encode(data(0, 0))
+
+
+def test_a_method_taken_before_undo_works_after_it() -> None:
+    """It is then the module's own method, with the same keyword arguments."""
+    with single_process():
+        model = shard(seeded(Coder))
+        taken = model.encode
+        undo(model)
+        x = data(0, 0)
+        torch.testing.assert_close(taken(x, scale=0.5), seeded(Coder).encode(x, scale=0.5))
+
+
+def test_a_method_of_the_instance_is_copied() -> None:
+    """A copy calls the copied method, on its own weights, and ``undo`` gives it that one back."""
+    with single_process():
+        model = seeded(Coder)
+        model.encode = MethodType(lambda self, x: self.head(x), model)
+        copied = copy.deepcopy(shard(model, methods=("encode",)))
+        with torch.no_grad():
+            for param in copied.parameters():
+                param.zero_()
+        assert not copied.encode(data(0, 0)).any() and model.encode(data(0, 0)).any()
+        undo(copied)
+        assert vars(copied)["encode"].__self__ is copied
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("wait", "a coroutine"), ("arrive", "an asynchronous generator")]
+)
+def test_methods_that_run_later_are_refused(name: str, kind: str) -> None:
+    """Their bodies run after the call has returned, when the unit is released."""
+
+    class Later(nn.Linear):
+        async def wait(self, x: Tensor) -> Tensor:
+            return self(x)
+
+        async def arrive(self, x: Tensor) -> Any:
+            yield self(x)
+
+    with single_process(), pytest.raises(ValueError, match=f"'{name}', which is {kind}: its body"):
+        fully_shard(Later(2, 2), methods=(name,))
