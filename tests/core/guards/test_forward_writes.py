@@ -23,7 +23,7 @@ from fsdp_compose import (
 from fsdp_compose.core.guards import forward_writes
 
 from harness import rank_errors, run_ranks, simulate_ranks, single_process
-from models import assert_at_rest, whole
+from models import assert_at_rest, units, whole
 
 TEXT = "parameter {!r} of unit 'Writer' was written while it was gathered"
 
@@ -350,5 +350,132 @@ def test_an_error_of_the_forward_itself_comes_first() -> None:
         with pytest.raises(RuntimeError, match="written"):
             model(tokens(rank))  # found here, as the values of the failed forward are gone
         model(tokens(rank))
+
+    run_ranks(ranks, 2)
+
+
+def test_assigned_weights_follow_the_shard_again() -> None:
+    """After ``weight.data = x`` in an evaluation, another evaluation reads what a step wrote."""
+
+    def ranks(rank: int) -> None:
+        model = build("", strategy=ShardingStrategy.NO_SHARD)
+        plain = build("")
+        for one in (model, plain):
+            one.how = "assign"
+            with torch.no_grad():
+                one(tokens(0))
+            one.how = ""
+            train(one, 1)
+        with torch.no_grad():
+            assert torch.equal(model(tokens(0)), plain(tokens(0)))
+
+    simulate_ranks(ranks)
+
+
+def test_a_lost_write_releases_what_was_kept() -> None:
+    """A unit kept for an earlier forward's backward is released, which raises as in plain torch."""
+
+    def ranks(rank: int) -> None:
+        model = build("", strategy=ShardingStrategy.SHARD_GRAD_OP)
+        earlier = model(tokens(0)).square().sum()
+        assert gathered_nbytes(model)
+        model.how = "clamp_"
+        with pytest.raises(RuntimeError, match="written while it was gathered"):
+            model(tokens(0))
+        assert not gathered_nbytes(model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            earlier.backward()
+        model.how = ""
+        train(model, 1)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def gathered_nbytes(model: nn.Module) -> int:
+    """Bytes of gathered weights that the model holds now."""
+    return sum(b.full.untyped_storage().nbytes() for u in units(model) for b in u.gathered)
+
+
+class KeepingInner(nn.Module):
+    """Keeps a view of its weight in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 6))
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.weight[0]
+        return x @ self.weight
+
+
+class ReadingOuter(nn.Module):
+    """Reads in its forward what the inner module kept, while ``reads`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = KeepingInner(), nn.Linear(6, 6)
+        self.reads = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.inner(x))
+        return x + self.inner.kept if self.reads else x
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_view_in_an_attribute_is_guarded_at_once(step: int) -> None:
+    """The module around it may not read it after the inner unit's release, in any step."""
+
+    def ranks(rank: int) -> None:
+        model = ReadingOuter()
+        fully_shard(model.inner, reshard_after_forward=True)
+        fully_shard(model)
+        for _ in range(step):
+            model(torch.ones(1, 6)).sum().backward()
+        model.reads = True
+        with pytest.raises(RuntimeError, match=r"view of parameter 'inner.weight' of unit 'inner'"):
+            model(torch.ones(1, 6))
+
+    run_ranks(ranks, 2)
+
+
+def test_a_view_in_a_list_is_guarded_after_inference() -> None:
+    """Reading it after the first evaluation raises, as it does after a step of training."""
+    bag: list[Tensor] = []
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+        model[0].register_forward_hook(lambda module, args, out: bag.append(module.weight[0]))
+        with torch.no_grad():
+            model(torch.ones(1, 6))
+        with pytest.raises(RuntimeError, match=r"view of parameter '0\.weight'"):
+            bag.pop().sum()
+
+    run_ranks(ranks, 2)
+
+
+class Marked(Tensor):
+    """A plain tensor of another class."""
+
+
+def test_a_first_evaluation_is_looked_into() -> None:
+    """Also where as many tensors read the weights as in other forwards, without being guarded."""
+
+    def ranks(rank: int) -> None:
+        bag: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+            view = module.weight[0]  # type: ignore[index]
+            bag[:] = [view.as_subclass(Marked) if module.training else view]
+
+        model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+        model[0].register_forward_hook(keep)
+        with torch.no_grad():
+            model(torch.ones(1, 6))
+            model.eval()
+            model(torch.ones(1, 6))
+        with pytest.raises(RuntimeError, match=r"view of parameter '0\.weight'"):
+            bag.pop().sum()
 
     run_ranks(ranks, 2)
