@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import ShardingStrategy, fully_shard, gathered, undo, wrap
+from fsdp_compose.base.process import here
 
 from harness import run_ranks, simulate_ranks, single_process
 from models import (
@@ -273,6 +274,34 @@ def test_kept_tensors_get_one_hook_each() -> None:
         square(model, data(4, rank))
         assert len(model[1].kept[0]._backward_hooks) == 1
 
+
+class TwoInputs(nn.Module):
+    """Reads two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x)) * torch.tanh(self.lin(y))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_second_derivatives_of_one_input_release(which: int) -> None:
+    """A frozen unit that a graph over its backward reads goes once that was run from any input."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(TwoInputs).requires_grad_(False)
+        model = fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
+        found = []
+        for one in (model, plain):
+            inputs = [data(seed, rank).requires_grad_() for seed in range(2)]
+            grads = torch.autograd.grad(one(*inputs).sum(), inputs, create_graph=True)
+            found.append(torch.autograd.grad(grads[which].square().sum(), inputs))
+            if one is model:
+                assert_at_rest(model)
+        assert_close(*found)
+
     simulate_ranks(ranks)
 
 
@@ -350,3 +379,45 @@ def test_hidden_outputs_are_told_where_they_train() -> None:
             out = model(data(0, 0))
         out.held.sum().backward()
         assert_at_rest(model)
+
+
+def test_evaluation_leaves_its_input_alone() -> None:
+    """A backward through what was evaluated without gradients does not gather the model."""
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(Tower), reshard_after_forward=True)
+        model.first.register_forward_pre_hook(lambda module, args: None)
+        model.first.register_forward_hook(lambda module, args, out: None)
+        x = data(0, rank).requires_grad_() * 2
+        with torch.no_grad():
+            model(x)
+        before = here.traffic.gathers
+        x.sum().backward()
+        assert here.traffic.gathers == before
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_an_attribute_is_no_slow_way(caplog: pytest.LogCaptureFixture) -> None:
+    """A first backward from a tensor in an attribute gathers the unit without a warning."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(lambda: Keeping(None, Bag())), reshard_after_forward=True)
+        model(data(0, rank))
+        model.kept["h"].sum().backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+    assert not caplog.records
+
+
+class Weights(nn.Module):
+    """Returns its parameters themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.weight, self.bias
