@@ -421,3 +421,22 @@ class Weights(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.weight, self.bias
+
+
+def test_a_backward_over_weights_alone_is_checked() -> None:
+    """Where a unit returns nothing but its parameters, which were moved since, it raises."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(Weights())
+        for moved in (False, True):
+            weight, bias = model(data(0, rank))
+            if moved:
+                model.double()
+                with pytest.raises(RuntimeError, match="were given other storage"):
+                    (weight.square().sum() + bias.sum()).backward()
+            else:
+                (weight.square().sum() + bias.sum()).backward()
+                assert_close(whole(model.weight.grad), 2 * whole(model.weight))
+                assert_at_rest(model)
+
+    simulate_ranks(ranks)
