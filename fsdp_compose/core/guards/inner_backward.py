@@ -34,7 +34,7 @@ from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.kept_views import opened_at
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
-from fsdp_compose.core.passes import open_backward, running_task
+from fsdp_compose.core.passes import open_backward, retain, running_task
 from fsdp_compose.core.schedule import Backward
 from fsdp_compose.core.state import Unit
 
@@ -129,12 +129,15 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
                 continue  # an input passed through: its gradient comes after the unit's backward
             hook_for_good(tensor, unit.checks.trigger or trigger_of(unit))
             watched, closed = True, made if made > closed else closed
-    if watched and (live := unit.run.live) is not None:
+    live = unit.run.live
+    if watched and live is not None:
         live.closed_at = closed
     is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
     if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)
     if _read_weights(unit, tensors):
+        if live is not None and live.trained and torch.is_grad_enabled() and graph_task_id() == -1:
+            retain(unit, *list(unit.graphs.nodes)[-1:])  # the caller's graph reads them each time
         return "hidden"
     if watched or not opaque or not torch.is_grad_enabled():
         return "seen" if watched else "none"

@@ -197,7 +197,10 @@ def _guard_views(engine: Engine, found: dict[int, Bucket]) -> set[Bucket]:
     others = any(count_users(bucket) > users[key] for key, bucket in found.items())
     if not others and not any(_bucket_of(tensor, found) for tensor in shared):
         return set()
-    tensors = [v for v in gc.get_objects() if type(v) in _LOOKED_AT and id(v) not in known]
+    objects = gc.get_objects()
+    kinds = set(filter(_is_looked_at, set(map(type, objects))))
+    tensors = [value for value in objects if type(value) in kinds and id(value) not in known]
+    del objects
     references = list(map(sys.getrefcount, tensors))
     parts = Counter(id(part_of(value)) for value in tensors if isinstance(value, DTensor))
     guarded: set[Bucket] = set()
@@ -402,15 +405,17 @@ def _own_tensors(unit: Unit) -> Iterable[Tensor]:
 
 def _bucket_of(value: Any, found: dict[int, Bucket]) -> Bucket | None:
     """The bucket whose gathered weights ``value`` is a view of, if any."""
-    if type(value) not in _LOOKED_AT and type(value) is not torch.nn.Parameter:
+    if not _is_looked_at(type(value)):
         return None
     try:
-        return found.get(part_of(value).untyped_storage()._cdata)
+        return found.get(_storage(part_of(value)))
     except (RuntimeError, NotImplementedError):
         return None  # without memory of its own
 
 
-_LOOKED_AT = (Tensor, DTensor)
+def _is_looked_at(kind: type) -> bool:
+    """Whether it is a class of tensors, and none of this library's."""
+    return issubclass(kind, Tensor) and not kind.__module__.startswith("fsdp_compose.")
 
 
 def _guard(value: Any, bucket: Bucket) -> Tensor:
