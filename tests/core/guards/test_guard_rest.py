@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
-from fsdp_compose import ShardingStrategy, fully_shard, set_requires_gradient_sync
+from fsdp_compose import (
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    reshard,
+    set_requires_gradient_sync,
+    unshard,
+)
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import pop_saved_tensor_hooks, saved_tensor_hooks
 from fsdp_compose.core import forward
 from fsdp_compose.core.autograd import EngineWork
@@ -91,13 +100,13 @@ def test_a_switch_clears_what_failed_on_every_device() -> None:
 
 
 class Filling(nn.Linear):
-    """Writes into its weight what every rank writes, and into its bias what this rank has."""
+    """Writes one number into its weight, another into its bias."""
 
-    value = 0.0
+    filling, value = 0.5, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.weight.fill_(0.5)
+            self.weight.fill_(self.filling)
             self.bias.fill_(self.value)
         return super().forward(x)
 
@@ -254,3 +263,116 @@ def test_saved_tensor_hooks_may_be_any_callable() -> None:
             loss = square(model, data(0, 0))
         loss.backward()
     assert packed and model.weight.grad is not None
+
+
+class Branch(nn.Module):
+    """Keeps in an attribute what leads to no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.sin(self.last(torch.tanh(self.last(x))))
+        return self.first(x)
+
+
+def test_an_attribute_is_no_slow_way(caplog: pytest.LogCaptureFixture) -> None:
+    """The first backward that begins at what an attribute keeps is as usual, and logs nothing."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Branch), **RELEASED)
+        model(data(0, rank))
+        model.kept.square().mean().backward()
+        assert model.last.weight.grad is not None
+
+    with caplog.at_level("WARNING", "fsdp_compose"):
+        simulate_ranks(ranks)
+    assert not caplog.records
+
+
+def test_a_borrowed_weight_that_ranks_write_is_compared() -> None:
+    """Also where the unit's own parameters are on one rank alone."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Filling(WIDTH, WIDTH))
+        model[0].weight = model[1].weight
+        fully_shard(model[0], strategy=ShardingStrategy.NO_SHARD)
+        fully_shard(model[1], mesh="self")
+        own, borrowed = units(model[1])[0].gathered
+        assert own.mesh.size == 1 and borrowed.mesh.size == 2
+        model[1].filling = float(rank)
+        model(torch.ones(1, WIDTH))
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "write different weights" in text
+        assert "unit 'Filling' (parameter 'weight'" in text
+
+
+def test_a_frozen_unit_may_move_before_the_backward() -> None:
+    """One that no backward reaches: ranks still compare that they ran it."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(two_blocks)
+        model.first.requires_grad_(False)
+        fully_shard(model.first, mesh=dist.new_group([0, 1]))
+        fully_shard(model)
+        for step in range(2):
+            loss = square(model, data(step, rank))
+            model.first.float()
+            unshard(model.first)
+            reshard(model.first)
+            assert units(model.first)[0].run.live is None
+            loss.backward()
+            assert model.head.weight.grad is not None
+            model.first.double()
+
+    simulate_ranks(ranks)
+
+
+class Caching(nn.Module):
+    """Passes on a tensor in a list that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(torch.tanh(self.key(x)).mul(2))
+        return self.out(x)
+
+
+def test_backward_looks_for_weights_of_each_dtype() -> None:
+    """The first are the shard itself, the second were released."""
+    with single_process():
+        model = Caching()
+        model.key.double()
+        policy = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(model, mp_policy=policy, **RELEASED)
+        assert [bucket.in_place for bucket in units(model)[0].gathered] == [True, False]
+        for _ in range(3):
+            model(torch.ones(1, WIDTH), []).sum().backward()
+        cache: list[Tensor] = []
+        model(torch.ones(1, WIDTH), cache)
+        with pytest.raises(RuntimeError, match="computed with weights of unit 'Caching'"):
+            cache[0].sum().backward()
+
+
+def test_units_of_every_device_watch_hooked_tensors() -> None:
+    """A backward from what a hook kept, where another device was used first."""
+
+    def ranks(rank: int) -> None:
+        engine_of(META, EngineWork)
+        plain = seeded(two_blocks)
+        model = by_block(copy.deepcopy(plain))
+        kept: list[Tensor] = []
+        for step in range(2):
+            square(model, data(step, rank)).backward()
+        assert next(iter(here.engines)) == META
+        for one in (model, plain):
+            one.blocks[1].up.register_forward_hook(lambda *given: kept.append(given[2] * 1))
+        model(data(2, rank))
+        kept.pop().sum().backward()
+
+    simulate_ranks(ranks)
