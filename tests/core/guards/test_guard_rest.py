@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -13,19 +14,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     MixedPrecision,
     ShardingStrategy,
+    count_traffic,
     fully_shard,
+    reduce_grads,
     reshard,
+    set_requires_all_reduce,
     set_requires_gradient_sync,
     unshard,
 )
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import pop_saved_tensor_hooks, saved_tensor_hooks
+from fsdp_compose.comm.collectives import is_point_to_point
 from fsdp_compose.core import forward
 from fsdp_compose.core.autograd import EngineWork
+from fsdp_compose.core.guards.used_parameters import is_known_at_once
 from fsdp_compose.core.state import Task, engine_of
 
 from harness import fake_world, rank_errors, simulate_ranks, single_process
@@ -34,6 +41,7 @@ from models import (
     assert_at_rest,
     by_block,
     data,
+    mesh_of_replicas,
     one_unit,
     seeded,
     square,
@@ -183,6 +191,7 @@ def test_outputs_without_gradients_need_no_warning() -> None:
         model = fully_shard(Counting(WIDTH, WIDTH), **RELEASED)
         assert model(torch.ones(1, WIDTH)).dtype is torch.int64
         assert_at_rest(model)
+        assert list(fully_shard(Choosing())(torch.ones(1))) == [1]
 
     simulate_ranks(ranks)
 
@@ -376,3 +385,53 @@ def test_units_of_every_device_watch_hooked_tensors() -> None:
         kept.pop().sum().backward()
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "checkpoint"])
+def test_hooks_that_keep_no_weights_stay_in_force(way: str) -> None:
+    """Without gradients, and in a checkpoint, a unit's forward runs under its caller's hooks."""
+    seen: list[Any] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with single_process():
+        model = fully_shard(seeded(two_blocks))
+        model.first.register_forward_hook(lambda *_: seen.append(saved_tensor_hooks()))
+        if way == "no_grad":
+            with torch.no_grad(), saved_tensors_hooks(pack, pack):
+                model(data(0, 0))
+            assert [hooks[0] for hooks in seen] == [pack]
+        else:
+            checkpoint(model, data(0, 0), use_reentrant=False).sum().backward()
+            modules = {hooks[0].__module__ for hooks in seen}
+            assert len(seen) == 2 and modules == {"torch.utils.checkpoint"}
+
+
+def test_messages_between_pairs_stall_no_accelerator() -> None:
+    """Ranks are asked at once on a CPU, and elsewhere where every group has such messages."""
+
+    def ranks(rank: int) -> None:
+        (bucket,) = units(one_unit(layer()))[0].buckets
+        groups = list(bucket.mesh.groups)
+        assert is_known_at_once(bucket, groups)
+        bucket.mesh = replace(bucket.mesh, device=META)
+        assert is_known_at_once(bucket, groups) == all(map(is_point_to_point, groups))
+        bare = replace(groups[0], transport=None, backend="none")
+        assert not is_known_at_once(bucket, [*groups, bare])
+
+    simulate_ranks(ranks)
+
+
+def test_replicas_that_nobody_compares_are_summed() -> None:
+    """In a world that moves nothing, gradients that wait for replicas are reduced and set."""
+    with fake_world(4):
+        options = {"mesh": mesh_of_replicas(2, 2), "strategy": ShardingStrategy.HYBRID_SHARD}
+        model = one_unit(layer(), **options)
+        set_requires_all_reduce(model, False)
+        square(model, data(0, 0)).backward()
+        assert "not reduced yet" in repr(model.weight.grad)
+        with count_traffic() as traffic:
+            reduce_grads(model)
+        assert "not reduced yet" not in repr(model.weight.grad)
+        assert traffic.control == 0
