@@ -26,6 +26,7 @@ from fsdp_compose import (
     set_requires_all_reduce,
     set_requires_gradient_sync,
     unshard,
+    wrap,
 )
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import pop_saved_tensor_hooks, saved_tensor_hooks
@@ -281,9 +282,12 @@ class Branch(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.kept: Tensor | None = None
+        self.keeps_weight = False
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept = torch.sin(self.last(torch.tanh(self.last(x))))
+        if self.keeps_weight:
+            self.kept = self.last.weight
         return self.first(x)
 
 
@@ -301,7 +305,7 @@ def test_an_attribute_is_no_slow_way(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_a_borrowed_weight_that_ranks_write_is_compared() -> None:
+def test_borrowed_weights_that_ranks_write_differ() -> None:
     """Also where the unit's own parameters are on one rank alone."""
 
     def ranks(rank: int) -> None:
@@ -373,16 +377,17 @@ def test_units_of_every_device_watch_hooked_tensors() -> None:
 
     def ranks(rank: int) -> None:
         engine_of(META, EngineWork)
-        plain = seeded(two_blocks)
-        model = by_block(copy.deepcopy(plain))
+        model = by_block(seeded(two_blocks))
         kept: list[Tensor] = []
         for step in range(2):
             square(model, data(step, rank)).backward()
         assert next(iter(here.engines)) == META
-        for one in (model, plain):
-            one.blocks[1].up.register_forward_hook(lambda *given: kept.append(given[2] * 1))
+        model.zero_grad()
+        model.blocks[1].up.register_forward_hook(lambda *given: kept.append(given[2] * 1))
         model(data(2, rank))
         kept.pop().sum().backward()
+        grad = whole(model.blocks[1].up.bias.grad)
+        assert_close(grad, torch.full_like(grad, len(data(2, rank))))
 
     simulate_ranks(ranks)
 
@@ -435,3 +440,66 @@ def test_replicas_that_nobody_compares_are_summed() -> None:
             reduce_grads(model)
         assert "not reduced yet" not in repr(model.weight.grad)
         assert traffic.control == 0
+
+
+def test_an_attribute_that_held_a_weight_first() -> None:
+    """A later backward may begin at what it holds then."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Branch)
+        model = fully_shard(copy.deepcopy(plain), **RELEASED)
+        model.keeps_weight = True
+        model(data(0, rank)).sum().backward()
+        model.keeps_weight = False
+        model.zero_grad()
+        model(data(1, rank))
+        model.kept.square().mean().backward()
+        for r in range(2):
+            plain(data(1, r))
+            (plain.kept.square().mean() / 2).backward()  # type: ignore[operator, union-attr]
+        assert_close(whole(model.last.weight.grad), plain.last.weight.grad)
+
+    simulate_ranks(ranks)
+
+
+class Taking(nn.Linear):
+    """Keeps its inputs in a list."""
+
+    def __init__(self, taken: list[Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.take = taken.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.take(x)
+        return super().forward(x)
+
+
+def test_a_backward_from_inputs_of_a_frozen_unit() -> None:
+    """It needs no weight of that unit, which is not gathered."""
+    taken: list[Tensor] = []
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Taking(taken).requires_grad_(False))
+        fully_shard(model[1], **RELEASED)
+        fully_shard(model)
+        for _ in range(2):  # the first learns where backwards begin
+            model(torch.ones(1, WIDTH))
+            with count_traffic() as traffic:
+                taken.pop().sum().backward()
+        assert traffic.gathers == 0
+        assert model[0].weight.grad is not None
+
+
+def test_ranks_that_write_into_different_units() -> None:
+    """Each says which weight it wrote, and the ranks know that they have parted."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(Filling(WIDTH, WIDTH), Filling(WIDTH, WIDTH))
+        fully_shard(model, units=wrap.by_class({Filling}))
+        unshard(model[0])
+        unshard(model[1])
+        (log,) = units(model[0])[0].links.logs
+        with pytest.raises(RuntimeError, match=rf"parameter '{rank}\.weight' of unit '{rank}'"):
+            model[rank](torch.ones(1, WIDTH))
+        assert log.disagreements == 1
+
+    simulate_ranks(ranks)
