@@ -130,8 +130,7 @@ def end_step(engine: Engine, trained: bool) -> None:
     engine.wait_for_host_reads()
     reached, engine.reached = engine.reached, set()
     logs = [log for log in engine.logs.values() if log in reached]
-    # In the same order on every rank, that of their making where groups have the same ranks.
-    for log in sorted(logs, key=lambda log: [group.ranks for group in log.groups]):
+    for log in sorted(logs, key=lambda log: log.place):  # in the same order on every rank
         log.end_step(trained)
 
 

@@ -165,7 +165,7 @@ class _Links:
     @classmethod
     def of(cls, units: list[Unit]) -> _Links:
         logs = list(dict.fromkeys(log for unit in units for log in unit.links.logs))
-        logs.sort(key=lambda log: [group.ranks for group in log.groups])
+        logs.sort(key=lambda log: log.place)
         links = [
             (log, group)
             for log in logs

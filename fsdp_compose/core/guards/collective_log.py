@@ -16,6 +16,7 @@ result has arrived: it never waits for the step that it has just issued.
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -134,6 +135,16 @@ class Log:
     unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
     is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
+
+    @property
+    def place(self) -> tuple[int, int, Sequence[int]]:
+        """Where it comes among others of a rank, which end a step in one order on every rank.
+
+        A rank of a mesh of two axes is in groups of other ranks than the rest of the mesh, so only
+        sizes are compared there; logs in the same place keep the order they were made in.
+        """
+        sizes = [group.size for group in self.groups]
+        return math.prod(sizes), len(sizes), self.groups[0].ranks if len(sizes) == 1 else ()
 
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
