@@ -27,8 +27,11 @@ class Exports(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.keeps, self.kept = False, None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.kept = self.weight.detach().t()
         SEEN.append(self.weight.detach().numpy())
         return torch.tanh(x @ self.weight + self.bias) * float(np.abs(SEEN[-1]).mean())
 
@@ -81,5 +84,20 @@ def test_a_forward_may_hand_weights_to_numpy(recomputes: bool, strategy: str) ->
             assert_at_rest(model)
             buckets = [bucket for unit in units(model) for bucket in unit.buckets]
             assert not any(bucket.full.untyped_storage().nbytes() for bucket in buckets)
+
+    run_ranks(ranks, 2)
+
+
+def test_a_view_beside_an_array_is_not_read_when_it_is_old() -> None:
+    """What the array reads stays, but a kept view raises, as its unit is gathered elsewhere."""
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(seeded(Exports))
+        model.keeps = True
+        for step in range(3):
+            square(model, data(step, rank, 3, 6)).backward()
+            with pytest.raises(RuntimeError, match="of unit 'Exports'"):
+                model.kept + 1
+            assert np.isfinite(SEEN.pop()).all()
 
     run_ranks(ranks, 2)

@@ -135,6 +135,31 @@ def test_a_kept_weight_raises(way: str) -> None:
     run_ranks(ranks, 2)
 
 
+def test_weights_of_several_units_are_kept_at_once() -> None:
+    """Each is guarded, in each step again, and the library goes on without it."""
+
+    def ranks(rank: int) -> None:
+        model, plain = models()
+        for step in range(4):
+            for part in model:
+                part.inner.keeps = ("weight", "view")[step % 2]
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    loss = square(model, data(step, rank, 3, 6))
+                assert [type(tensor) for tensor in BAG] == [KeptView, KeptView]
+                if grad:
+                    loss.backward()
+                for number, tensor in enumerate(BAG):
+                    with pytest.raises(RuntimeError, match=f"of unit '{number}.inner'"):
+                        tensor + 1
+                BAG.clear()
+        for part in model:
+            part.inner.keeps = ""
+        assert_goes_on(model, plain, rank)
+
+    run_ranks(ranks, 2)
+
+
 def frames_of(error: BaseException) -> list[dict[str, Any]]:
     """Locals of every frame of a traceback."""
     found, traceback = [], error.__traceback__
