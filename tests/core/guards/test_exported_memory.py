@@ -88,7 +88,7 @@ def test_a_forward_may_hand_weights_to_numpy(recomputes: bool, strategy: str) ->
     run_ranks(ranks, 2)
 
 
-def test_a_view_beside_an_array_is_not_read_when_it_is_old() -> None:
+def test_an_old_view_beside_an_array_raises() -> None:
     """What the array reads stays, but a kept view raises, as its unit is gathered elsewhere."""
 
     def ranks(rank: int) -> None:
