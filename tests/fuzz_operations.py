@@ -37,17 +37,36 @@ def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Opt
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.2, eps=1e-2, foreach=name == "adamw")
 
 
+RELEASING = ("FULL_SHARD", "HYBRID_SHARD")
+
+
 def shard(case: Case, model: nn.Module, init: Init = "verify") -> nn.Module:
     """Shard ``model`` as ``case`` says."""
     chosen = [m for m in model.modules() if (spec := spec_of(m)) is not None and spec.unit]
-    inside = {id(m) for m in chosen if m is not model}
-    mesh = mesh_of_replicas(2, case.world // 2) if case.strategy in HYBRID else None
+    inside = [m for m in chosen if m is not model]
+    if case.mixed and inside and not _shares(inside[-1], model):
+        _shard_one(case, inside[-1], case.mixed, [], init)
+        inside = inside[:-1]
+    return _shard_one(case, model, case.strategy, inside, init)
+
+
+def _shares(part: nn.Module, model: nn.Module) -> bool:
+    """Whether ``part`` has parameters that the rest of ``model`` has too."""
+    own, within = {id(p) for p in part.parameters()}, set(map(id, part.modules()))
+    others = [m for m in model.modules() if id(m) not in within]
+    return any(id(p) in own for m in others for p in m.parameters(recurse=False))
+
+
+def _shard_one(
+    case: Case, module: nn.Module, strategy: str, inside: list[nn.Module], init: Init
+) -> nn.Module:
+    chosen = set(map(id, inside))
     return fully_shard(
-        model,
-        mesh=mesh,
-        units=wrap.by_fn(lambda _, m: id(m) in inside) if inside else None,
-        strategy=ShardingStrategy[case.strategy],
-        reshard_after_forward=case.release,
+        module,
+        mesh=mesh_of_replicas(2, case.world // 2) if strategy in HYBRID else None,
+        units=wrap.by_fn(lambda _, m: id(m) in chosen) if chosen else None,
+        strategy=ShardingStrategy[strategy],
+        reshard_after_forward=case.release if strategy in RELEASING else None,
         prefetch=Prefetch(*case.prefetch),
         granularity=case.granularity,
         mp_policy=MixedPrecision(

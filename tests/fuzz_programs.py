@@ -83,6 +83,7 @@ class Case:
     offload: tuple[str, ...] = ()
     reordered: bool = False  # every other rank's optimizer lists the parameters the other way round
     backend: str = "gloo"  # or "nccl": the path of groups whose collectives are one call
+    mixed: str = ""  # the strategy of the last unit inside the model, over two groups of ranks
 
 
 OPS = (
@@ -244,7 +245,13 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
         reordered=rng.random() < 0.2,
         backend="nccl" if rng.random() < min(0.25 * world**0.5, 0.9) - 0.1 else "gloo",
         fault=_draw_fault(rng, world) if with_fault else None,
+        mixed=_draw_mixed(rng, world, hybrid),
     )
+
+
+def _draw_mixed(rng: random.Random, world: int, hybrid: bool) -> str:
+    mixes = world >= 4 and world % 2 == 0 and not hybrid and rng.random() < 0.3
+    return rng.choice(HYBRID) if mixes else ""
 
 
 def _draw_fault(rng: random.Random, world: int) -> Fault:
@@ -297,7 +304,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for name, value in (
         ("fault", None), ("backend", "gloo"), ("world", 2), ("strategy", "FULL_SHARD"),
         ("prefetch", (0, 0)), ("granularity", 1), ("release", None), ("optimizer", "sgd"),
-        ("compute", ""), ("offload", ()), ("reordered", False),
+        ("compute", ""), ("offload", ()), ("reordered", False), ("mixed", ""),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
