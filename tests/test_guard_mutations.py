@@ -13,7 +13,7 @@ import fsdp_compose as fc
 from fsdp_compose.attach.entrances import ANSWERS
 from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import forward, passes
-from fsdp_compose.core.guards.kept_views import watch_forwards
+from fsdp_compose.core.guards.kept_tensors import watch_forwards
 from fsdp_compose.optim import clip, slice_step, step_guard, step_plan
 from fsdp_compose.scopes import compile as compiling
 from fsdp_compose.scopes import skippable

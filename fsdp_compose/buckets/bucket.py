@@ -166,7 +166,7 @@ class Views:
         params: by entry, the object that holds its slice.
         own: this rank's part of ``full``.
         nbytes: of ``full``.
-        storage: the identity of ``full``'s.
+        storage: the identity of the storage of ``full``.
         whole_bytes: ``full`` as uint8.
         part_bytes: ``full`` as uint8, by rank.
         shard_bytes: ``shard`` as uint8, where its dtype is that of ``full``.

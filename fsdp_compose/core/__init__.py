@@ -15,6 +15,7 @@ Files, each importing only from those above it:
     guards/recurrent_weights    the second list of parameters that recurrent modules read
     gathering                   gathers and releases units, and sets what their modules read
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
+    guards/kept_tensors         backwards that begin at a tensor made inside a forward
     guards/kept_views           views of a gathered weight that outlive its release
     guards/replicas             copies of a parameter on several ranks are compared
     guards/saved_tensors        saved-tensor hooks get activations, not gathered weights

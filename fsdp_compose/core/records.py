@@ -37,7 +37,7 @@ class Live:
     trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
     versions: list[tuple[int, ...]] = field(default_factory=list)  # of the shards they are from
     joined_at: int = -1  # when the last forward began that computed with them again
-    closed_at: int = -1  # when the last node of the last forward was made, see kept_views.py
+    closed_at: int = -1  # when the last node of the last forward was made, see kept_tensors.py
 
 
 @dataclass

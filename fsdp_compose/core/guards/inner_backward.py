@@ -5,7 +5,7 @@ submodules kept (feature extraction, attribution of single neurons), or that its
 attribute or a list. It then never reaches the unit's outputs. So three kinds of tensors get the
 hook that the outputs have: the inputs and outputs of submodules that have hooks, what is found in
 attributes, and, until a backward has come through the outputs, every node of the forward's graph.
-kept_views.py looks for tensors that were kept and do not lead to the outputs.
+kept_tensors.py looks for tensors that were kept and do not lead to the outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.autograd import DELETED
 from fsdp_compose.core.guards.added_parameters import managed
 from fsdp_compose.core.guards.gathered_memory import lies_in
-from fsdp_compose.core.guards.kept_views import opened_at
+from fsdp_compose.core.guards.kept_tensors import opened_at
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.passes import open_backward, retain, running_task

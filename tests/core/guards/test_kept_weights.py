@@ -47,6 +47,8 @@ class Inner(nn.Module):
             BAG.append(weight)
         elif self.keeps == "view":
             BAG.append(view)
+        elif self.keeps == "alias":
+            BAG.append(weight.detach())
         if self.fails:
             raise ValueError("no")
         return torch.tanh(x @ view + self.bias)
@@ -131,6 +133,29 @@ def test_a_kept_weight_raises(way: str) -> None:
             inner.keeps = ""
             BAG.clear()
             assert_goes_on(model, plain, rank)
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("keeps", ["weight", "view", "alias"])
+def test_what_is_kept_first_in_a_later_step_raises(keeps: str) -> None:
+    """In that step and in each one after it, before its backward and behind it."""
+
+    def ranks(rank: int) -> None:
+        model, plain = models()
+        inner = model[0].inner
+        for step in range(6):
+            inner.keeps = keeps if step > 1 else ""
+            loss = square(model, data(step, rank, 3, 6))
+            for _ in range(2):
+                if inner.keeps:
+                    assert_guarded(BAG)
+                if loss.grad_fn is not None:
+                    loss.backward()
+                    loss = loss.detach()
+            BAG.clear()
+        inner.keeps = ""
+        assert_goes_on(model, plain, rank)
 
     run_ranks(ranks, 2)
 
