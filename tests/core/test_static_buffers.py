@@ -32,6 +32,7 @@ from models import (
     seeded,
     sgd,
     square,
+    units,
 )
 from planned_models import BLOCKS, Model
 
@@ -482,3 +483,43 @@ def test_what_is_refused(value: Any) -> None:
     policy = wrap.by_fn(lambda name, module: {"static_buffers": value} if name else False)
     with pytest.raises(error, match=r"override of unit .*: static_buffers is"):
         fully_shard(nn.Sequential(nn.Linear(2, 2)), units=policy)
+
+
+def test_units_that_stay_gathered_share_no_buffer() -> None:
+    """With ``static_buffers=``, where nothing is released after backward either."""
+
+    def ranks(rank: int) -> None:
+        def shard(model: nn.Module) -> None:
+            by_block(model, static_buffers=True)
+            fc.set_reshard_after_backward(model, False)
+
+        twin = Twin(rank, 2, lambda: Tower(4), shard)
+        for step in range(3):
+            twin.backward(square, step)
+            twin.step()
+        blocks = [unit for block in twin.model.blocks for unit in units(block)]
+        assert len({unit.buckets[0].full.data_ptr() for unit in blocks}) == 4
+        fc.reshard(twin.model)
+
+    simulate_ranks(ranks)
+
+
+def test_a_part_converted_while_a_graph_lives() -> None:
+    """The other parts of its unit stay where the graph reads them until the graph is gone."""
+    with fake_world(2):
+        double = MixedPrecision(torch.float64, torch.float64)
+        model = by_block(seeded(ThreeBuckets), mp_policy=double, static_buffers=True)
+        loss = square(model, data(0, 0))
+        (unit,) = units(model.blocks[0])
+        before = [bucket.full for bucket in unit.buckets]
+        for block in model.blocks:
+            block.norm.to(torch.bfloat16)
+        with torch.no_grad():
+            model(data(0, 0))
+        moved = [b.full is not full for b, full in zip(unit.buckets, before, strict=True)]
+        assert sum(moved) == 1
+        with pytest.raises(RuntimeError, match="backward"):
+            loss.backward()
+        del loss
+        square(model, data(0, 0)).backward()
+        assert all(bucket.static is not None for bucket in unit.buckets)

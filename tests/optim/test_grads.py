@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
 from fsdp_compose.base.process import here
 from fsdp_compose.core.state import get_state
@@ -43,6 +45,7 @@ from models import (
     seeded,
     sgd,
     square,
+    two_blocks,
     units,
     whole,
 )
@@ -510,3 +513,17 @@ def test_gradients_on_the_host_are_reduced_on_request() -> None:
         twin.check()
 
     run_ranks(check, 2)
+
+
+def test_experts_without_gradients_have_a_norm() -> None:
+    """Clipping before any backward, over the ranks of an expert mesh, finds a norm of zero."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        for norm in (
+            fc.clip_grad_norm_(model, 1.0, expert_mesh=dist.group.WORLD),
+            fc.grad_norm(model, expert_mesh=dist.group.WORLD),
+        ):
+            assert norm == 0
+
+    simulate_ranks(ranks)

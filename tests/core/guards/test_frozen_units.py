@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fsdp_compose import MixedPrecision, count_traffic, fully_shard
+from fsdp_compose import MixedPrecision, count_traffic, fully_shard, reshard, unshard
 
 from harness import simulate_ranks
-from models import WIDTH, assert_at_rest, data, seeded, square, whole
+from models import WIDTH, assert_at_rest, data, seeded, square, two_blocks, units, whole
 
 
 class Mixing(nn.Module):
@@ -97,5 +99,52 @@ def test_a_backward_that_does_not_need_a_frozen_unit() -> None:
             model.bag.pop().sum().backward()
         assert traffic.gathers == 1
         assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+class Counting(nn.Linear):
+    """Gives numbers that no gradient flows through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(-1)
+
+
+class Choosing(nn.Module):
+    """Has no parameters, and gives what no tensor is found in."""
+
+    def forward(self, x: Tensor) -> Any:
+        return iter([x])
+
+
+def test_outputs_without_gradients_need_no_warning() -> None:
+    """Integers, or what a unit without parameters gives, keep nothing gathered."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(Counting(WIDTH, WIDTH), reshard_after_forward=True)
+        assert model(torch.ones(1, WIDTH)).dtype is torch.int64
+        assert_at_rest(model)
+        assert list(fully_shard(Choosing())(torch.ones(1))) == [1]
+
+    simulate_ranks(ranks)
+
+
+def test_a_frozen_unit_may_move_before_the_backward() -> None:
+    """One that no backward reaches: ranks still compare that they ran it."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(two_blocks)
+        model.first.requires_grad_(False)
+        fully_shard(model.first, mesh=dist.new_group([0, 1]))
+        fully_shard(model)
+        for step in range(2):
+            loss = square(model, data(step, rank))
+            model.first.float()
+            unshard(model.first)
+            reshard(model.first)
+            assert units(model.first)[0].run.live is None
+            loss.backward()
+            assert model.head.weight.grad is not None
+            model.first.double()
 
     simulate_ranks(ranks)

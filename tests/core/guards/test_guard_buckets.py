@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-import fsdp_compose as fc
 from fsdp_compose import (
     MixedPrecision,
     Prefetch,
@@ -149,20 +148,6 @@ def test_a_unit_that_trains_in_its_second_bucket() -> None:
         assert not first.entries[0].param.requires_grad and second.entries[0].param.requires_grad
         with pytest.raises(RuntimeError, match=r"'Tower' over 2, of unit 'blocks\.1' over 1\. "):
             square(model, data(0, rank)).backward()
-
-    simulate_ranks(ranks)
-
-
-def test_experts_without_gradients_have_a_norm() -> None:
-    """Clipping before any backward, over the ranks of an expert mesh, finds a norm of zero."""
-
-    def ranks(rank: int) -> None:
-        model = by_block(seeded(two_blocks))
-        for norm in (
-            fc.clip_grad_norm_(model, 1.0, expert_mesh=dist.group.WORLD),
-            fc.grad_norm(model, expert_mesh=dist.group.WORLD),
-        ):
-            assert norm == 0
 
     simulate_ranks(ranks)
 

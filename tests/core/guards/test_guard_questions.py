@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import fsdp_compose as fc
-from fsdp_compose import fully_shard, gathered, unshard
+from fsdp_compose import fully_shard, gathered, set_requires_gradient_sync, unshard
+from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.gathered_memory import any_lies_in, lies_in
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
 from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.state import Task, engine_of
 
 from harness import simulate_ranks
 from models import (
@@ -234,5 +237,40 @@ def test_a_place_that_two_units_share() -> None:
         sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(whole(mine.grad), theirs.grad)
+
+    simulate_ranks(ranks)
+
+
+def test_a_forward_after_another_models_in_a_thread() -> None:
+    """What an interrupted thread left of one model does not make another's forward an inner one."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        other, model = by_block(seeded(two_blocks)), by_block(copy.deepcopy(plain))
+        engine = units(model)[0].engine
+        engine.schedule.active.append(units(other)[0])
+        engine.thread = -1
+        with torch.no_grad():
+            assert_close(model(data(0, rank)), plain(data(0, rank)))
+        assert engine.thread == get_ident() and not engine.schedule.active
+        square(model, data(0, rank)).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_a_switch_clears_what_failed_on_every_device() -> None:
+    """Each device has an engine; a step that failed on any of them is over."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        last = units(model)[-1]
+        first, last.engine = last.engine, engine_of(torch.device("meta"), EngineWork)
+        for engine in (first, last.engine):
+            engine.tasks[1] = Task(1)
+            engine.tasks[1].callback = None
+            assert engine.has_failed
+        set_requires_gradient_sync(model, True)
+        assert not first.has_failed and not last.engine.has_failed
 
     simulate_ranks(ranks)

@@ -20,7 +20,7 @@ from fsdp_compose import (
 from fsdp_compose.core.guards import kept_views
 from fsdp_compose.core.guards.kept_views import KeptView
 
-from harness import simulate_ranks
+from harness import rank_errors, simulate_ranks
 from models import (
     WIDTH,
     Block,
@@ -288,3 +288,41 @@ def test_a_unit_that_returns_a_weight_stays_gathered() -> None:
             assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+class Viewing(nn.Linear):
+    """Keeps a view of its weight, a new one in every forward."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.weight.view(-1)
+        return super().forward(x)
+
+
+class Looking(nn.Module):
+    """Reads what its inner unit kept, after that unit's forward, while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last, self.reads = Viewing(WIDTH, WIDTH), nn.Linear(WIDTH, 2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return self.last(x + self.inner.kept.sum() if self.reads else x)
+
+
+def test_views_are_guarded_before_the_pass_ends() -> None:
+    """In later forwards too: an outer unit's forward does not read what the inner one kept."""
+
+    def ranks(rank: int) -> None:
+        model = Looking()
+        fully_shard(model.inner, reshard_after_forward=True)
+        fully_shard(model)
+        for _ in range(3):
+            model(torch.ones(1, WIDTH)).sum().backward()
+        model.reads = True
+        model(torch.ones(1, WIDTH))
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "is a view of parameter 'inner.weight'" in text

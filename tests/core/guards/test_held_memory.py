@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose import ShardingStrategy, fully_shard
+from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compose.comm.grad_bucket import GradBucket
+from fsdp_compose.core.guards import forward_writes, weight_versions
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
+    WIDTH,
     Tower,
     Twin,
     assert_at_rest,
@@ -27,6 +30,8 @@ from models import (
     seeded,
     sgd,
     square,
+    two_blocks,
+    units,
     whole,
 )
 
@@ -369,3 +374,47 @@ def test_a_comm_hook_may_return_a_view() -> None:
         pair.train(steps=3)
 
     run_ranks(ranks, 2)
+
+
+def test_a_codec_rounds_what_was_handed_out() -> None:
+    """That is no write, though slices were handed out while the unit is kept gathered."""
+
+    def ranks(rank: int) -> None:
+        policy = MixedPrecision(gather_codec=fc.bf16_codec())
+        model = by_block(seeded(two_blocks).float(), mp_policy=policy)
+        fc.set_reshard_after_backward(model, False)
+        for step in range(3):
+            square(model, data(step, rank).float()).backward()
+            slices = [p.to_local() for p in model.parameters()]
+            assert sum(piece.numel() for piece in slices)
+        fc.reshard(model)
+
+    simulate_ranks(ranks)
+
+
+def test_handed_out_slices_are_compared_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator only in debug mode, as that waits for the device; on a CPU always."""
+    compared: list[Any] = []
+    monkeypatch.setattr(weight_versions, "find_difference", compared.append)
+    monkeypatch.setattr(forward_writes, "find_difference", lambda bucket: None)
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(lambda: nn.Linear(WIDTH, 4)))
+        (bucket,) = units(model)[0].buckets
+        model.weight.to_local()
+        fc.set_reshard_after_backward(model, False)
+        square(model, data(0, rank)).backward()
+        own = bucket.views.own
+        for device, debug in (("cpu", False), ("meta", False), ("meta", True), ("cpu", True)):
+            fc.set_debug(debug)
+            bucket.views = replace(bucket.views, own=own.to(device))
+            model(data(0, rank))
+            assert (bucket in compared) == (debug or device == "cpu"), (device, debug)
+            compared[:] = [other for other in compared if other is not bucket]
+        bucket.views = replace(bucket.views, own=own)
+        fc.reshard(model)
+
+    try:
+        simulate_ranks(ranks)
+    finally:
+        fc.set_debug(False)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.testing import assert_close
 
-from fsdp_compose import MixedPrecision, count_traffic
+import fsdp_compose as fc
+from fsdp_compose import MixedPrecision, Prefetch, count_traffic
+from fsdp_compose.core.schedule import Hold
 
 from harness import run_ranks, simulate_ranks, single_process
 from models import (
@@ -25,6 +28,8 @@ from models import (
     one_unit,
     seeded,
     square,
+    two_blocks,
+    units,
     whole,
 )
 
@@ -140,33 +145,138 @@ def test_a_transform_inside_the_units_own_backward() -> None:
     run_ranks(ranks)
 
 
-class Exact(NamedTuple("Exact", [("value", Tensor)])):
-    """Refuses to hold numbers in half precision."""
+class Inner(nn.Module):
+    """Calls itself under a transform, on inputs of double precision; notes the dtypes."""
 
-    def __new__(cls, value: Tensor) -> Exact:
-        if value.dtype is torch.bfloat16:
-            raise ValueError("not exact")
-        return super().__new__(cls, value)
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.seen = nn.Parameter(torch.ones(WIDTH)), list[torch.dtype]()
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        self.seen.append(x.dtype)
+        y = x * self.scale
+        if again:
+            inner = torch.vmap(lambda row: self(row, again=False))(x.double())
+            self.seen.append(inner.dtype)
+            y = y + inner
+        return y
 
 
-class Handing(Tower):
-    """Hands its first block what that block's input cast fails on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](Exact(x.float()))
-
-
-def test_an_input_that_refuses_the_cast() -> None:
-    """Its error comes through, and the next model's forward is an outermost one all the same."""
+def test_a_call_under_a_transform_in_a_forward() -> None:
+    """Its inputs are not the outermost ones, which alone are cast; its outputs are cast as all."""
 
     def ranks(rank: int) -> None:
-        broken = by_block(seeded(Handing), mp_policy=HALF)
-        other = one_unit(seeded(Tower), mp_policy=replace(HALF, cast_forward_inputs="root"))
-        x = data(0, rank)
-        with pytest.raises(ValueError, match="not exact"):
-            vmap(broken)(x)
-        assert other(x).dtype is torch.bfloat16
-        square(other, x).backward()
-        assert_at_rest(other)
+        single, half, double = torch.float32, torch.float16, torch.float64
+        policy = MixedPrecision(single, output_dtype=half, cast_forward_inputs="root")
+        model = one_unit(seeded(Inner), mp_policy=policy)
+        assert model(data(0, rank)).dtype is half
+        assert model.seen == [single, double, half]
+        square(model, data(0, rank)).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+class Named(nn.LayerNorm):
+    """A norm with a second way to call it."""
+
+    def apply_to(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (WIDTH,), self.weight, self.bias)
+
+
+def test_a_method_of_a_norm_in_full_precision() -> None:
+    """In evaluation it returns what it computed, in stored precision, as its forward does."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(lambda: nn.Sequential(Named(WIDTH), nn.Linear(WIDTH, WIDTH)))
+        policy = MixedPrecision(
+            torch.bfloat16, full_precision_classes=(Named,), full_precision_in_eval=True
+        )
+        model = one_unit(copy.deepcopy(plain), mp_policy=policy).eval()
+        fc.register_forward_method(model[0], "apply_to")
+        with torch.no_grad():
+            assert_close(model[0].apply_to(data(0, rank)), plain[0](data(0, rank)))
+
+    simulate_ranks(ranks)
+
+
+def test_evaluations_on_given_tensors_gather_ahead() -> None:
+    """The order of the units inside is known from the first such call that did not fail."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(two_blocks)
+        model = by_block(copy.deepcopy(plain), prefetch=Prefetch(forward=1))
+        names = [name for name, _ in plain.named_parameters() if not name.startswith("blocks")]
+        given = {name: plain.get_parameter(name).detach() * 2 for name in names}
+        first, second = units(model.blocks)
+        ahead: list[bool] = []
+
+        def note(*_: Any) -> None:
+            ahead.append(Hold.PREFETCH in second.holds)
+
+        model.blocks[0].up.register_forward_hook(note)
+        with torch.no_grad():
+            for _ in range(3):
+                functional_call(model, given, (data(0, rank),))
+        assert ahead == [False, True, True] and first.name == "blocks.0"
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_an_evaluation_between_two_forwards() -> None:
+    """In stored precision it is no part of the step, whose second forward is gathered ahead."""
+
+    def ranks(rank: int) -> None:
+        policy = MixedPrecision(torch.float32, full_precision_in_eval=True)
+        models = [by_block(seeded(two_blocks), prefetch=Prefetch(forward=1)) for _ in range(2)]
+        teacher = one_unit(seeded(two_blocks), mp_policy=policy).eval()
+        (second, *_), ahead = units(models[1]), list[bool]()
+        for step in range(3):
+            loss = square(models[0], data(step, rank))
+            with torch.no_grad():
+                teacher(data(step, rank))
+            ahead.append(Hold.PREFETCH in second.holds)
+            (loss + square(models[1], data(step, rank))).backward()
+        assert ahead == [False, True, True]
+        for model in (*models, teacher):
+            assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+class Evaluated(nn.Module):
+    """Evaluates itself inside its backward, if it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.found: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.training:
+            y.register_hook(lambda grad: self.evaluate(x.double()))
+        return self.last(y)
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor) -> None:
+        self.eval()
+        self.found.append(self(x))
+        self.train()
+
+
+def test_an_evaluation_inside_the_backward() -> None:
+    """It reads the stored weights, not the low ones that the backward of the same unit shows."""
+
+    def ranks(rank: int) -> None:
+        plain, x = seeded(Evaluated), data(0, rank).bfloat16()
+        policy = MixedPrecision(torch.bfloat16, full_precision_in_eval=True)
+        model = one_unit(copy.deepcopy(plain), mp_policy=policy)
+        square(model, x).backward()
+        (found,) = model.found
+        with torch.no_grad():
+            assert torch.equal(found, plain.eval()(x.double()))
+        assert_at_rest(model)
 
     simulate_ranks(ranks)

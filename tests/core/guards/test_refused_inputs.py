@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,10 +13,13 @@ from torch.func import functional_call, vmap
 from torch.testing import assert_close
 
 import fsdp_compose as fc
+from fsdp_compose import MixedPrecision
 from fsdp_compose.core.schedule import Hold
 
 from harness import simulate_ranks
-from models import assert_at_rest, data, seeded, square, units, whole
+from models import Tower, assert_at_rest, by_block, data, one_unit, seeded, square, units, whole
+
+HALF = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
 
 
 class Exact(NamedTuple("Exact", [("x", Tensor)])):
@@ -64,9 +68,8 @@ def test_a_unit_whose_inputs_refuse_the_cast_is_left(way: str, outermost: bool) 
     def ranks(rank: int) -> None:
         plain = seeded(Gives).bfloat16()
         model = copy.deepcopy(plain).float()
-        mp = fc.MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
-        fc.fully_shard(model.first, mp_policy=mp)
-        root = model.first if outermost else fc.fully_shard(model, mp_policy=mp)
+        fc.fully_shard(model.first, mp_policy=HALF)
+        root = model.first if outermost else fc.fully_shard(model, mp_policy=HALF)
         x = data(0, rank, 3, 6).bfloat16()
         for _ in range(2):
             model.bad = True
@@ -131,5 +134,28 @@ def test_a_failed_backward_ends_no_other_pass(late: bool) -> None:
             square(model, data(step, rank, 3, 6)).backward()
             sum(square(plain, data(step, r, 3, 6)) for r in range(2)).div(2).backward()
             assert_close(whole(model.head.weight.grad), plain.head.weight.grad)
+
+    simulate_ranks(ranks)
+
+
+class Handing(Tower):
+    """Hands its first block what that block's input cast fails on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](Exact(x.float()))
+
+
+def test_an_input_that_refuses_the_cast() -> None:
+    """Its error comes through, and the next model's forward is an outermost one all the same."""
+
+    def ranks(rank: int) -> None:
+        broken = by_block(seeded(Handing), mp_policy=HALF)
+        other = one_unit(seeded(Tower), mp_policy=replace(HALF, cast_forward_inputs="root"))
+        x = data(0, rank)
+        with pytest.raises(ValueError, match="not in half precision"):
+            vmap(broken)(x)
+        assert other(x).dtype is torch.bfloat16
+        square(other, x).backward()
+        assert_at_rest(other)
 
     simulate_ranks(ranks)

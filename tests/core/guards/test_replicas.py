@@ -1,17 +1,45 @@
-"""Copies of a parameter that were edited on some ranks only are found, and the ranks named."""
+"""Copies of a parameter that ranks write, or edit, each for itself are found, and named."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose import ShardingStrategy, set_debug, verify_replicas
+from fsdp_compose import (
+    ShardingStrategy,
+    count_traffic,
+    fully_shard,
+    reduce_grads,
+    set_debug,
+    set_requires_all_reduce,
+    unshard,
+    verify_replicas,
+    wrap,
+)
+from fsdp_compose.comm.collectives import is_point_to_point
+from fsdp_compose.core.guards import replicas
 from fsdp_compose.core.guards.replicas import checksum
+from fsdp_compose.core.guards.used_parameters import is_known_at_once
 
-from harness import rank_errors, run_ranks, simulate_ranks
-from models import Recomputed, Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
+from harness import fake_world, rank_errors, run_ranks, simulate_ranks
+from models import (
+    WIDTH,
+    Ledger,
+    Recomputed,
+    Tower,
+    by_block,
+    data,
+    mesh_of_replicas,
+    one_unit,
+    seeded,
+    sgd,
+    square,
+    units,
+)
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("NO_SHARD", 2), ("HYBRID_SHARD", 4)])
@@ -89,3 +117,102 @@ def test_sums_are_taken_where_the_numbers_are() -> None:
     wanted = checksum(numbers)
     with torch.device("meta"):
         assert checksum(numbers) == wanted
+
+
+class Filling(nn.Linear):
+    """Writes one number into its weight, another into its bias."""
+
+    filling, value = 0.5, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.fill_(self.filling)
+            self.bias.fill_(self.value)
+        return super().forward(x)
+
+
+def test_each_weight_that_replicas_write_is_compared() -> None:
+    """The first is alike on all ranks, the second is not."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(Filling(WIDTH, WIDTH), strategy=ShardingStrategy.NO_SHARD)
+        model.value = float(rank)
+        model(torch.ones(1, WIDTH))
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "write different weights" in text
+        assert "parameter 'bias'" in text and "'weight'" not in text
+
+
+def test_borrowed_weights_that_ranks_write_differ() -> None:
+    """Also where the unit's own parameters are on one rank alone."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Filling(WIDTH, WIDTH))
+        model[0].weight = model[1].weight
+        fully_shard(model[0], strategy=ShardingStrategy.NO_SHARD)
+        fully_shard(model[1], mesh="self")
+        own, borrowed = units(model[1])[0].gathered
+        assert own.mesh.size == 1 and borrowed.mesh.size == 2
+        model[1].filling = float(rank)
+        model(torch.ones(1, WIDTH))
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "write different weights" in text
+        assert "unit 'Filling' (parameter 'weight'" in text
+
+
+def test_messages_between_pairs_stall_no_accelerator() -> None:
+    """Ranks are asked at once on a CPU, and elsewhere where every group has such messages."""
+
+    def ranks(rank: int) -> None:
+        (bucket,) = units(one_unit(seeded(lambda: nn.Linear(WIDTH, WIDTH))))[0].buckets
+        groups = list(bucket.mesh.groups)
+        assert is_known_at_once(bucket, groups)
+        bucket.mesh = replace(bucket.mesh, device=torch.device("meta"))
+        assert is_known_at_once(bucket, groups) == all(map(is_point_to_point, groups))
+        bare = replace(groups[0], transport=None, backend="none")
+        assert not is_known_at_once(bucket, [*groups, bare])
+
+    simulate_ranks(ranks)
+
+
+def test_replicas_that_nobody_compares_are_summed() -> None:
+    """In a world that moves nothing, gradients that wait for replicas are reduced and set."""
+    with fake_world(4):
+        options = {"mesh": mesh_of_replicas(2, 2), "strategy": ShardingStrategy.HYBRID_SHARD}
+        model = one_unit(seeded(lambda: nn.Linear(WIDTH, WIDTH)), **options)
+        set_requires_all_reduce(model, False)
+        square(model, data(0, 0)).backward()
+        assert "not reduced yet" in repr(model.weight.grad)
+        with count_traffic() as traffic:
+            reduce_grads(model)
+        assert "not reduced yet" not in repr(model.weight.grad)
+        assert traffic.control == 0
+
+
+def test_ranks_that_write_into_different_units() -> None:
+    """Each says which weight it wrote, and the ranks know that they have parted."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(Filling(WIDTH, WIDTH), Filling(WIDTH, WIDTH))
+        fully_shard(model, units=wrap.by_class({Filling}))
+        unshard(model[0])
+        unshard(model[1])
+        (log,) = units(model[0])[0].links.logs
+        with pytest.raises(RuntimeError, match=rf"parameter '{rank}\.weight' of unit '{rank}'"):
+            model[rank](torch.ones(1, WIDTH))
+        assert log.disagreements == 1
+
+    simulate_ranks(ranks)
+
+
+def test_checksums_take_memory_for_one_piece() -> None:
+    """However large the parameter is."""
+    peaks: list[int] = []
+    for words in (1 << 20, 1 << 21):
+        tensor = torch.zeros(words, dtype=torch.float64)
+        with Ledger(tensor) as ledger:
+            replicas.sum_bytes(tensor)
+        peaks.append(ledger.peak)
+    assert peaks[0] == peaks[1]

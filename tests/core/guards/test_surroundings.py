@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,5 +255,29 @@ def test_a_model_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None
             for _ in range(3):
                 fc.clip_grad_norm_(on_two, 1.0)
         assert seen.count(on_two) == 1
+
+    simulate_ranks(ranks)
+
+
+def test_later_backwards_look_at_no_model_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first backward looks through it, once for all of its units."""
+    looks: dict[str, list[nn.Module]] = {"iter_units": [], "check_surroundings": []}
+    for name, modules in looks.items():
+        real = getattr(surroundings, name)
+
+        def counted(module: nn.Module, *args: Any, real: Any = real, seen: Any = modules) -> Any:
+            seen.append(module)
+            return real(module, *args)
+
+        monkeypatch.setattr(surroundings, name, counted)
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(*(fully_shard(seeded(Block)) for _ in range(3)))
+        square(model, data(0, rank)).backward()
+        assert looks["check_surroundings"].count(model) == 1
+        asked = looks["iter_units"].count(model)
+        for step in range(2):
+            square(model, data(step, rank)).backward()
+        assert looks["iter_units"].count(model) == asked
 
     simulate_ranks(ranks)

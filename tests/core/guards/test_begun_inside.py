@@ -1,0 +1,150 @@
+"""Backwards that begin elsewhere than at a unit's first output: a later one, or what was kept."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from fsdp_compose import MixedPrecision, count_traffic, fully_shard
+
+from harness import fake_world, simulate_ranks, single_process
+from models import WIDTH, assert_at_rest, data, seeded, units, whole
+
+RELEASED = {"reshard_after_forward": True}
+
+
+class Forked(nn.Linear):
+    """Gives two tensors, neither of which comes of the other."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), super().forward(torch.sin(x))
+
+
+def test_a_backward_from_a_later_output() -> None:
+    """Also after backwards that came by the first alone."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(lambda: Forked(WIDTH, WIDTH))
+        model = fully_shard(copy.deepcopy(plain), **RELEASED)
+        for step in range(3):
+            first, second = model(data(step, rank))
+            first.sum().backward()
+            del first, second
+        model.zero_grad()
+        model(data(3, rank))[1].square().sum().backward()
+        for r in range(2):
+            (plain(data(3, r))[1].square().sum() / 2).backward()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found.grad), wanted.grad)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+class Branch(nn.Module):
+    """Keeps in an attribute what leads to no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept: Tensor | None = None
+        self.keeps_weight = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.sin(self.last(torch.tanh(self.last(x))))
+        if self.keeps_weight:
+            self.kept = self.last.weight
+        return self.first(x)
+
+
+def test_an_attribute_is_no_slow_way(caplog: pytest.LogCaptureFixture) -> None:
+    """The first backward that begins at what an attribute keeps is as usual, and logs nothing."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Branch), **RELEASED)
+        model(data(0, rank))
+        model.kept.square().mean().backward()
+        assert model.last.weight.grad is not None
+
+    with caplog.at_level("WARNING", "fsdp_compose"):
+        simulate_ranks(ranks)
+    assert not caplog.records
+
+
+class Caching(nn.Module):
+    """Passes on a tensor in a list that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(torch.tanh(self.key(x)).mul(2))
+        return self.out(x)
+
+
+def test_backward_looks_for_weights_of_each_dtype() -> None:
+    """The first are the shard itself, the second were released."""
+    with single_process():
+        model = Caching()
+        model.key.double()
+        policy = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(model, mp_policy=policy, **RELEASED)
+        assert [bucket.in_place for bucket in units(model)[0].gathered] == [True, False]
+        for _ in range(3):
+            model(torch.ones(1, WIDTH), []).sum().backward()
+        cache: list[Tensor] = []
+        model(torch.ones(1, WIDTH), cache)
+        with pytest.raises(RuntimeError, match="computed with weights of unit 'Caching'"):
+            cache[0].sum().backward()
+
+
+def test_an_attribute_that_held_a_weight_first() -> None:
+    """A later backward may begin at what it holds then."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Branch)
+        model = fully_shard(copy.deepcopy(plain), **RELEASED)
+        model.keeps_weight = True
+        model(data(0, rank)).sum().backward()
+        model.keeps_weight = False
+        model.zero_grad()
+        model(data(1, rank))
+        model.kept.square().mean().backward()
+        for r in range(2):
+            plain(data(1, r))
+            (plain.kept.square().mean() / 2).backward()  # type: ignore[operator, union-attr]
+        assert_close(whole(model.last.weight.grad), plain.last.weight.grad)
+
+    simulate_ranks(ranks)
+
+
+class Taking(nn.Linear):
+    """Keeps its inputs in a list."""
+
+    def __init__(self, taken: list[Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.take = taken.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.take(x)
+        return super().forward(x)
+
+
+def test_a_backward_from_inputs_of_a_frozen_unit() -> None:
+    """It needs no weight of that unit, which is not gathered."""
+    taken: list[Tensor] = []
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Taking(taken).requires_grad_(False))
+        fully_shard(model[1], **RELEASED)
+        fully_shard(model)
+        for _ in range(2):  # the first learns where backwards begin
+            model(torch.ones(1, WIDTH))
+            with count_traffic() as traffic:
+                taken.pop().sum().backward()
+        assert traffic.gathers == 0
+        assert model[0].weight.grad is not None
