@@ -69,6 +69,7 @@ def _shard_one(
         reshard_after_forward=case.release if strategy in RELEASING else None,
         prefetch=Prefetch(*case.prefetch),
         granularity=case.granularity,
+        static_buffers=case.static or False,
         mp_policy=MixedPrecision(
             param_dtype=getattr(torch, case.compute) if case.compute else None
         ),

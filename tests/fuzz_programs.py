@@ -84,6 +84,7 @@ class Case:
     reordered: bool = False  # every other rank's optimizer lists the parameters the other way round
     backend: str = "gloo"  # or "nccl": the path of groups whose collectives are one call
     mixed: str = ""  # the strategy of the last unit inside the model, over two groups of ranks
+    static: int = 0  # in how many buffers at fixed addresses units are gathered by turns
 
 
 OPS = (
@@ -246,6 +247,7 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
         backend="nccl" if rng.random() < min(0.25 * world**0.5, 0.9) - 0.1 else "gloo",
         fault=_draw_fault(rng, world) if with_fault else None,
         mixed=_draw_mixed(rng, world, hybrid),
+        static=rng.choice((2, 3)) if rng.random() < 0.15 else 0,
     )
 
 
@@ -304,7 +306,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for name, value in (
         ("fault", None), ("backend", "gloo"), ("world", 2), ("strategy", "FULL_SHARD"),
         ("prefetch", (0, 0)), ("granularity", 1), ("release", None), ("optimizer", "sgd"),
-        ("compute", ""), ("offload", ()), ("reordered", False), ("mixed", ""),
+        ("compute", ""), ("offload", ()), ("reordered", False), ("mixed", ""), ("static", 0),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
