@@ -65,7 +65,7 @@ class Run:
     finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
     live: Live | None = None
     task: Task | None = None  # the backward that opened the unit
-    shield: tuple[Any, Any] | None = None  # saved-tensor hooks in force, and the caller's
+    shield: list[Any] | None = None  # the pack hook put in force, and those below it
     chosen: ChosenGradients | None = None
 
 

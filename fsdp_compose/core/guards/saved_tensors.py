@@ -47,8 +47,10 @@ def shield_weights(unit: Unit, hooks: tuple[Any, Any]) -> None:
     def unpack(packed: Any) -> torch.Tensor:
         return packed.tensor if type(packed) is _Weight else outer_unpack(packed)
 
+    below = _take_hooks()
+    _put_back(below)
     push_saved_tensor_hooks(pack, unpack)
-    unit.run.shield = pack, outer_pack
+    unit.run.shield = [pack, *(caller_pack for caller_pack, _ in below)]
 
 
 def unshield(unit: Unit) -> None:
@@ -60,12 +62,34 @@ def unshield(unit: Unit) -> None:
 def recover_shields(engine: Engine) -> None:
     """Remove the hooks of forwards that an interrupt ended without running their last hooks.
 
-    A caller's scope that was left meanwhile removed our hooks, which were innermost, and not its
-    own; these are then removed here.
+    A caller's scope that was left meanwhile removed the innermost hooks, which were ours, and not
+    its own; those are removed here then, also from below what was entered since.
     """
-    for unit in reversed(engine.schedule.active):
-        if unit.run.shield is not None:
-            hooks = saved_tensor_hooks()
-            if hooks is not None and hooks[0] in unit.run.shield:
-                pop_saved_tensor_hooks()
-            unit.run.shield = None
+    shielded = {unit for unit in engine.schedule.active if unit.run.shield is not None}
+    if not shielded:
+        return
+    known = {id(pack) for unit in shielded for pack in unit.run.shield or ()}
+    left, hooks = len(shielded), []
+    for pack, unpack in _take_hooks():
+        if left and id(pack) in known:
+            left -= 1
+        else:
+            hooks.append((pack, unpack))
+    _put_back(hooks)
+    for unit in shielded:
+        unit.run.shield = None
+
+
+def _take_hooks() -> list[tuple[Any, Any]]:
+    """Take all saved-tensor hooks off torch's stack, the innermost first."""
+    taken = []
+    while (hooks := saved_tensor_hooks()) is not None:
+        pop_saved_tensor_hooks()
+        taken.append(hooks)
+    return taken
+
+
+def _put_back(hooks: list[tuple[Any, Any]]) -> None:
+    """Undo ``_take_hooks``."""
+    for pack, unpack in reversed(hooks):
+        push_saved_tensor_hooks(pack, unpack)

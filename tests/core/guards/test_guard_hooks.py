@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import pop_saved_tensor_hooks, saved_tensor_hooks
+from fsdp_compose.base.torch_private import saved_tensor_hooks
 from fsdp_compose.core import forward
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.state import engine_of
@@ -56,9 +57,6 @@ def test_submodules_without_hooks_cost_no_look(monkeypatch: pytest.MonkeyPatch) 
 def test_an_interrupt_leaves_hooks_entered_later() -> None:
     """The forward that clears up gives its activations to the hooks that are in force then."""
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     def hooks(packed: list[Tensor]) -> saved_tensors_hooks:
         def pack(tensor: Tensor) -> Tensor:
             packed.append(tensor)
@@ -76,13 +74,47 @@ def test_an_interrupt_leaves_hooks_entered_later() -> None:
         before.clear()
         with hooks(later):
             loss = square(model, data(0, rank))
-        assert later and not before
-        while saved_tensor_hooks() is not None:
-            pop_saved_tensor_hooks()
+        assert later and not before and saved_tensor_hooks() is None
         loss.backward()
         assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_an_interrupt_in_a_unit_in_several_scopes(left: int) -> None:
+    """However many of its caller's scopes it ends, the next forward finds those that are open."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        names: list[str] = []
+        scopes = [contextlib.ExitStack() for _ in range(2)]
+        for name, scope in zip(("outer", "inner"), scopes, strict=True):
+
+            def pack(tensor: Tensor, name: str = name) -> Tensor:
+                names.append(name)
+                return tensor
+
+            scope.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(data(0, rank))
+        handle.remove()
+        for scope in scopes[::-1][:left]:
+            scope.close()
+        names.clear()
+        square(model, data(0, rank)).backward()
+        assert set(names) == ({"inner"}, {"outer"}, set())[left]
+        for scope in scopes[: 2 - left][::-1]:
+            scope.close()
+        assert saved_tensor_hooks() is None
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_saved_tensor_hooks_may_be_any_callable() -> None:
