@@ -11,6 +11,7 @@ Files, each importing only from those above it:
     guards/units                the error for a module that is no unit and contains none
     guards/moved_parameters     copies moved parameters back into their flat shards
     guards/gathered_memory      whether tensors lie in memory that a release frees
+    guards/trained_entries      which parameters train now: not those frozen since the forward
     guards/weight_versions      whether weights were written since they were gathered
     guards/recurrent_weights    the second list of parameters that recurrent modules read
     gathering                   gathers and releases units, and sets what their modules read

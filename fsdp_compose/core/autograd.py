@@ -22,18 +22,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain, compress, count, repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 
-from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.torch_private import (
     graph_task_id,
     node_will_run,
     plain_apply,
-    raw,
     untraced,
 )
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
@@ -53,6 +51,7 @@ from fsdp_compose.core.gathering import (
 )
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.slots import refuse_slots
+from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.used_parameters import unite
 from fsdp_compose.core.guards.weight_versions import check_gathered, check_unwritten, read_versions
 from fsdp_compose.core.passes import (
@@ -77,6 +76,8 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
     Args:
         node: the autograd node at which they arrived; None in a compiled graph.
     """
+    if trained_entries(unit) != trained:
+        trained, grads = leave_out_frozen(unit, trained, grads)
     task, chosen = unit.run.task, unit.run.chosen
     if task is None or task.id != graph_task_id():
         task = running_task(unit)
@@ -285,23 +286,6 @@ DELETED = (
     "backward reached a sharded module that was deleted after its forward. Keep a reference to the "
     "model until backward has run."
 )
-
-
-def trained_entries(unit: Unit) -> tuple[int, ...]:
-    """Entries whose parameters need gradients now, where grad mode is on."""
-    flags: list[bool] = []
-    with raw():
-        for bucket in unit.buckets:
-            flags += map(requires_grad, bucket.views.params)
-        if unit.borrowed:
-            flags += map(requires_grad, map(_param_of, unit.borrowed))
-    links = unit.links
-    if flags != links.flags:
-        links.flags, links.trained = flags, tuple(compress(count(), flags))
-    return links.trained
-
-
-_param_of = attrgetter("param")
 
 
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_compose.base.casts import cast_inputs, cast_output
 from fsdp_compose.base.torch_private import graph_task_id, next_node_number, saved_tensor_hooks
-from fsdp_compose.core.autograd import is_current, trained_entries, view_parameters
+from fsdp_compose.core.autograd import is_current, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.compared_units import did_ranks_differ
@@ -24,6 +24,7 @@ from fsdp_compose.core.guards.kept_views import guard_after_error, note_forward,
 from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.surroundings import find_surroundings
+from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.passes import begin_forward_pass, end_step, note_opened, running_task
 from fsdp_compose.core.records import Live
 from fsdp_compose.core.schedule import Backward, Hold

@@ -47,7 +47,7 @@ def add_powers(
         size = _PIECE.get(tensor.device.type, _LARGEST_PIECE)
         for piece in tensor.reshape(-1).split(size):
             if order == 2 and not piece.is_complex():
-                powers = piece.double().mul_(scale)
+                powers = piece.double() * scale  # a new tensor: double() gives a float64 one itself
                 powers *= powers
             else:
                 powers = piece.abs().double().mul_(scale)

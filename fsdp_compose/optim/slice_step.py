@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -225,5 +225,6 @@ def _tag_state(optimizer: Optimizer) -> None:
 
 def _count_fused_writes(optimizer: Optimizer) -> None:
     """Fused kernels write without counting it, and what is kept gathered goes by the count."""
-    if any(group.get("fused") for group in optimizer.param_groups):
-        increment_version(list(optimizer.state))
+    fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+    if fused:
+        increment_version([p for p in chain.from_iterable(fused) if p.grad is not None])

@@ -38,12 +38,13 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.gather import gather_flat
-from fsdp_compose.core.autograd import receive, trained_entries
+from fsdp_compose.core.autograd import receive
 from fsdp_compose.core.gathering import take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.recurrent_weights import find_recurrent
 from fsdp_compose.core.guards.replaced_parameters import check_slots
+from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.records import Traced

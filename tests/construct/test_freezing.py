@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import (
+    Offload,
+    ShardingStrategy,
     accumulate,
     count_traffic,
+    gathered,
     no_sync,
     reduce_grads,
 )
 
-from harness import run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     WIDTH,
     MakeOptimizer,
@@ -189,3 +194,64 @@ def test_adversaries_take_turns(make: MakeOptimizer) -> None:
             assert_at_rest(part)
 
     run_ranks(ranks, 2)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"strategy": ShardingStrategy.NO_SHARD},
+    {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    {"offload_policy": Offload(params=True, pin_memory=False)},
+]
+
+
+def freeze_at_random(model: nn.Module, seed: int, frozen: bool) -> None:
+    chosen = random.Random(seed)
+    for param in model.parameters():
+        if chosen.random() < 0.5:
+            param.requires_grad_(not frozen)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("way", ["backward", "create_graph", "no_sync", "gathered"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shard", [by_block, one_unit])
+def test_freezing_between_forward_and_backward(shard: Any, options: Any, way: str) -> None:
+    """What is frozen by then gets no gradient, and keeps the one it has, as in a plain model."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Tower(2), lambda model: shard(model, **options))
+        twin.backward(square, 0)
+        twin.check_grads()
+        for seed in (1, 2):
+            scope = no_sync if way == "no_sync" and seed == 1 else nullcontext
+            with gathered(twin.model) if way == "gathered" else scope(twin.model):
+                losses = twin.losses(square, seed)
+                for model in (twin.model, twin.reference):
+                    freeze_at_random(model, seed, True)
+                for loss in losses:
+                    loss.backward(create_graph=way == "create_graph")
+                del loss, losses
+            for model in (twin.model, twin.reference):
+                freeze_at_random(model, seed, False)
+        twin.check_grads()
+        twin.zero_grad()
+        twin.train(steps=1)
+        assert_at_rest(twin.model)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("parts", ["first", "blocks", ""])
+def test_freezing_on_one_rank_before_the_backward(parts: str) -> None:
+    """The ranks would train different parameters: both are told which (D17)."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(2)))
+        for step in range(2):
+            loss = square(model, data(step, rank))
+            if step and rank:
+                model.get_submodule(parts).requires_grad_(False)
+            loss.backward()
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "requires a gradient on rank 0 and not on rank 1" in text

@@ -380,7 +380,7 @@ def test_calls_of_a_unit_and_step() -> None:
     """In a steady state a unit costs a step so many calls of functions, which take most time."""
     with fake_world(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(here, "engines", {})  # without what static buffers of other tests left
-        assert (count_calls(12) - count_calls(4)) / 8 <= 134
+        assert (count_calls(12) - count_calls(4)) / 8 <= 135
 
 
 class GroupCalls(TorchDispatchMode):

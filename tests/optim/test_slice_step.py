@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +19,7 @@ from fsdp_compose.sharded import ShardedWeightError, is_sharded, to_local
 from fsdp_compose.sharded.tensor import HANDLERS
 
 from checked_steps import checked, give, guard, same, tensors
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from optimizers import EXACT, O
 from sharded_values import on_ranks, shard
 
@@ -245,16 +245,17 @@ def test_state_of_another_cut_is_refused() -> None:
     run_ranks(body, 2)
 
 
-def test_no_warning_and_no_write_is_lost() -> None:
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("make", [O.AdamW, O.SGD])
+def test_no_warning_and_no_write_is_lost(make: Any) -> None:
     """A unit that stays gathered sees a fused step, as its parameters' counts say so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+
+    def ranks(rank: int) -> None:
         torch.manual_seed(0)
-        plain, model = nn.Linear(3, 3), nn.Linear(3, 3)
-        model.load_state_dict(plain.state_dict())
-        fsdp_compose.fully_shard(model, strategy=fsdp_compose.ShardingStrategy.SHARD_GRAD_OP)
-        pair = [O.AdamW(m.parameters(), 0.1, fused=True) for m in (plain, model)]
-        x = torch.randn(2, 3)
+        plain, x = nn.Linear(3, 3), torch.randn(2, 3)
+        model = fsdp_compose.fully_shard(copy.deepcopy(plain))
+        fsdp_compose.set_reshard_after_backward(model, False)
+        pair = [make(m.parameters(), 0.1, fused=True) for m in (plain, model)]
         for _ in range(3):
             losses = []
             for m, optimizer in zip((plain, model), pair):
@@ -264,3 +265,5 @@ def test_no_warning_and_no_write_is_lost() -> None:
                 optimizer.zero_grad()
                 losses.append(loss)
             assert torch.equal(*losses)
+
+    simulate_ranks(ranks)
