@@ -129,3 +129,13 @@ def state_api_under_way() -> str | None:
 def _is_function(frame: FrameType, name: str, module: str) -> bool:
     """Told by name, since importing those modules takes torch half a second."""
     return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module
+
+
+def is_scaled_by_torch() -> bool:
+    """Whether ``torch.amp.GradScaler.step`` itself, and no subclass's, steps an optimizer."""
+    code = torch.amp.GradScaler.step.__code__
+    found = (frame.f_locals["self"] for frame in _stack() if frame.f_code is code)
+    return type(next(found, None)) in _SCALERS
+
+
+_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

@@ -142,11 +142,8 @@ class Lender(Protocol):
 class Mirror(Protocol):
     """Plain tensors over a bucket's memory that are given its gradients too."""
 
-    def reconcile(self) -> None:
-        """Clear what was cleared on either side since the last backward."""
-
-    def join_gradients(self, flat: torch.Tensor | None) -> None:
-        """Show gradients that were set, as slices of ``flat`` or, if that is None, one by one."""
+    def settle(self, flat: torch.Tensor | None = None, converted: bool = False) -> None:
+        """Have both sides' gradients be the same memory; new ones are slices of ``flat``."""
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def _reduce_now(
     for route in routes_of(unit, trained):
         mirror = route.bucket.history.mirror
         if mirror is not None:
-            mirror.reconcile()
+            mirror.settle()
             task.mirrors.append(mirror)
         for entry, grad in _reduce_route(route, grads).items():
             results[entry] = results[entry] + grad if entry in results else grad

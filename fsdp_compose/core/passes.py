@@ -95,7 +95,7 @@ def end_task(engine: Engine, task_id: int) -> None:
             land(engine)
             accumulate(task.results)
             for mirror in task.mirrors:
-                mirror.join_gradients(None)
+                mirror.settle()
     except BaseException:
         engine.tasks[task_id], task.callback = task, None  # it is over; the error may hold it
         show_leaves(task)

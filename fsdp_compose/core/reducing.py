@@ -308,7 +308,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     unit, bucket, used = reduction.unit, reduction.bucket, reduction.used
     mirror, is_hooked = bucket.history.mirror, bucket.residence.is_hooked
     if mirror is not None:
-        mirror.reconcile()
+        mirror.settle()
     entries, params, grads = bucket.entries, bucket.views.params, cut(bucket, flat)
     if used.bits != bucket.views.every:
         flags = [used.bits >> i & 1 for i in range(used.count)]
@@ -320,7 +320,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
             grads = [run_gradient_hooks(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
         _add_gradients(params, grads)
     if mirror is not None:
-        mirror.join_gradients(flat)
+        mirror.settle(flat)
     if is_hooked:
         _run_accumulated_hooks(entries)
     hooks = unit.post_reduce_hooks
@@ -328,7 +328,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         with at_rest(entries):
             reduced(unit.modules[0](), [entry.held for entry in entries])
     if mirror is not None:
-        mirror.reconcile()  # a hook may have stepped an optimizer and cleared its gradients
+        mirror.settle()  # a hook may have stepped an optimizer and cleared its gradients
 
 
 def _add_gradients(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:

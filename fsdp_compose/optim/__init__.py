@@ -2,6 +2,7 @@
 
 Files, each importing only from those above it:
 
+    mirror                 one gradient for a plain parameter and the sharded ones it is over
     plain_parameters       flat_parameters, local_parameters: plain tensors over the shards
     unaveraged_parameters  steps over sharded parameters and plain ones nobody averages (D18)
     step_plan              which state goes into which list of a step, remembered

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_once
 from fsdp_compose.core.state import owner_of, unit_of
+from fsdp_compose.optim.mirror import leaves_of, settle_gradients
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import (
@@ -81,10 +83,11 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
     else:
         shown = [params] if isinstance(params, torch.Tensor) else list(params)
         check_clipped(shown)
+    settle_gradients()
     if set(map(type, shown)) == {ShardedParameter}:
         sharded, others = shown, []
     else:
-        leaves = list(map(leaf_of, shown))
+        leaves = list(chain.from_iterable(map(leaves_of, map(leaf_of, shown))))
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
     found, left = join_buckets(sharded) if joins else ([], sharded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.state import owner_of
+from fsdp_compose.optim.mirror import leaves_of
 from fsdp_compose.sharded import is_sharded_parameter, spec_of
 
 
@@ -59,7 +61,7 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
     """
     groups: dict[Group, torch.device] = {}
     for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
+        for param in chain.from_iterable(map(leaves_of, param_group["params"])):
             if is_sharded_parameter(param):
                 mesh = owner_of(find_entry(param)).mesh
                 found = (*mesh.groups, *spec_of(param).whole_groups)

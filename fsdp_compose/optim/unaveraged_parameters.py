@@ -24,7 +24,7 @@ from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.surroundings import UNAVERAGED
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.plain_parameters import source_of
+from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.sharded import ShardedParameter, is_sharded_parameter
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()

@@ -23,10 +23,10 @@ from fsdp_compose import (
     undo,
 )
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.optim.plain_parameters import (
     flat_parameters,
     named_local_parameters,
-    source_of,
 )
 from fsdp_compose.sharded import to_local
 

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compose.base.torch_stack import state_api_under_way
 from fsdp_compose.checkpoint.values import fit, whole_shape
+from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.optim.owner_step import OwnerOptimizer
-from fsdp_compose.optim.plain_parameters import source_of
 from fsdp_compose.sharded import is_sharded, is_sharded_parameter
 
 ELEMENTWISE = frozenset(

@@ -70,7 +70,7 @@ def copy_moved_parameters(bucket: Bucket) -> None:
         bucket.history.unready = list(bucket.entries)
     if bucket.history.mirror is not None:
         # An optimizer over those tensors may step before the next backward.
-        bucket.history.mirror.join_gradients(None)
+        bucket.history.mirror.settle(converted=True)
 
 
 def _make_shard(

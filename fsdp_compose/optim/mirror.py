@@ -1,0 +1,312 @@
+"""The gradients of plain parameters over a shard, and those of the sharded ones, are the same.
+
+Either side's may be cleared, replaced or set at any time, by a caller or by autograd. What changed
+since both sides agreed is seen by identity: a gradient is a tensor object, and each side's is noted
+then. ``settle`` passes on what changed. It runs before and after gradients arrive, before a step,
+and before norms are taken.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad
+from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.entries import mark_entry
+from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.state import unit_of
+from fsdp_compose.sharded import tag, to_local
+
+Grad: TypeAlias = torch.Tensor | None
+Note: TypeAlias = weakref.ref[torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a plain parameter stands for: a bucket's shard, or one entry's slice of it.
+
+    Attributes:
+        bucket: gives None where the bucket is gone, and for a copy of the parameter.
+        nodes: at which autograd adds to the sharded gradients; kept, as they are watched.
+    """
+
+    bucket: Callable[[], Bucket | None]
+    entry: weakref.ref[Entry] | None
+    nodes: list[Any]
+
+    def __reduce__(self) -> Any:
+        """A parameter that was pickled stands for itself."""
+        return type(None), ()
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Copies a plain parameter; the copy is over memory that no model reads."""
+
+    plain: weakref.ref[nn.Parameter]
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
+        plain: Any = self.plain()
+        copied: nn.Parameter = nn.Parameter.__deepcopy__(plain, memo)
+        copied.__dict__[_SOURCE_KEY] = Source(_nothing, None, [])
+        return copied
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _nothing() -> None:
+    return None
+
+
+_SOURCE_KEY = "_fsdp_compose_source"
+
+
+def source_of(param: torch.Tensor) -> Source | None:
+    """What a parameter made by ``flat_parameters`` or ``local_parameters`` stands for."""
+    return param.__dict__.get(_SOURCE_KEY)
+
+
+class Mirror:
+    """The plain parameters over one bucket; they belong to whoever asked for them.
+
+    Where both sides agree the gradient of the flat one is one buffer, and the gradients of the
+    sharded parameters are its slices; where one has none, its slice is zero.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = weakref.ref(bucket)
+        unit_of(bucket).engine.mirrors.add(self)
+        self.plain: dict[Entry | None, weakref.ref[nn.Parameter]] = {}  # None: the flat one
+        self.noted_plain: dict[Entry | None, Note] = {}
+        self.noted: dict[Entry, Note] = {}
+
+    def make(self, entry: Entry | None) -> nn.Parameter:
+        """The plain parameter over an entry's slice, or over the whole shard."""
+        ref = self.plain.get(entry)
+        known = None if ref is None else ref()
+        if known is not None:
+            return known
+        self.settle()
+        bucket = self.bucket()
+        assert bucket is not None
+        with torch.inference_mode(False):
+            bucket.residence.is_shared = True
+            # Both share the version counter, unlike ``.data``.
+            plain = nn.Parameter(shard_of(bucket) if entry is None else to_local(entry.param))
+        if entry is not None:
+            mark_entry(plain, entry)  # an empty slice has no storage to be recognised by
+        _expect_gradient(plain, bucket)
+        key = None if entry is None else weakref.ref(entry)
+        plain.__dict__[_SOURCE_KEY] = Source(self.bucket, key, self._watch(bucket, entry))
+        plain.__dict__["__deepcopy__"] = _Copy(weakref.ref(plain))
+        self.plain[entry] = weakref.ref(plain, partial(_bury, weakref.ref(self), entry))
+        self.settle()
+        return plain
+
+    def _watch(self, bucket: Bucket, entry: Entry | None) -> list[Any]:
+        """Settle before autograd itself adds to a gradient, as for a penalty on the weights."""
+        settle, nodes = partial(_settle_first, weakref.ref(self)), []
+        with raw(), torch.enable_grad():
+            for own in bucket.entries if entry is None else [entry]:
+                if requires_grad(own.param):
+                    nodes.append(get_gradient_edge(own.param).node)
+                    nodes[-1].register_prehook(settle)
+        return nodes
+
+    def settle(self, flat: Grad = None, converted: bool = False) -> None:
+        """Have both sides' gradients be the same memory, as of now.
+
+        Args:
+            flat: the buffer that new gradients of the bucket are slices of, if it is one.
+            converted: the sharded gradients are other tensors since the module was converted, and
+                not because somebody set them.
+        """
+        bucket = self.bucket()
+        if bucket is None or not self.plain:
+            return
+        with raw(), torch.no_grad():
+            if not converted and self._agree(bucket):
+                return
+            alive = [
+                (entry, plain) for entry, ref in self.plain.items() if (plain := ref()) is not None
+            ]
+            for entry, plain in alive:
+                self._follow(bucket, entry, plain)
+                _refuse_hooks(bucket, plain)
+                if not _is_noted(plain.grad, self.noted_plain.get(entry)):
+                    for own, grad in _cut(bucket, entry, plain.grad):
+                        self._send(own, grad, converted)
+            for entry, plain in sorted(alive, key=lambda pair: pair[0] is not None):
+                self._fetch(bucket, entry, plain, flat)
+                self.noted_plain[entry] = _note(plain.grad)
+            self.noted = {entry: _note(get_grad(entry.param)) for entry in bucket.entries}
+
+    def _agree(self, bucket: Bucket) -> bool:
+        """Whether no gradient is another than when both sides agreed."""
+        for entry, ref in self.plain.items():
+            plain = ref()
+            if entry not in self.noted_plain or plain is None:
+                return False
+            if not _is_noted(plain.grad, self.noted_plain[entry]):
+                return False
+        grads, notes = map(get_grad, bucket.views.params), map(self.noted.get, bucket.entries)
+        return all(map(_is_noted, grads, notes))
+
+    def _send(self, entry: Entry, grad: Grad, converted: bool) -> None:
+        """Give a sharded parameter what was changed, unless it was given something else since."""
+        own = get_grad(entry.param)
+        if own is None or converted or _is_noted(own, self.noted.get(entry)):
+            set_grad(entry.param, None if grad is None else tag(grad.detach(), entry.spec))
+
+    def _fetch(self, bucket: Bucket, entry: Entry | None, plain: nn.Parameter, flat: Grad) -> None:
+        """Give a plain parameter the gradient that the sharded ones have."""
+        if entry is not None:
+            grad = get_grad(entry.param)
+            if grad is None:
+                plain.grad = None
+            elif plain.grad is None or not _same_memory(plain.grad, grad):
+                plain.grad = to_local(grad).detach()
+            return
+        _refuse_frozen(bucket)
+        if all(get_grad(own.param) is None for own in bucket.entries):
+            plain.grad = None
+            return
+        if plain.grad is None:
+            if flat is None:
+                flat = torch.zeros_like(shard_of(bucket), dtype=bucket.dtypes.grad)
+            plain.grad = flat.detach()
+        for own, piece in _cut(bucket, None, plain.grad):
+            assert piece is not None
+            _join(own, piece)
+
+    def _follow(self, bucket: Bucket, entry: Entry | None, plain: nn.Parameter) -> None:
+        """Point a plain parameter to where the shard is now, after ``module.to(...)``."""
+        now = shard_of(bucket) if entry is None else to_local(entry.param)
+        if (plain.dtype, plain.device) != (now.dtype, now.device):
+            if plain.grad is not None:
+                plain.grad, self.noted_plain[entry] = None, None
+            plain.data = now
+            source = source_of(plain)
+            assert source is not None
+            source.nodes[:] = self._watch(bucket, entry)
+        elif not _same_memory(plain, now):
+            plain.data = now
+        _expect_gradient(plain, bucket)
+
+    def bury(self, entry: Entry | None) -> None:
+        """Clear gradients that were cleared through a plain parameter, which is gone now."""
+        del self.plain[entry]
+        bucket, note = self.bucket(), self.noted_plain.pop(entry, None)
+        if bucket is None or note is None or note() is not None:
+            return
+        with raw():
+            for own in bucket.entries if entry is None else [entry]:
+                if _is_noted(get_grad(own.param), self.noted.get(own)):
+                    set_grad(own.param, None)
+
+
+def settle_gradients() -> None:
+    """Settle the gradients of all plain parameters, before they are read."""
+    for engine in here.engines.values():
+        for mirror in tuple(engine.mirrors):
+            mirror.settle()
+
+
+def leaves_of(param: torch.Tensor) -> Sequence[Any]:
+    """The sharded parameters that a plain one stands for; of any other, itself."""
+    source = source_of(param)
+    bucket = None if source is None else source.bucket()
+    if source is None or bucket is None:
+        return [param]
+    entry = None if source.entry is None else source.entry()
+    return bucket.views.params if entry is None else [entry.param]
+
+
+def _settle_first(mirror: weakref.ref[Mirror], _: Any) -> None:
+    found = mirror()
+    if found is not None:
+        found.settle()
+
+
+def _bury(mirror: weakref.ref[Mirror], entry: Entry | None, _: Any) -> None:
+    found = mirror()
+    if found is not None:
+        found.bury(entry)
+
+
+def _note(grad: Grad) -> Note:
+    return None if grad is None else weakref.ref(grad)
+
+
+def _is_noted(grad: Grad, note: Note) -> bool:
+    """Whether a gradient is the tensor that was noted, or is None as it was."""
+    if grad is None or note is None:
+        return grad is None and note is None
+    return note() is grad
+
+
+def _cut(bucket: Bucket, entry: Entry | None, grad: Grad) -> Iterable[tuple[Entry, Grad]]:
+    """By entry, its part of a plain parameter's gradient."""
+    if entry is not None:
+        return [(entry, grad)]
+    if grad is None:
+        return [(own, None) for own in bucket.entries]
+    pieces = grad.detach().split(bucket.views.splits)
+    return [(e, pieces[k]) for e, k in zip(bucket.entries, bucket.views.pieces, strict=True)]
+
+
+def _join(entry: Entry, piece: torch.Tensor) -> None:
+    """Make a sharded gradient the memory of ``piece``, which is zero where there is none."""
+    grad = get_grad(entry.param)
+    if grad is None:
+        piece.zero_()
+    elif not _same_memory(piece, grad):
+        piece.copy_(to_local(grad))
+        if not grad.requires_grad:  # else it has a graph that the caller asked for
+            set_grad(entry.param, tag(piece, entry.spec))
+
+
+def _expect_gradient(plain: nn.Parameter, bucket: Bucket) -> None:
+    if plain.grad_dtype != bucket.dtypes.grad:
+        plain.grad_dtype = bucket.dtypes.grad
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() or not a.numel()
+
+
+def _refuse_frozen(bucket: Bucket) -> None:
+    frozen = [entry.spec.fqn for entry in bucket.entries if not requires_grad(entry.param)]
+    if frozen:
+        raise RuntimeError(
+            f"parameter {frozen[0]!r} was frozen after flat_parameters was called, and an "
+            "optimizer over the flat parameter would go on changing it; use local_parameters, or "
+            "set requires_grad before fully_shard."
+        )
+
+
+def _refuse_hooks(bucket: Bucket, plain: nn.Parameter) -> None:
+    """Autograd delivers nothing to a plain parameter, so its hooks would never run."""
+    if plain._backward_hooks or plain._post_accumulate_grad_hooks:
+        raise RuntimeError(
+            f"a hook was registered on a plain parameter of unit {bucket.entries[0].spec.unit!r} "
+            "(flat_parameters, local_parameters), where it would never run; register it on the "
+            "module's own parameter, which gets the gradient first."
+        )
+    if not plain.requires_grad:
+        raise RuntimeError(
+            f"requires_grad of a plain parameter of unit {bucket.entries[0].spec.unit!r} "
+            "(flat_parameters, local_parameters) was set to False, which freezes nothing; freeze "
+            "the module's own parameter, and call local_parameters again."
+        )
