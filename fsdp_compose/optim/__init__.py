@@ -12,6 +12,7 @@ Files, each importing only from those above it:
     gradients              gradients, those of a bucket as one tensor where they are one buffer
     fixed_sum              sums that have the same bits however numbers are cut over ranks
     clip                   norms and clipping
+    owner_ranks            owners' ranks are given the same, and hear of each other's errors
     owner_step             one rank has each matrix and computes its update once
     scaler                 loss scaling whose ranks agree on overflow
 """

@@ -14,10 +14,11 @@ keeps its own part of it, so that they stay equal as replicas do.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm.collectives import gather_objects
 from fsdp_compose.comm.uneven import move_pieces
+from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import balance
@@ -59,6 +61,7 @@ class Matrix:
         parallel: how tensor parallelism split it, if it did.
         part: what the slices of a split parameter add up to, at the owner.
         part_grad: the same of the gradient.
+        is_copied: ``param`` is a copy, and ``entry`` still that of the original.
     """
 
     param: nn.Parameter
@@ -70,10 +73,40 @@ class Matrix:
     parallel: Parallel | None = None
     part: Tensor | None = None
     part_grad: Tensor | None = None
+    is_copied: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Matrix:
+        # The unit of the copy may not be there yet: it is looked up by the next step.
+        plain = memo[id(self.plain)] = _make_plain(self.plain, self.plain.grad_dtype)
+        param = copy.deepcopy(self.param, memo)
+        twin = replace(self, param=param, plain=plain, part=None, part_grad=None, is_copied=True)
+        twin.empty()
+        return twin
 
     @property
     def is_mine(self) -> bool:
         return self.owner == self.group.rank
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.entry.spec.fqn!r} (unit {self.entry.spec.unit!r})"
+
+    @property
+    def has_gradient(self) -> bool:
+        return _grad_of(self) is not None
+
+    @property
+    def log(self) -> Log | None:
+        """Compares what its ranks communicate; None where it has no other ranks."""
+        caller = owner_of(self.entry).users.caller
+        assert caller is None or isinstance(caller, Log)
+        return caller
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups whose ranks hold slices, replicas or parts of it."""
+        return (*owner_of(self.entry).mesh.groups, *(a.group for a in _list_splits(self)))
 
     def span_of(self, rank: int) -> slice:
         """The elements that ``rank`` has, in storage order."""
@@ -123,16 +156,21 @@ def make_matrix(param: nn.Parameter) -> Matrix:
         )
     entry = find_entry(param)
     bucket = owner_of(entry)
-    plain = nn.Parameter(to_local(param).detach().new_empty(0))
-    if plain.grad_dtype != bucket.dtypes.grad:
-        plain.grad_dtype = bucket.dtypes.grad
+    plain = _make_plain(to_local(param), bucket.dtypes.grad)
     parallel = entry.spec.parallel
     if parallel is not None and not parallel.splits:
         parallel = None
-    plain.__dict__[_PLAIN_KEY] = True
     matrix = Matrix(param, entry, plain, bucket.mesh.shard, parallel=parallel)
     matrix.empty()
     return matrix
+
+
+def _make_plain(like: Tensor, grad_dtype: torch.dtype | None) -> nn.Parameter:
+    plain = nn.Parameter(like.detach().new_empty(0))
+    if plain.grad_dtype != grad_dtype:
+        plain.grad_dtype = grad_dtype
+    plain.__dict__[_PLAIN_KEY] = True
+    return plain
 
 
 def stands_for_matrix(param: Tensor) -> bool:
@@ -169,8 +207,11 @@ def check_matrices(matrices: Iterable[Matrix]) -> None:
 
     Raises:
         RuntimeError: naming it.
+        ValueError: it is a copy, made without its unit.
     """
     for matrix in matrices:
+        if matrix.is_copied and is_sharded(matrix.param):
+            matrix.entry, matrix.is_copied = find_entry(matrix.param), False
         if not is_sharded(matrix.param) or find_entry(matrix.param) is not matrix.entry:
             raise RuntimeError(
                 f"owner_step: parameter {matrix.entry.spec.fqn!r} of unit "
@@ -194,15 +235,20 @@ def collect_matrices(matrices: Sequence[Matrix]) -> None:
 
 
 def return_matrices(matrices: Sequence[Matrix]) -> None:
-    """Give every rank its slices of what the owners' step made, and empty the plain parameters."""
+    """Give every rank its slices of what the owners' step made."""
     for cut in _list_cut(matrices):
         _send_back(cut)
+    for matrix in matrices:
+        if matrix.is_mine and matrix.parallel is not None and not matrix.is_cut:
+            to_local(matrix.param).detach().copy_(matrix.list_stepped())
+
+
+def release_matrices(matrices: Sequence[Matrix]) -> None:
+    """Empty the plain parameters after a step, also after one that failed."""
     for bucket in {id(b): b for m in matrices if (b := owner_of(m.entry))}.values():
         increment_version(shard_of(bucket))  # a unit that is kept gathered must notice
     for matrix in matrices:
         matrix.plain.grad = None
-        if matrix.is_mine and matrix.parallel is not None and not matrix.is_cut:
-            to_local(matrix.param).detach().copy_(matrix.list_stepped())
         if matrix.is_mine and (matrix.is_cut or matrix.parallel is not None):
             matrix.empty()
 

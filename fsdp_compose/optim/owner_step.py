@@ -7,6 +7,7 @@ blocks and their scales. Replicas each do the work on equal gradients, so they s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.comm.collectives import gather_objects
 from fsdp_compose.layout.matrix_work import matrix_work
 from fsdp_compose.optim.matrices import (
     Matrix,
@@ -22,10 +22,11 @@ from fsdp_compose.optim.matrices import (
     assign_owners,
     check_matrices,
     collect_matrices,
-    list_groups,
     make_matrix,
+    release_matrices,
     return_matrices,
 )
+from fsdp_compose.optim.owner_ranks import Facts, Links, compare_matrices, list_settings
 
 Params: TypeAlias = "Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]"
 _WATCHED_STEPS = 3
@@ -54,6 +55,12 @@ def owner_step(
     matrices that tensor parallelism split, whole or cut, owners of the parts send each other
     parameters and gradients in one exchange more, and each computes the update.
 
+    Every rank makes it, and calls ``step``, with the same parameters and groups in the same order
+    and the same optimizer, which ranks compare. On gloo they also compare in each step, by two
+    small messages per group, which parameters have gradients, and hear of an error in the step of
+    another rank; on other backends that error leaves the others waiting. ``copy.deepcopy((model,
+    optim))`` gives an independent pair.
+
     Args:
         params: sharded parameters, or groups of them, as any optimizer takes.
         make: from groups of plain parameters to an optimizer over them, in their order. It must
@@ -65,7 +72,7 @@ def owner_step(
         checkpoints take it as any other.
 
     Raises:
-        ValueError: a parameter is not sharded.
+        ValueError: a parameter is not sharded, or ranks were given different things.
         TypeError: ``make`` returned something else than an optimizer over what it was given.
 
     Example:
@@ -75,6 +82,20 @@ def owner_step(
         >>> optim.step()
     """
     return OwnerOptimizer(params, make, work)
+
+
+def _share_failures(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Count the step, and have the other ranks hear what it, or a hook around it, raises."""
+    hooked = Optimizer.profile_hook_step(step)
+
+    @wraps(hooked)
+    def call(self: OwnerOptimizer, *args: Any, **kwargs: Any) -> Any:
+        self._steps += 1
+        with self._links.tell_failures():
+            return hooked(self, *args, **kwargs)
+
+    vars(call)["hooked"] = True  # else torch calls the hooks outside of the scope
+    return call
 
 
 class OwnerOptimizer(Optimizer):
@@ -99,26 +120,57 @@ class OwnerOptimizer(Optimizer):
         self._matrices: list[Matrix] = []
         self._steps = 0
         super().__init__(params, {})
-        self._matrices = [make_matrix(p) for group in self.param_groups for p in group["params"]]
+        self._build(make, work)
+        self._links = Links.of(self._matrices)
         assign_owners(self._matrices, work)
+        self.defaults = self.optimizer.defaults
+        for matrix in self._matrices:
+            if not matrix.is_mine:  # some optimizers make state at once
+                self.optimizer.state.pop(matrix.plain, None)
+        self._take_back()
+
+    def _build(self, make: Callable[[list[dict[str, Any]]], Optimizer], work: Work) -> None:
+        """Make the matrices and the optimizer, on all ranks or on none."""
+        problem, facts = None, Facts("", [], [])
+        try:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self._matrices.append(make_matrix(param))
+            self.optimizer = self._make_optimizer(make)
+            facts = self._list_facts(work)
+        except Exception as error:
+            problem = error
+        compare_matrices(self._matrices, facts, problem)
+
+    def _make_optimizer(self, make: Callable[[list[dict[str, Any]]], Optimizer]) -> Optimizer:
         rest = iter(self._matrices)
         groups = [
             {**group, "params": [next(rest).plain for _ in group["params"]]}
             for group in self.param_groups
         ]
         plain = [p for group in groups for p in group["params"]]
-        self.optimizer = make(groups)
-        if not _is_over(self.optimizer, plain):
+        optimizer = make(groups)
+        if not _is_over(optimizer, plain):
             raise TypeError(
-                f"owner_step: make returned {type(self.optimizer).__name__}; wanted an optimizer "
+                f"owner_step: make returned {type(optimizer).__name__}; wanted an optimizer "
                 "over the groups it was given, such as lambda groups: torch.optim.Muon(groups)."
             )
-        _check_closure(self.optimizer)
-        self.defaults = self.optimizer.defaults
-        for matrix in self._matrices:
-            if not matrix.is_mine:  # some optimizers make state at once
-                self.optimizer.state.pop(matrix.plain, None)
-        self._take_back()
+        _check_closure(optimizer)
+        return optimizer
+
+    def _list_facts(self, work: Work) -> Facts:
+        groups = [n for n, group in enumerate(self.param_groups) for _ in group["params"]]
+        params = [
+            (matrix.name, number, work(matrix.shape))
+            for matrix, number in zip(self._matrices, groups, strict=True)
+        ]
+        settings = list_settings(self.optimizer.param_groups)
+        return Facts(type(self.optimizer).__qualname__, settings, params)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Matrices come first: their copies have the plain parameters of the optimizer's copy.
+        own = ("_matrices", "_links", "_steps", "optimizer")
+        return {**{name: vars(self)[name] for name in own}, **super().__getstate__()}
 
     @property
     def owners(self) -> list[int]:
@@ -137,22 +189,32 @@ class OwnerOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
+    @_share_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on the owners; every rank of the shard group must call it."""
+        """One step on the owners; every rank of the shard group must call it.
+
+        Raises:
+            RuntimeError: on gloo: another rank raised in its step, or lacks other gradients.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         check_matrices(self._matrices)
-        if 0 < self._steps <= _WATCHED_STEPS:
-            self._check_settings()
-        self._steps += 1
         with torch.no_grad():
+            if 1 < self._steps <= 1 + _WATCHED_STEPS:
+                settings = list_settings(self.param_groups)
+                self._links.compare_settings(type(self.optimizer).__name__, settings)
             self._hand_over_settings()
-            collect_matrices(self._matrices)
-            self.optimizer.step()
-            return_matrices(self._matrices)
-            self._take_back()
+            self._links.meet("begin a step of owner_step", self._matrices)
+            try:
+                collect_matrices(self._matrices)
+                self.optimizer.step()
+                self._links.meet("end a step of owner_step")
+                return_matrices(self._matrices)
+            finally:
+                release_matrices(self._matrices)
+                self._take_back()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -162,26 +224,6 @@ class OwnerOptimizer(Optimizer):
         kept = {n: values for n, values in state_dict["state"].items() if n in own}
         self.optimizer.load_state_dict({**state_dict, "state": kept})
         self._take_back()
-
-    def _check_settings(self) -> None:
-        """After a step: raise on every rank if the optimizer set other values on another rank."""
-        mine = [
-            {k: repr(v) for k, v in group.items() if isinstance(v, int | float)}
-            for group in self.param_groups
-        ]
-        for group in list_groups(self._matrices):
-            for rank, theirs in zip(group.ranks, gather_objects(mine, group), strict=True):
-                for a, b in zip(mine, theirs, strict=False):
-                    key = next((k for k in a if k in b and a[k] != b[k]), None)
-                    if key is not None:
-                        raise RuntimeError(
-                            f"owner_step: {type(self.optimizer).__name__} made {key!r} of its "
-                            f"group {a[key]} on rank {group.ranks[group.rank]} and {b[key]} on "
-                            f"rank {rank}, since it sums over all parameters and each rank has "
-                            "those it owns; give it the sharded parameters themselves, whose sums "
-                            "are of all ranks. If its step cannot take those, it needs a model "
-                            "that is not sharded."
-                        )
 
     def _hand_over_settings(self) -> None:
         """Give the optimizer the settings that this one has now, such as a scheduler's."""

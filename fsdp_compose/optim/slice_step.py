@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compose.base.strides import flatten
 from fsdp_compose.base.torch_private import (
     NO_CAPTURE_WARNING,
     raw,
@@ -115,6 +116,7 @@ def _take_step(optimizer: Optimizer, params: list[Any]) -> bool:
         _step(optimizer, params, found.grads, state, plan.fill(found))
         return True
     _plans.pop(optimizer, None)
+    _cut_first_state(optimizer)
     known = _list_state(optimizer) if _is_elementwise(optimizer, params) else None
     if known is None:
         return False
@@ -146,6 +148,29 @@ def _is_elementwise(optimizer: Optimizer, params: list[Any]) -> bool:
         return False
     groups = (optimizer.defaults, *optimizer.param_groups)
     return not any(group.get("differentiable") for group in groups)
+
+
+def _cut_first_state(optimizer: Optimizer) -> None:
+    """Cut state of whole parameters that was made before ``fully_shard``, if no step used it.
+
+    Adagrad makes some when it is built, the same on every rank.
+    """
+    param: Any
+    for param, values in optimizer.state.items():
+        spec = param._shard_spec if type(param) is ShardedParameter else None
+        whole = [
+            key
+            for key, value in values.items()
+            if spec is not None and key != "step" and _is_whole(value, spec)
+        ]
+        if spec is not None and whole and float(values.get("step", 1)) == 0:
+            for key in whole:
+                flat = flatten(values[key], spec.stride)
+                values[key] = tag(flat[spec.start : spec.stop].clone(), spec)
+
+
+def _is_whole(value: Any, spec: ShardSpec) -> bool:
+    return type(value) is Tensor and value.shape == spec.shape and spec.parallel is None
 
 
 def _list_state(optimizer: Optimizer) -> list[Tensor] | None:
