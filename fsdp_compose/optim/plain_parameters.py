@@ -26,7 +26,7 @@ from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.entries import find_entry, mark_entry
+from fsdp_compose.buckets.entries import find_entry, mark_entry, refusal_of
 from fsdp_compose.construct.names import named_leaves
 from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -194,6 +194,7 @@ class _Mirror:
             bucket.residence.is_shared = True
             flat = nn.Parameter(shard_of(bucket))  # shares the version counter, unlike .data
         _expect_gradient(flat, bucket)
+        _refuse_arrivals(flat, bucket, bucket.entries[0])
         flat.__dict__[_SOURCE_KEY] = Source(self.bucket, None)
         self.flat = weakref.ref(flat)
         self.join_gradients(None)
@@ -209,6 +210,7 @@ class _Mirror:
             local = nn.Parameter(to_local(entry.param))
         mark_entry(local, entry)  # an empty slice has no storage to be recognised by
         _expect_gradient(local, owner_of(entry))
+        _refuse_arrivals(local, owner_of(entry), entry)
         local.__dict__[_SOURCE_KEY] = Source(self.bucket, weakref.ref(entry))
         self.local[entry] = weakref.ref(local)
         self.join_gradients(None)
@@ -298,6 +300,18 @@ class _Mirror:
 def _expect_gradient(plain: nn.Parameter, bucket: Bucket) -> None:
     if plain.grad_dtype != bucket.dtypes.grad:
         plain.grad_dtype = bucket.dtypes.grad
+
+
+def _refuse_arrivals(plain: nn.Parameter, bucket: Bucket, entry: Entry) -> None:
+    """Raise where a loss reads the plain parameter, whose gradient no tree would add up."""
+    if bucket.mesh.slots is None:
+        return
+    refusal = refusal_of(entry, bucket.mesh.slots)
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise RuntimeError(refusal())
+
+    plain.register_hook(refuse)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
