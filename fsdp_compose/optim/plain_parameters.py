@@ -42,8 +42,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     An optimizer over them has a few long tensors instead of many short ones, padding (which stays
     zero) included. It cannot tell parameters apart: for an elementwise optimizer with the same
     settings for all parameters of a unit and dtype. Where settings differ (weight decay for
-    matrices only), use ``local_parameters``; where it looks at a parameter as a whole (Muon,
-    Shampoo, Adafactor), ``owner_step``.
+    matrices only) or step counts that were saved, use ``local_parameters``; where it looks at a
+    parameter as a whole (Muon, Shampoo, Adafactor), ``owner_step``.
 
     Called again, it returns the same objects. Trained parameters of no unit are in the list as
     they are. A parameter that got no gradient in a unit that ran counts as zero.
