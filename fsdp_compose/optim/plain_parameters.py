@@ -80,16 +80,15 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
                 f"{find_entry(leaf).spec.unit!r} outside of it; pass the module that contains both."
             )
     for bucket in buckets:
-        with raw():
-            trained = [requires_grad(entry.param) for entry in bucket.entries]
-        if not any(trained):
+        frozen = _list_frozen(bucket)
+        if len(frozen) == sum(bool(entry.slots) for entry in bucket.entries):
             continue
-        if not all(trained):
-            names = [e.spec.fqn for e, t in zip(bucket.entries, trained, strict=True) if not t]
+        if frozen:
             raise ValueError(
-                f"flat_parameters: {names[0]!r} of unit {bucket.entries[0].spec.unit!r} is frozen, "
-                "but shares a buffer with trained parameters, and an optimizer over the buffer "
-                "would decay it. Set requires_grad before fully_shard, or use local_parameters."
+                f"flat_parameters: {frozen[0]!r} of unit {bucket.entries[0].spec.unit!r} is "
+                "frozen, but shares a buffer with trained parameters, and an optimizer over the "
+                "buffer would decay it. Set requires_grad before fully_shard, or use "
+                "local_parameters."
             )
         found.append(_mirror_of(bucket).make_flat())
     return found + [leaf for leaf in _list_leaves(module).values() if not is_sharded(leaf)]
@@ -227,7 +226,7 @@ class _Mirror:
                     local.grad = None
             if flat is None:
                 return
-            frozen = [e.spec.fqn for e in bucket.entries if not requires_grad(e.param)]
+            frozen = _list_frozen(bucket)
             if frozen:
                 raise RuntimeError(
                     f"parameter {frozen[0]!r} was frozen after flat_parameters was called, and an "
@@ -349,8 +348,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if bucket is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds plain parameters of a module that is no longer "
-                "sharded (undo was called, or it was deleted), so its step would train nothing; "
-                "build an optimizer over module.parameters()."
+                "sharded (undo was called, refresh took them out, or it was deleted), so its step "
+                "would train nothing; build an optimizer over module.parameters()."
             )
         if bucket.residence.moved:
             raise RuntimeError(
@@ -370,6 +369,12 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:
     return [bucket for unit in require_units(module, caller) for bucket in unit.buckets]
+
+
+def _list_frozen(bucket: Bucket) -> list[str]:
+    """Names of the parameters in it that are not trained; what ``refresh`` took out is padding."""
+    with raw():
+        return [e.spec.fqn for e in bucket.entries if e.slots and not requires_grad(e.param)]
 
 
 def _list_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
