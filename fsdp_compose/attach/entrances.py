@@ -26,6 +26,7 @@ ANSWERS: dict[Callable[..., Any], Handler] = {
     torch.autograd.backward: chosen_gradients.backward,
     _plain.grad.__get__: unreduced.read_grad,
     _plain.grad.__set__: unreduced.write_grad,
+    _plain.grad_dtype.__set__: unreduced.write_dtype,
     torch._foreach_norm: clip.take_norms,
     torch._foreach_mul_: clip.scale,
     torch.linalg.vector_norm: clip.take_norm,

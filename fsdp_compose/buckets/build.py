@@ -12,9 +12,9 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import raw, read_version
 from fsdp_compose.buckets.bucket import Bucket, Dtypes, Entry, Inner, Views, alias
-from fsdp_compose.buckets.entries import mark_entry
+from fsdp_compose.buckets.entries import mark_entry, refusal_of
 from fsdp_compose.layout.shards import Layout
-from fsdp_compose.sharded import set_local, tag
+from fsdp_compose.sharded import refuse_arrivals, set_local, tag
 
 
 def make_bucket(
@@ -71,6 +71,8 @@ def bind(bucket: Bucket, entry: Entry, index: int) -> None:
     entry.owner, entry.index = weakref.ref(bucket), index
     entry.pin = weakref.ref(entry.param)
     mark_entry(entry.param, entry)
+    if bucket.mesh.slots is not None:
+        refuse_arrivals(entry.param, entry.spec.hooks, refusal_of(entry, bucket.mesh.slots))
 
 
 def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,24 @@ def entry_of(param: nn.Parameter) -> Entry | None:
 def forget_entry(param: nn.Parameter) -> None:
     """Remove the entry from a parameter that is plain again."""
     param.__dict__.pop(_ENTRY_KEY, None)
+
+
+def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
+    """The error for a gradient that no reduction brings, where ``deterministic=`` adds them up."""
+    ref = weakref.ref(entry)
+
+    def explain() -> str:
+        reached = ref()
+        name = "" if reached is None else f" {reached.spec.fqn!r} of unit {reached.spec.unit!r}"
+        return (
+            f"parameter{name} was sharded with deterministic={slots}, which adds up the gradients "
+            "of microbatches in one tree; found a gradient of its slice, as a loss gives that "
+            "reads parameters outside of their unit's forward (a penalty on weights): it would be "
+            "added once for each microbatch of a rank, undivided. Compute the loss inside `with "
+            "fsdp_compose.gathered(module):`, or use the optimizer's weight_decay."
+        )
+
+    return explain
 
 
 _OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))

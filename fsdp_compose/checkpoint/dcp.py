@@ -31,6 +31,7 @@ from fsdp_compose.checkpoint.optimizer.read import Found, read_optim
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.optimizer.write import (
     Targets,
+    check_read,
     check_saved,
     is_elementwise,
     parts_of,
@@ -294,12 +295,15 @@ def _load(
         key = _extra_key(source, group)
         hooks_key = _comm_hooks_key(source, module, group)
         source.read()
+        if targets is not None:
+            given = {**given, "state": _fill_outlines(given["state"], source)}
+            check_read(targets, given)
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
     values = {name: source.values[key] for name, key in staged.items()}
     write(contents, values, {name: source.values[key] for name, key in unknown.items()})
     if targets is not None:
-        write_optim(targets, {**given, "state": _fill_outlines(given["state"], source)})
+        write_optim(targets, given)
     if remembered is None:
         fits = not comm_hooks.remembers(module)
     else:

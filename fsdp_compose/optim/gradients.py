@@ -2,7 +2,7 @@
 
 A backward leaves the gradients of a bucket as slices of one flat buffer. As long as every one of
 them is still there, a norm of them all is the norm of the buffer, and one multiplication scales
-them. What was set, cleared or replaced since is taken one by one.
+them. What was set, cleared, replaced or shared since is taken one by one.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def join_buckets(params: Sequence[Any]) -> tuple[list[Gradient], list[Any]]:
             params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         bases = list(map(read_base, grads))
-    keys = list(map(id, bases))
+    keys = list(zip(map(id, bases), map(id, map(_get_residence, params)), strict=True))
     firsts = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
     found: list[Gradient] = []
-    joined: set[int] = set()
+    joined: set[tuple[int, int]] = set()
     counts = Counter(keys)
     for key, count in counts.items():
         base, param = bases[firsts[key]], params[firsts[key]]

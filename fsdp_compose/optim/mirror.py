@@ -22,7 +22,7 @@ from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.entries import mark_entry
+from fsdp_compose.buckets.entries import mark_entry, refusal_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import unit_of
 from fsdp_compose.sharded import tag, to_local
@@ -108,20 +108,26 @@ class Mirror:
             mark_entry(plain, entry)  # an empty slice has no storage to be recognised by
         _expect_gradient(plain, bucket)
         key = None if entry is None else weakref.ref(entry)
-        plain.__dict__[_SOURCE_KEY] = Source(self.bucket, key, self._watch(bucket, entry))
+        nodes = self._watch(bucket, entry, plain)
+        plain.__dict__[_SOURCE_KEY] = Source(self.bucket, key, nodes)
         plain.__dict__["__deepcopy__"] = _Copy(weakref.ref(plain))
         self.plain[entry] = weakref.ref(plain, partial(_bury, weakref.ref(self), entry))
         self.settle()
         return plain
 
-    def _watch(self, bucket: Bucket, entry: Entry | None) -> list[Any]:
+    def _watch(self, bucket: Bucket, entry: Entry | None, plain: nn.Parameter) -> list[Any]:
         """Settle before autograd itself adds to a gradient, as for a penalty on the weights."""
         settle, nodes = partial(_settle_first, weakref.ref(self)), []
+        entries = bucket.entries if entry is None else [entry]
         with raw(), torch.enable_grad():
-            for own in bucket.entries if entry is None else [entry]:
+            for own in entries:
                 if requires_grad(own.param):
                     nodes.append(get_gradient_edge(own.param).node)
                     nodes[-1].register_prehook(settle)
+            if bucket.mesh.slots is not None:
+                refusal = refusal_of(entries[0], bucket.mesh.slots)
+                nodes.append(get_gradient_edge(plain).node)
+                nodes[-1].register_prehook(partial(_refuse_arrival, refusal))
         return nodes
 
     def settle(self, flat: Grad = None, converted: bool = False) -> None:
@@ -199,7 +205,7 @@ class Mirror:
             plain.data = now
             source = source_of(plain)
             assert source is not None
-            source.nodes[:] = self._watch(bucket, entry)
+            source.nodes[:] = self._watch(bucket, entry, plain)
         elif not _same_memory(plain, now):
             plain.data = now
         _expect_gradient(plain, bucket)
@@ -237,6 +243,11 @@ def _settle_first(mirror: weakref.ref[Mirror], _: Any) -> None:
     found = mirror()
     if found is not None:
         found.settle()
+
+
+def _refuse_arrival(refusal: Callable[[], str], _: Any) -> None:
+    """Raise where a loss reads a plain parameter, whose gradient no tree would add up."""
+    raise RuntimeError(refusal())
 
 
 def _bury(mirror: weakref.ref[Mirror], entry: Entry | None, _: Any) -> None:
@@ -286,8 +297,14 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() or not a.numel()
 
 
+def list_frozen(bucket: Bucket) -> list[str]:
+    """Names of the parameters in it that are not trained; what ``refresh`` took out is padding."""
+    with raw():
+        return [e.spec.fqn for e in bucket.entries if e.slots and not requires_grad(e.param)]
+
+
 def _refuse_frozen(bucket: Bucket) -> None:
-    frozen = [entry.spec.fqn for entry in bucket.entries if not requires_grad(entry.param)]
+    frozen = list_frozen(bucket)
     if frozen:
         raise RuntimeError(
             f"parameter {frozen[0]!r} was frozen after flat_parameters was called, and an "

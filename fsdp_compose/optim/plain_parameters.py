@@ -19,9 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.process import once
-from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.torch_stack import is_scaled_by_torch
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import find_entry
@@ -30,7 +28,7 @@ from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.mirror import Mirror, source_of
+from fsdp_compose.optim.mirror import Mirror, list_frozen, source_of
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import is_sharded
 
@@ -41,8 +39,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     An optimizer over them has a few long tensors instead of many short ones, padding (which stays
     zero) included. It cannot tell parameters apart: for an elementwise optimizer with the same
     settings for all parameters of a unit and dtype. Where settings differ (weight decay for
-    matrices only), use ``local_parameters``; where it looks at a parameter as a whole (Muon,
-    Shampoo, Adafactor), ``owner_step``.
+    matrices only) or step counts that were saved, use ``local_parameters``; where it looks at a
+    parameter as a whole (Muon, Shampoo, Adafactor), ``owner_step``.
 
     Called again, it returns the same objects. Trained parameters of no unit are in the list as
     they are. A parameter that got no gradient in a unit that ran counts as zero.
@@ -79,16 +77,15 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
                 f"{find_entry(leaf).spec.unit!r} outside of it; pass the module that contains both."
             )
     for bucket in buckets:
-        with raw():
-            trained = [requires_grad(entry.param) for entry in bucket.entries]
-        if not any(trained):
+        frozen = list_frozen(bucket)
+        if len(frozen) == sum(bool(entry.slots) for entry in bucket.entries):
             continue
-        if not all(trained):
-            names = [e.spec.fqn for e, t in zip(bucket.entries, trained, strict=True) if not t]
+        if frozen:
             raise ValueError(
-                f"flat_parameters: {names[0]!r} of unit {bucket.entries[0].spec.unit!r} is frozen, "
-                "but shares a buffer with trained parameters, and an optimizer over the buffer "
-                "would decay it. Set requires_grad before fully_shard, or use local_parameters."
+                f"flat_parameters: {frozen[0]!r} of unit {bucket.entries[0].spec.unit!r} is "
+                "frozen, but shares a buffer with trained parameters, and an optimizer over the "
+                "buffer would decay it. Set requires_grad before fully_shard, or use "
+                "local_parameters."
             )
         found.append(_mirror_of(bucket).make(None))
     return found + [leaf for leaf in _list_leaves(module).values() if not is_sharded(leaf)]

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import ne
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import is_opaque, parameter_slots, raw
+from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
+from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
@@ -266,6 +268,7 @@ def find_problem(
     unit: Unit, scope: Scope, changes: dict[Entry, Any], options: ScopeOptions
 ) -> str | None:
     """The error for an edit that leaving the scope would lose; None where there is none."""
+    written = list(map(ne, leaf_versions_of(unit), scope.leaf_versions))
     for index, entry in enumerate(unit.entries):
         name = f"parameter {entry.spec.fqn!r} of unit {unit.name!r}"
         tensor = scope.tensors[index]
@@ -279,14 +282,13 @@ def find_problem(
                     f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, "
                     "put the new one there outside the scope and call fsdp_compose.refresh(model)."
                 )
-            with raw():
-                stepped = entry.param._version != scope.leaf_versions[index]
-            if stepped:
+            if written[index]:
                 return (
-                    f"gathered: the shard of {name} was written inside a scope with writeback, "
-                    "which would overwrite it; step the optimizer outside the scope."
+                    f"gathered: the shard of {name} was written inside a scope with writeback, as "
+                    "an optimizer's step does, and the scope would overwrite it; step the "
+                    "optimizer outside the scope."
                 )
-        elif entry in changes or _is_edited(entry, tensor, index, scope):
+        elif entry in changes or _is_edited(entry, tensor, index, scope, written[index]):
             return (
                 f"gathered: {name} was edited inside a scope without writeback, and the edit "
                 "would be lost; use `with fsdp_compose.gathered(module, writeback=True):`."
@@ -304,17 +306,16 @@ def find_problem(
     return None
 
 
-def _is_edited(entry: Entry, tensor: torch.Tensor, index: int, scope: Scope) -> bool:
+def _is_edited(
+    entry: Entry, tensor: torch.Tensor, index: int, scope: Scope, is_stepped: bool
+) -> bool:
     if isinstance(scope.outer, Scope):
         return False  # the tensor is the outer scope's, which writes the edit back or reports it
     if version_of(tensor) != scope.versions[index] or tensor.shape != entry.spec.seen:
         return True
-    if tensor.device.type != "cpu":
-        return False
+    if tensor.device.type != "cpu" or is_stepped:
+        return False  # after a step inside the scope they are meant to differ
     # Writes through .data and numpy leave no version behind; a look at the own slice finds them.
-    with raw():
-        if entry.param._version != scope.leaf_versions[index]:
-            return False  # an optimizer stepped inside the scope, so they are meant to differ
     mine = to_local(entry.param).cpu()
     shown = part_slice(part_of(tensor).detach(), entry.spec)
     return not torch.equal(mine.view(torch.uint8), shown.contiguous().view(torch.uint8))

@@ -1,7 +1,8 @@
 """What ``.grad`` is while gradients of a parameter wait to be reduced.
 
 They lie in a flat buffer of the unit then. ``zero_grad()`` finds something to clear, and what would
-read the gradient raises, where it would otherwise find none, or only what was there before.
+read the gradient raises, where it would otherwise find none, or only what was there before. A dtype
+that the reduced gradient will not have is refused too.
 """
 
 from __future__ import annotations
@@ -103,6 +104,26 @@ def write_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         residence.awaits = True
     if entry is not None and waits:
         _drop(entry)
+
+
+def write_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Set ``p.grad_dtype`` where it is that of the parameter's bucket.
+
+    Raises:
+        ValueError: it is another, which gradients of the bucket will not have.
+    """
+    param, wanted = args
+    entry = entry_of(param)
+    kept = wanted if entry is None else owner_of(entry).dtypes.grad
+    if wanted not in (None, kept):
+        raise ValueError(
+            f"grad_dtype of {param._shard_spec.fqn!r} (unit {param._shard_spec.unit!r}) was set to "
+            f"{wanted} after fully_shard; wanted {kept}, in which its gradients are kept. They "
+            "are reduced and kept by bucket: shard with mp_policy=MixedPrecision(reduce_dtype="
+            f"{wanted}, keep_low_precision_grads=True), or with a function (fqn, parameter) that "
+            "gives it for some."
+        )
+    call_raw(func, (), args, kwargs)
 
 
 def _waits(entry: Entry) -> bool:

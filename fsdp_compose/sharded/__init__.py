@@ -30,7 +30,7 @@ from fsdp_compose.sharded.convert import (
     untag,
     whole_slice,
 )
-from fsdp_compose.sharded.leaf_hooks import give_back_hooks, run_gradient_hooks
+from fsdp_compose.sharded.leaf_hooks import give_back_hooks, refuse_arrivals, run_gradient_hooks
 from fsdp_compose.sharded.ops import CASTS, CLEARING, HARMLESS
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import (
@@ -90,6 +90,7 @@ __all__ = [
     "part_of",
     "part_slice",
     "refuse",
+    "refuse_arrivals",
     "refuse_export",
     "run_gradient_hooks",
     "set_local",

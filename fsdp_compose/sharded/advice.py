@@ -57,8 +57,9 @@ RAW = (
 WHOLE_COPY = (
     "An EMA or another copy of the model that was made before fully_shard has whole parameters: "
     "make it after fully_shard, with copy.deepcopy(model) or AveragedModel(model), and it is "
-    "sharded in the same way. State that an optimizer made before fully_shard is whole too: "
-    f"convert it with optim_state_dict and load_optim_state_dict. {_COPIES}"
+    "sharded in the same way. An optimizer's state stays whole through fully_shard, and cut "
+    "through undo: take saved = optim_state_dict(model, optim, kind='full'), build a new optimizer "
+    f"after that call, and load_optim_state_dict(model, new, saved). {_COPIES}"
 )
 INIT = (
     "An initialiser gets whole parameters in `with fsdp_compose.gathered(module, "

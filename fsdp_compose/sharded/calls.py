@@ -472,6 +472,7 @@ ON_SLICES: dict[Callable[..., Any], Handler] = {
     torch._foreach_norm: _foreach_reduce,
     torch._foreach_mul_: _foreach,
     torch.linalg.vector_norm: _reduce,
+    **dict.fromkeys(ops.setters("grad_dtype"), _shared),
 }
 """What is done to slices for functions that their unit may answer instead."""
 

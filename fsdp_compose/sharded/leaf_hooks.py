@@ -44,12 +44,24 @@ def run_gradient_hooks(hooks: Hooks, grad: Tensor) -> Tensor:
 
 def listen(param: Tensor, spec: ShardSpec) -> None:
     """Let autograd call a leaf's hooks for gradients that it accumulates or returns itself."""
-    hooks = spec.hooks
     spec.residence.is_hooked = True
+    _watch_arrivals(param, spec.hooks)
 
+
+def refuse_arrivals(param: Tensor, hooks: Hooks, refusal: Callable[[], str]) -> None:
+    """Raise what ``refusal`` says where autograd is about to accumulate a gradient itself."""
+    hooks.refusal = refusal
+    _watch_arrivals(param, hooks)
+
+
+def _watch_arrivals(param: Tensor, hooks: Hooks) -> None:
     def on_arrival(grad: Tensor | None) -> Tensor | None:
         hooks.is_arriving = grad is not None
-        return None if grad is None or hooks.is_summed else run_gradient_hooks(hooks, grad)
+        if grad is None or hooks.is_summed:
+            return None
+        if hooks.refusal is not None:
+            raise RuntimeError(hooks.refusal())
+        return run_gradient_hooks(hooks, grad)
 
     with raw():
         set_leaf_hooks(param, {0: on_arrival}, hooks.accumulated)

@@ -93,6 +93,7 @@ class Hooks:
     accumulated: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     is_arriving: bool = False  # autograd accumulates a gradient itself, as the slice was used
     is_summed: bool = False  # ``autograd.grad`` runs them, on the sum of the gradients it finds
+    refusal: Callable[[], str] | None = None  # why autograd may accumulate no gradient itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)

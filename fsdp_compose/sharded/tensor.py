@@ -399,7 +399,7 @@ def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
 def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
     """Cut this rank's elements from what it would hold without sharding."""
     order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
-    flat = full.expand(spec.shape).permute(order).reshape(-1)
+    flat = full.to_dense().expand(spec.shape).permute(order).reshape(-1)  # if it is sparse
     return flat[spec.start : spec.stop]
 
 

@@ -12,17 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fsdp_compose as fc
 from fsdp_compose import fully_shard, gathered, state_dict, undo, unshard, wrap
 from fsdp_compose.attach.refresh import refresh
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.sharded import is_sharded
 
-from harness import rank_errors, run_ranks, single_process
+from harness import rank_errors, run_ranks, simulate_ranks, single_process
 from models import (
     WIDTH,
     Block,
     Tolerance,
     Tower,
+    Twin,
     adamw,
     assert_at_rest,
     by_block,
@@ -300,3 +302,28 @@ def test_the_check_costs_little() -> None:
         model(torch.ones(4).double())
         times = timeit.repeat(lambda: check_additions(unit), number=1000, repeat=5)
         assert min(times) / 1000 < 15e-6
+
+
+def test_a_flat_optimizer_outlives_a_replaced_head() -> None:
+    """It goes on training the parameters that are still there; what was taken out is padding."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.optim = adamw(fc.flat_parameters(twin.model))
+        twin.plain_optim = adamw(twin.reference.parameters())
+        twin.backward(square, 0)
+        twin.step()
+        for model in (twin.model, twin.reference):
+            model.head = seeded(lambda: nn.Linear(WIDTH, 2), 5)
+        twin.plain = twin.replicate(twin.reference)
+        refresh(twin.model)
+        for seed in (1, 2):
+            twin.backward(square, seed)
+            twin.step()
+        twin.check()
+        saved = fc.optim_state_dict(twin.model, twin.optim, kind="full")
+        assert set(saved["state"]) == {name for name in fqns(twin.model) if "head" not in name}
+        parts = fc.flat_parameters(twin.model)  # the new head's bucket too
+        assert len(parts) == len(twin.optim.param_groups[0]["params"]) + 1
+
+    simulate_ranks(check, 2)

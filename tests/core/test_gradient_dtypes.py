@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecision, ShardingStrategy, declare_tensor_parallel, fully_shard
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HYBRID = (
@@ -106,3 +106,18 @@ def test_a_grad_dtype_that_would_not_be_kept() -> None:
     for text in rank_errors(ranks, 2):
         assert text is not None and "'bias'" in text and "grad_dtype torch.float32" in text
         assert "keep_low_precision_grads=True" in text
+
+
+def test_a_grad_dtype_that_is_set_too_late() -> None:
+    """The dtype that gradients have, and None, may be set; another is an error at once."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(Scaled())
+        for allowed in (None, torch.float32):
+            model.weight.grad_dtype = allowed
+            assert model.weight.grad_dtype is allowed
+        with pytest.raises(ValueError, match=r"'weight' .*float64 after fully_shard"):
+            model.weight.grad_dtype = torch.float64
+        assert torch.equal(gradient(model, 2.0), torch.full((8,), 2.0))
+
+    simulate_ranks(ranks, 2)

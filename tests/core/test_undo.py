@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fsdp_compose as fc
 from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
@@ -21,7 +22,7 @@ from fsdp_compose import (
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.sharded import is_sharded
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     SHARDS,
     WIDTH,
@@ -271,3 +272,27 @@ def test_pickling_is_refused_and_says_what_to_do(save: Callable[[Any], Any]) -> 
                 save(module)
 
     run_ranks(ranks)
+
+
+def test_an_optimizer_used_across_undo() -> None:
+    """Its state stays cut, which its step says; converted as the error says, it goes on."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower, by_block, adamw)
+        twin.backward(square, 0)
+        twin.step()
+        saved = fc.optim_state_dict(twin.model, twin.optim, kind="full")
+        undo(twin.model)
+        inputs = twin.inputs(1)
+        for model in (twin.model, twin.reference):
+            torch.stack([square(model, x) for x in inputs]).mean().backward()
+        new = adamw(twin.model.parameters())
+        fc.load_optim_state_dict(twin.model, new, saved)
+        new.step()
+        twin.plain_optim.step()
+        for ours, plain in zip(twin.model.parameters(), twin.reference.parameters(), strict=True):
+            assert torch.allclose(ours, plain)
+        with pytest.raises(RuntimeError, match=r"cut through undo: .*kind='full'.*build a new"):
+            twin.optim.step()
+
+    simulate_ranks(check, 2)

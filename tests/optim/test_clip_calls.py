@@ -186,3 +186,25 @@ def test_what_a_hook_leaves_in_gaps_is_not_counted() -> None:
         torch.testing.assert_close(fc.grad_norm(model), alone)
 
     run_ranks(body, 2)
+
+
+def share(model: nn.Module) -> None:
+    """As many gradients lie in the first block's buffer as it has parameters."""
+    first, second, _ = model
+    second[0].weight.grad = first[0].weight.grad
+    first[1].bias.grad = None
+
+
+@pytest.mark.parametrize("norm", [fc.clip_grad_norm_, nn.utils.clip_grad_norm_])
+def test_a_gradient_that_two_parameters_share(norm: Callable[..., Any]) -> None:
+    """Its norm counts twice, and it is scaled twice, as torch does with a plain model."""
+    plain, model = build(), sharded()
+    for module in (plain, model):
+        backward(module)
+        share(module)
+    wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert float(norm(model.parameters(), 0.1)) == pytest.approx(float(wanted), rel=1e-6)
+    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = None if param.grad is None else param.grad.full_tensor()
+        assert (grad is None) == (twin.grad is None)
+        assert grad is None or torch.allclose(grad, twin.grad)

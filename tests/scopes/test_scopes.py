@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compose.base.process import here
 from fsdp_compose.scopes.gathered import gathered, summon_full_params
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     EVERY_SHARD,
     WIDTH,
@@ -388,6 +389,37 @@ def test_a_step_in_a_reading_scope_counts() -> None:
         twin.check()
 
     run_ranks(check, 2)
+
+
+PLAIN_STEPS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "flat": lambda model: torch.optim.SGD(fc.flat_parameters(model), 0.1),
+    "flat, fused": lambda model: torch.optim.SGD(fc.flat_parameters(model), 0.1, fused=True),
+    "local": lambda model: torch.optim.SGD(fc.local_parameters(model), 0.1),
+}
+
+
+@pytest.mark.parametrize("way", PLAIN_STEPS)
+def test_a_step_of_plain_tensors_in_a_scope(way: str) -> None:
+    """It counts in a reading scope; a writing scope, or a forward in one, says what was written."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.optim = PLAIN_STEPS[way](twin.model)
+        twin.plain_optim = torch.optim.SGD(twin.reference.parameters(), 0.1)
+        twin.backward(square, 0)
+        written = r"the shard of .* was written inside .* as an optimizer's step does"
+        with pytest.raises(RuntimeError, match=written), gathered(twin.model, writeback=True):
+            twin.optim.step()
+        twin.plain_optim.step()
+        twin.check()
+        with gathered(twin.model):
+            twin.optim.step()
+            twin.plain_optim.step()
+            with pytest.raises(RuntimeError, match=r"forward was called inside .* was written"):
+                twin.model(data(0, 0))
+        twin.check()
+
+    simulate_ranks(check, 2)
 
 
 def test_writing_in_the_units_own_forward_is_refused() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fsdp_compose import fully_shard
 from fsdp_compose.base.group import Group
 from fsdp_compose.sharded import (
     ShardedParameter,
@@ -26,7 +27,7 @@ from fsdp_compose.sharded import (
     to_local,
 )
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from sharded_values import WORLDS, examples, on_ranks, same, shard, world
 
 REFUSED: list[Callable[[Any], Any]] = [
@@ -360,3 +361,26 @@ def test_collective_budget() -> None:
             assert calls == []
 
     run_ranks(body, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_cut_like_dense_ones(layout: torch.layout) -> None:
+    """As a gradient, from a hook on one, and as the other operand."""
+
+    def check(rank: int) -> None:
+        plain = nn.Linear(4, 4)
+        model = fully_shard(copy.deepcopy(plain))
+        sparse = torch.eye(4).to_sparse(layout=layout)
+        for module in (plain, model):
+            module.weight.grad = sparse if module is model else torch.eye(4)
+            torch.optim.SGD(module.parameters(), 0.5).step()
+            with torch.no_grad():
+                module.weight.add_(sparse if module is model else torch.eye(4))
+        assert torch.equal(model.weight.full_tensor(), plain.weight)
+        model.zero_grad()
+        model.weight.register_hook(lambda grad: sparse)
+        model(torch.ones(1, 4)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.eye(4))
+
+    simulate_ranks(check, 2)

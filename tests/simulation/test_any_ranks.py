@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -230,6 +230,15 @@ def too_few(model: nn.Module) -> None:
         backward(model, 1)
 
 
+def penalty(params: Iterable[Tensor]) -> Tensor:
+    return sum((0.01 * p.square().sum() for p in params), torch.zeros(()))
+
+
+def penalty_beside_hook(model: nn.Module) -> None:
+    model.head.bias.register_hook(lambda grad: grad)
+    penalty([model.head.bias]).backward()
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "more": (one_more, "is of 3 backwards on this rank; wanted 2, since deterministic=4"),
     "a step more": (two_steps, "clip_grad_norm_: .* is of 4 backwards on this rank; wanted 2"),
@@ -239,6 +248,19 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "graph": (
         lambda m: torch.autograd.grad(m(data(0, 0)).sum(), list(m.parameters())),
         "found autograd.grad over its parameters",
+    ),
+    "penalty": (
+        lambda m: penalty(m.parameters()).backward(),
+        "parameter '.*' was sharded with deterministic=4, .* inside .with fsdp_compose.gathered",
+    ),
+    "penalty beside a hook": (penalty_beside_hook, "parameter 'head.bias' .* penalty on weights"),
+    "flat penalty": (
+        lambda m: penalty(fc.flat_parameters(m)).backward(),
+        "parameter .* was sharded with deterministic=4",
+    ),
+    "local penalty": (
+        lambda m: penalty(fc.local_parameters(m)).backward(),
+        "parameter .* was sharded with deterministic=4",
     ),
     "fused": (
         lambda m: torch.optim.AdamW(m.parameters(), fused=True).step(),
@@ -286,6 +308,27 @@ def test_wrong_options_raise(ranks: int, options: dict[str, Any], wanted: str) -
             by_block(Tower().to(dtype), **given)
 
     simulate(shard, ranks)
+
+
+def test_a_penalty_inside_a_scope() -> None:
+    """It reaches gradients with the loss, with the same bits at every number of ranks."""
+
+    def step() -> list[Tensor]:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        model = by_block(seeded(Tower).float(), deterministic=4)
+        for slot in range(rank, 4, ranks):
+            with fc.gathered(model):
+                (square(model, data(slot, 0).float()) + penalty(model.parameters())).backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    plain = seeded(Tower).float()
+    losses = [square(plain, data(slot, 0).float()) for slot in range(4)]
+    (sum(losses) / 4 + penalty(plain.parameters())).backward()
+    found = step()
+    for grad, param in zip(found, plain.parameters(), strict=True):
+        assert torch.allclose(grad, param.grad, rtol=1e-5, atol=1e-7)
+    for ranks in (2, 4):
+        assert all(map(torch.equal, simulate(step, ranks)[0], found))
 
 
 def list_norms() -> list[float]:

@@ -138,6 +138,8 @@ def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: s
     first = param.storage_offset() - shard.storage_offset()
     rank, parts = bucket.mesh.shard.rank, []
     for index, entry in enumerate(bucket.entries):
+        if not entry.slots:
+            continue  # taken out by ``refresh``
         own = bucket.layout.slice_of(index, rank)
         start = own.shard_offset - first
         whole = param.numel() == shard.numel()

@@ -221,12 +221,54 @@ def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
                 gathers += sum(
                     needs_gather(v, spec) for v in values.values() if isinstance(v, Tensor)
                 )
+    problems += _find_differences(targets, given)
+    _raise_misfit(problems)
+    return f"{len(given['state'])} parameters' state ({gathers} tensors to gather)"
+
+
+def _raise_misfit(problems: list[str]) -> None:
     if problems:
         raise RuntimeError(
             "load_optim_state_dict: the state does not fit, the optimizer is unchanged:"
             f"{list_problems(problems)}"
         )
-    return f"{len(given['state'])} parameters' state ({gathers} tensors to gather)"
+
+
+def check_read(targets: Targets, given: Mapping[str, Any]) -> None:
+    """Check values of state whose shapes were checked by ``check_saved``.
+
+    Raises:
+        RuntimeError: an optimizer has no place for what was saved.
+    """
+    _raise_misfit(_find_differences(targets, given))
+
+
+def _find_differences(targets: Targets, given: Mapping[str, Any]) -> list[str]:
+    """Say where parameters that are one to an optimizer were saved with different numbers."""
+    members = (m for _, groups in targets for group in groups for m in group if m.is_raw)
+    found: list[str] = []
+    for member in members:
+        first: dict[str, tuple[str, float]] = {}
+        for part in member.parts:
+            for key, value in given["state"].get(part.name, {}).items():
+                if not _is_number(value) or is_elementwise(key, value, part, given):
+                    continue
+                number = float(value)
+                name, known = first.setdefault(key, (part.name, number))
+                if known != number:
+                    found.append(
+                        f"{key!r} is {known:g} of {name!r} and {number:g} of {part.name!r}, for "
+                        "which flat_parameters has one number, as they lie in one buffer; build "
+                        "the optimizer over local_parameters(module) or module.parameters()"
+                    )
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return isinstance(value, int | float)
+    is_whole = not (value.is_meta or value.is_complex() or is_sharded(value))
+    return is_whole and value.numel() == 1
 
 
 def _find_settings(

@@ -18,6 +18,7 @@ import torch
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import Entry, alias
+from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.collective_log import WRITE, code_of
 from fsdp_compose.core.guards.kept_views import guard_attributes
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
@@ -95,8 +96,10 @@ def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:
 
 
 def leaf_versions_of(unit: Unit) -> list[int]:
-    """Count how often each parameter's shard was written, by entry."""
-    return [read_version(entry.param) for entry in unit.entries]
+    """Count how often each parameter's slice was written, by itself or with all of its shard."""
+    counts = {bucket: versions_of(bucket) for bucket in unit.gathered}
+    pairs = ((counts[owner_of(entry)], entry.index) for entry in unit.entries)
+    return [shard + slices[index] for (shard, *slices), index in pairs]
 
 
 def check_scope_is_current(unit: Unit, opened: Opened) -> None:
