@@ -28,6 +28,7 @@ from fsdp_compose.buckets.gather import (
 from fsdp_compose.buckets.issue import is_unseen
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.exported_memory import leave_full
+from fsdp_compose.core.guards.inner_gradients import carry_gradients
 from fsdp_compose.core.guards.moved_parameters import (
     copy_moved_parameters,
     moved_before_backward,
@@ -261,6 +262,8 @@ def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def install_leaves(unit: Unit) -> None:
+    if unit.run.stand_ins:
+        carry_gradients(unit)
     links = unit.links
     install(unit, links.leaves if unit.opened is None else unit.opened.tensors)
     unit.run.showing = None

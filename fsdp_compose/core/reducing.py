@@ -33,6 +33,7 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
 from fsdp_compose.core.guards.collective_log import code_of
+from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand_ins
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
@@ -307,6 +308,8 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     """Set or add to ``.grad`` of the bucket's parameters, then run their hooks."""
     unit, bucket, used = reduction.unit, reduction.bucket, reduction.used
     mirror, is_hooked = bucket.history.mirror, bucket.residence.is_hooked
+    if unit.run.stand_ins:
+        carry_gradients(unit)
     if mirror is not None:
         mirror.settle()
     entries, params, grads = bucket.entries, bucket.views.params, cut(bucket, flat)
@@ -329,6 +332,8 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
             reduced(unit.modules[0](), [entry.held for entry in entries])
     if mirror is not None:
         mirror.settle()  # a hook may have stepped an optimizer and cleared its gradients
+    if unit.run.calls:
+        show_stand_ins(unit)
 
 
 def _add_gradients(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:

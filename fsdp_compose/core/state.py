@@ -67,6 +67,7 @@ class Run:
     task: Task | None = None  # the backward that opened the unit
     shield: list[Any] | None = None  # the pack hook put in force, and those below it
     chosen: ChosenGradients | None = None
+    stand_ins: list[tuple[Entry, Any, Any]] = field(default_factory=list)  # inner_gradients.py
 
 
 @dataclass(eq=False, repr=False)
