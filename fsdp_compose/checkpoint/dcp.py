@@ -239,7 +239,8 @@ def load_checkpoint(
 
     The checkpoint may be from any number of ranks, any units, strategy or mesh. Each rank reads the
     parts that overlap its slices. Nothing is written unless all of it is there, fits and was read,
-    on every rank; until then the slices are held in host memory.
+    on every rank; until then the slices are held in host memory. Names that are left over where a
+    submodule has load hooks of its own raise after that, as they do in torch.
 
     Args:
         path: the folder.
@@ -297,7 +298,8 @@ def _load(
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
     values = {name: source.values[key] for name, key in staged.items()}
-    write(contents, values, {name: source.values[key] for name, key in unknown.items()})
+    with SharedErrors(group):
+        write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
     if targets is not None:
         write_optim(targets, {**given, "state": _fill_outlines(given["state"], source)})
     if remembered is None:

@@ -232,7 +232,8 @@ def load_full(
     """Load files of full tensors into a sharded, or plain, module; every rank must call it.
 
     Each rank reads the bytes of its own slices, and nothing is written unless all was read and
-    fits, on every rank.
+    fits, on every rank. Names that are left over where a submodule has load hooks of its own raise
+    after that, as they do in torch.
 
     Args:
         path: a file, or a folder with one or with several and their index.
@@ -285,7 +286,8 @@ def _load(
                 read[source] = read_for(stored[source], contents.values[name])
         values = {name: read[source] for name, source in chosen.sources.items()}
         unknown = {name: stored[name].read_all() for name in chosen.unknown}
-    write(contents, values, unknown)
+    with SharedErrors(group):
+        write(contents, values, unknown, strict)
     return chosen.left_out
 
 
