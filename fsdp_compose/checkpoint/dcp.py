@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint.contents import Contents, contents_of
-from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
+from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import state_dict, write
 from fsdp_compose.checkpoint.optimizer.members import OptimLike
@@ -41,6 +41,7 @@ from fsdp_compose.checkpoint.ranks import (
     attend_call,
     check_names,
     claim_folder,
+    describe_call,
     groups_of,
     meet_ranks,
 )
@@ -114,7 +115,8 @@ def save_checkpoint(
 
     Raises:
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did
-            not come, which is named; or ranks call different parameters by the same name.
+            not come, which is named; ranks pass other options; or ranks call different parameters
+            by the same name.
         ValueError: the optimizer holds tensors that are not ``module``'s.
 
     Example:
@@ -150,10 +152,12 @@ def _save(
     stages = find_stages("save_checkpoint", module, group, saves=True)
     claim_folder("save_checkpoint", Path(path), group)
     found: Found | None = None
-    with SharedErrors(group):
+    call = describe_call("save_checkpoint", path=path, asynchronous=asynchronous, checksum=checksum)
+    stages.agree(f"has_optim={optim is not None}")
+    with SharedErrors(group, facts=call):
         found = None if optim is None else read_optim(module, optim)
     state: dict[str, Any] = {}
-    with SharedErrors(group, facts=path):
+    with SharedErrors(group):
         if found is not None:
             found.agree("save_checkpoint", groups_of(module))
         state = _collect_state(module, found, extra, stages)
@@ -243,7 +247,7 @@ def load_checkpoint(
     submodule has load hooks of its own raise after that, as they do in torch.
 
     Args:
-        path: the folder.
+        path: the folder; each rank may have a copy of its own.
         optim: one optimizer or several; None leaves optimizer state alone.
         strict: raise for names that the checkpoint lacks or the module does not have.
         verify_files: read every file once more and compare checksums, each rank a share.
@@ -258,7 +262,8 @@ def load_checkpoint(
 
     Raises:
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
-            or shapes do not fit; a rank did not come, which is named.
+            or shapes do not fit; ranks pass other checkpoints or options; a rank did not come,
+            which is named.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -282,8 +287,16 @@ def _load(
     group: Group,
 ) -> Any:
     stages = find_stages("load_checkpoint", module, group, saves=False)
+    call = ""
     with SharedErrors(group):
         metadata = read_metadata(root)
+        call = describe_call(
+            "load_checkpoint",
+            checkpoint=Sum.of(root / METADATA),
+            has_optim=optim is not None,
+            strict=strict,
+        )
+    stages.agree(call if groups_of(module) else "")
     with SharedErrors(group):
         verify(root, metadata, slice(group.rank, None, group.size), verify_files)
     contents = contents_of(module)

@@ -25,7 +25,14 @@ from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes, write
-from fsdp_compose.checkpoint.ranks import attend_call, check_names, claim_folder, meet_ranks
+from fsdp_compose.checkpoint.ranks import (
+    attend_call,
+    check_names,
+    claim_folder,
+    describe_call,
+    groups_of,
+    meet_ranks,
+)
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages
 from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
@@ -245,7 +252,8 @@ def load_full(
 
     Raises:
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
-            or shapes do not fit; a rank did not come, which is named.
+            or shapes do not fit; ranks pass other files or options; a rank did not come, which is
+            named.
 
     Example:
         >>> save_full("whole", nn.Linear(2, 2))
@@ -267,11 +275,14 @@ def _load(
     group: Group,
 ) -> IncompatibleKeys:
     stages = find_stages("load_full", module, group, saves=False)
+    call = ""
     with SharedErrors(group):
         found = find_stored(path, file_format)
     with SharedErrors(group):
         if verify_files:
             found.check_sums(slice(group.rank, None, group.size))
+        call = describe_call("load_full", content=f"{found.digest():08x}", strict=strict)
+    stages.agree(call if groups_of(module) else "")
     contents = contents_of(module)
     with SharedErrors(group):
         stored = {clean_name(name): tensor for name, tensor in found.tensors.items()}

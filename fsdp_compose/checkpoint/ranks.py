@@ -31,6 +31,11 @@ from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
 
 
+def describe_call(what: str, **given: object) -> str:
+    """What this rank passed to a call, as text that ranks compare."""
+    return f"{what}({', '.join(f'{name}={value}' for name, value in given.items())})"
+
+
 def groups_of(module: nn.Module) -> list[Group]:
     """The groups of more than one rank over which ``module``'s parameters are cut or copied.
 

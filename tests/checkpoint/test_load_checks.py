@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import fsdp_compose as fc
 
 from harness import simulate_ranks
+from saved import equal
 
 Load = Callable[..., Any]
 
@@ -58,3 +60,73 @@ def test_strict_holds_beside_load_hooks(tmp_path: Path, name: str, saved_new: bo
 
     for world in (1, 2):
         simulate_ranks(run, world)
+
+
+def save_models(folder: Path, *seeds: int) -> None:
+    for seed in seeds:
+        model = net(seed)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 4)).sum().backward()
+        optim.step()
+        fc.save_checkpoint(folder / str(seed) / "parts", model, optim)
+        fc.save_full(folder / str(seed) / "whole", model)
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize("name", LOADS)
+def test_ranks_load_one_model(tmp_path: Path, name: str, has_index: bool) -> None:
+    """Ranks whose folders hold other models raise; copies of one model load."""
+    save_models(tmp_path, 0, 1)
+    shutil.copytree(tmp_path / "0", tmp_path / "copy")
+    if not has_index:
+        for index in tmp_path.glob("*/whole/*.index.json"):
+            index.unlink()
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(net(2))
+        with pytest.raises(RuntimeError, match=f"different things: rank 0 has {name}"):
+            LOADS[name](tmp_path / str(rank), model)
+        equal(fc.state_dict(model), fc.state_dict(net(2)))
+        LOADS[name](tmp_path / ("copy" if rank else "0"), model)
+        saved = net(3)
+        LOADS[name](tmp_path / "0", saved)
+        equal(fc.state_dict(model), fc.state_dict(saved))
+
+    simulate_ranks(run, 2)
+
+
+def test_ranks_of_other_models_load_apart(tmp_path: Path) -> None:
+    """A model that is not cut over ranks may be loaded from each rank's own folder."""
+    save_models(tmp_path, 0, 1)
+
+    def run(rank: int) -> None:
+        for model in (net(2), fc.fully_shard(net(2), mesh="self")):
+            for load in LOADS.values():
+                load(tmp_path / str(rank), model)
+            saved = net(3)
+            fc.load_full(tmp_path / str(rank) / "whole", saved)
+            equal(fc.state_dict(model), fc.state_dict(saved))
+
+    simulate_ranks(run, 2)
+
+
+@pytest.mark.parametrize("option", ["optim", "strict"])
+def test_ranks_load_with_the_same_options(tmp_path: Path, option: str) -> None:
+    """An optimizer, or strict=False, on some ranks only raises; nothing is written."""
+    save_models(tmp_path, 0)
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(net(2))
+        optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        given = {"optim": optim if rank else None} if option == "optim" else {"strict": bool(rank)}
+        with pytest.raises(RuntimeError, match="different things: rank 0 has load_checkpoint"):
+            fc.load_checkpoint(tmp_path / "0" / "parts", model, **given)
+        equal(fc.state_dict(model), fc.state_dict(net(2)))
+        assert not optim.state and optim.param_groups[0]["lr"] == 0.5
+
+    simulate_ranks(run, 2)
