@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
-from fsdp_compose.checkpoint.contents import Contents, contents_of
+from fsdp_compose.checkpoint.contents import Contents, contents_of, require_released
 from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import state_dict, write
@@ -289,6 +289,7 @@ def _load(
     stages = find_stages("load_checkpoint", module, group, saves=False)
     call = ""
     with SharedErrors(group):
+        require_released("load_checkpoint", module)
         metadata = read_metadata(root)
         call = describe_call(
             "load_checkpoint",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import contents_of, visit_full
+from fsdp_compose.checkpoint.contents import contents_of, require_released, visit_full
 from fsdp_compose.checkpoint.files import Sum, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
@@ -277,6 +277,7 @@ def _load(
     stages = find_stages("load_full", module, group, saves=False)
     call = ""
     with SharedErrors(group):
+        require_released("load_full", module)
         found = find_stored(path, file_format)
     with SharedErrors(group):
         if verify_files:

@@ -23,7 +23,7 @@ from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
     copy_tensor,
-    gathered_leaves,
+    require_released,
     visit_full,
     without_our_hooks,
 )
@@ -203,11 +203,7 @@ def load_state_dict(
     groups = groups_of(module)
     if broadcast_from_rank0:
         state_dict = broadcast_state(state_dict, groups, contents.values.get, device_of(module))
-    if gathered_leaves(module):
-        raise RuntimeError(
-            f"load_state_dict: {type(module).__name__} is gathered now; leave the scope or the "
-            "forward first."
-        )
+    require_released("load_state_dict", module)
     versions = getattr(state_dict, "_metadata", None)
     custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)

@@ -130,3 +130,46 @@ def test_ranks_load_with_the_same_options(tmp_path: Path, option: str) -> None:
         assert not optim.state and optim.param_groups[0]["lr"] == 0.5
 
     simulate_ranks(run, 2)
+
+
+class Normed(nn.Module):
+    """Buffers, which a load that fails on the weights would have written already."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.BatchNorm1d(4)
+        self.norm.running_mean.fill_(seed)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("part", ["", "linear"])
+@pytest.mark.parametrize("name", LOADS)
+def test_a_load_inside_gathered_raises(tmp_path: Path, name: str, part: str) -> None:
+    """In a scope or a hook of any unit; nothing of the model is written."""
+    save_both(tmp_path, Normed(1))
+
+    def run(rank: int) -> None:
+        model = Normed(0).eval()
+        fc.fully_shard(model.linear)
+        fc.fully_shard(model)
+        refused = pytest.raises(RuntimeError, match=f"{name}: Normed is gathered now; leave the")
+        with torch.no_grad(), fc.gathered(model.get_submodule(part)), refused:
+            LOADS[name](tmp_path, model)
+
+        def hook(module: nn.Module, args: Any) -> None:
+            with refused:
+                LOADS[name](tmp_path, model)
+
+        handle = model.get_submodule(part).register_forward_pre_hook(hook)
+        model(torch.ones(2, 4))
+        handle.remove()
+        equal(fc.state_dict(model), fc.state_dict(Normed(0)))
+        LOADS[name](tmp_path, model)
+        equal(fc.state_dict(model), fc.state_dict(Normed(1)))
+
+    for world in (1, 2):
+        simulate_ranks(run, world)
