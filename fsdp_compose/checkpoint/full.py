@@ -68,8 +68,9 @@ def save_full(
 
     Raises:
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did not
-            come, which is named; or another job saved to the folder at the same time.
-        ValueError: state that the format cannot hold.
+            come, which is named; ranks pass other options; or another job saved to the folder at
+            the same time.
+        ValueError: state that the format cannot hold; a dtype that is not of floating point.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -79,7 +80,7 @@ def save_full(
     """
     group = meet_ranks("save_full", module, process_group, timeout)
     with attend_call(group):
-        _save(Path(path), module, format, max_file_bytes, dtype, group)
+        _save(Path(path).absolute(), module, format, max_file_bytes, dtype, group)
 
 
 def _save(
@@ -96,7 +97,11 @@ def _save(
     values: dict[str, Any] = {}
     outlines: dict[str, Outline] = {}
     files: list[list[PlannedFile]] = []
-    with SharedErrors(group):
+    call = describe_call(
+        "save_full", path=root, format=file_format.suffix, max_file_bytes=max_bytes, dtype=dtype
+    )
+    with SharedErrors(group, facts=call):
+        _check_dtype(dtype)
         found = contents_of(module).values
         values = {name: value for name, value in found.items() if name not in stages.earlier}
         outlines = _outlines(values, buffer_dtypes(module), dtype)
@@ -112,6 +117,14 @@ def _save(
     finally:
         writer.close()
         export.discard()
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"save_full: dtype is {dtype!r}; wanted a floating-point dtype, such as "
+            "torch.bfloat16, or None for those of the parameters."
+        )
 
 
 def _write_full(values: Mapping[str, Any], writer: _Writer) -> None:

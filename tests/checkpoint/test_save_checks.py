@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +47,36 @@ def test_ranks_save_with_the_same_options(tmp_path: Path, option: str) -> None:
         assert torch.equal(fc.state_dict(changed)["0.weight"], net()[0].weight)
 
     simulate_ranks(run, 2)
+
+
+@pytest.mark.parametrize("option", ["path", "dtype", "max_file_bytes"])
+def test_ranks_export_with_the_same_options(tmp_path: Path, option: str) -> None:
+    """Options of save_full that differ by rank raise; the old files stay."""
+    differ: dict[str, Sequence[Any]] = {
+        "path": (tmp_path, tmp_path / "other"),
+        "dtype": (torch.bfloat16, None),
+        "max_file_bytes": (5 << 30, 100),
+    }
+
+    def run(rank: int) -> None:
+        fc.save_full(tmp_path, fc.fully_shard(net()))
+        given = {"path": tmp_path, option: differ[option][rank]}
+        with pytest.raises(RuntimeError, match=rf"different things: rank 0 has .*{option}"):
+            fc.save_full(module=fc.fully_shard(net(1)), **given)
+        loaded = net(1)
+        fc.load_full(tmp_path, loaded)
+        assert torch.equal(loaded[0].weight, net()[0].weight)
+
+    simulate_ranks(run, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "bfloat16"])
+def test_exports_are_in_floating_point(tmp_path: Path, dtype: Any) -> None:
+    """A dtype that weights would lose their numbers in raises; nothing is written."""
+
+    def run(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"save_full: dtype is .*; wanted a floating-point"):
+            fc.save_full(tmp_path / "whole", fc.fully_shard(net()), dtype=dtype)
+
+    simulate_ranks(run, 2)
+    assert not (tmp_path / "whole").exists()
