@@ -102,7 +102,7 @@ def save_checkpoint(
     ``path`` stays complete until the new checkpoint is, whenever the process is killed.
 
     Args:
-        path: on a file system that all ranks see.
+        path: on a file system that all ranks see; a relative one is that of the call.
         optim: one optimizer or several over ``module``'s parameters.
         module: its communication hooks' state is saved too, each rank's own.
         extra: anything that pickles (step, scheduler, random state); each rank's own is kept.
@@ -128,7 +128,7 @@ def save_checkpoint(
     finish_pending()
     group = meet_ranks("save_checkpoint", module, process_group, timeout)
     with attend_call(group):
-        return _save(os.fspath(path), module, optim, extra, group, asynchronous, checksum)
+        return _save(Path(path).absolute(), module, optim, extra, group, asynchronous, checksum)
 
 
 def finish_pending() -> None:
@@ -140,7 +140,7 @@ def finish_pending() -> None:
 
 
 def _save(
-    path: str,
+    path: Path,
     module: nn.Module,
     optim: OptimLike | None,
     extra: object,
@@ -150,7 +150,7 @@ def _save(
 ) -> Saving:
     check_names("save_checkpoint", module, group, everywhere=False)
     stages = find_stages("save_checkpoint", module, group, saves=True)
-    claim_folder("save_checkpoint", Path(path), group)
+    claim_folder("save_checkpoint", path, group)
     found: Found | None = None
     call = describe_call("save_checkpoint", path=path, asynchronous=asynchronous, checksum=checksum)
     stages.agree(f"has_optim={optim is not None}")
@@ -166,7 +166,7 @@ def _save(
         with SharedErrors(group):
             state = _copy_to_host(state)
     token = broadcast_object(uuid.uuid4().hex[:12], [group])
-    writer = CommittingWriter(Path(path), token, group.size, checksum)
+    writer = CommittingWriter(path, token, group.size, checksum)
     saving = Saving()
     if not asynchronous:
         write_checkpoint(state, writer, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 import fsdp_compose as fc
 
-from harness import simulate_ranks
+from harness import run_ranks, simulate_ranks
+from saved import equal
 
 Options = Callable[[int, nn.Module], dict[str, Any]]
 
@@ -44,7 +46,7 @@ def test_ranks_save_with_the_same_options(tmp_path: Path, option: str) -> None:
         with pytest.raises(RuntimeError, match=rf"different things: rank 0 has .*{option}"):
             fc.save_checkpoint(tmp_path, changed, **DIFFER[option](rank, changed))
         fc.load_checkpoint(tmp_path, changed)
-        assert torch.equal(fc.state_dict(changed)["0.weight"], net()[0].weight)
+        equal(fc.state_dict(changed), fc.state_dict(net()))
 
     simulate_ranks(run, 2)
 
@@ -65,7 +67,7 @@ def test_ranks_export_with_the_same_options(tmp_path: Path, option: str) -> None
             fc.save_full(module=fc.fully_shard(net(1)), **given)
         loaded = net(1)
         fc.load_full(tmp_path, loaded)
-        assert torch.equal(loaded[0].weight, net()[0].weight)
+        equal(fc.state_dict(loaded), fc.state_dict(net()))
 
     simulate_ranks(run, 2)
 
@@ -80,3 +82,19 @@ def test_exports_are_in_floating_point(tmp_path: Path, dtype: Any) -> None:
 
     simulate_ranks(run, 2)
     assert not (tmp_path / "whole").exists()
+
+
+def test_a_save_stays_in_the_folder_of_the_call(tmp_path: Path) -> None:
+    """A relative path is that of the call, whatever the thread that writes finds."""
+
+    def run(rank: int) -> None:
+        os.chdir(tmp_path)
+        (tmp_path / "elsewhere").mkdir()
+        saving = fc.save_checkpoint("latest", net(0), asynchronous=True)
+        os.chdir("elsewhere")
+        saving.wait()
+        loaded = net(1)
+        fc.load_checkpoint(tmp_path / "latest", loaded)
+        equal(fc.state_dict(loaded), fc.state_dict(net(0)))
+
+    run_ranks(run, 1)
