@@ -1,8 +1,8 @@
 """``save_checkpoint`` and ``load_checkpoint``: model, optimizer and anything else, in shards.
 
 On torch.distributed.checkpoint, so that its tools and other libraries read the files: the state is
-``{"model": ..., "optim": ..., "extra": {rank: ...}, "comm_hooks": {rank: ...}}``. A save is one
-commit; a load checks every file and every name before it writes anything.
+``{"model": ..., "optim": ..., "extra": {rank: ...}, "comm_hooks": {rank: ...}}``, and containers.py
+says what else. A save is one commit; a load checks every file and every name before it writes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
+from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
 from fsdp_compose.checkpoint.contents import Contents, contents_of, require_released
 from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
@@ -162,6 +163,9 @@ def _save(
             found.agree("save_checkpoint", groups_of(module))
         state = _collect_state(module, found, extra, stages)
     state = join_states("save_checkpoint", state, stages)
+    with SharedErrors(group):
+        containers = find_containers(state)
+        state[OBJECTS] = {place: _pickle(value) for place, value in containers.items()}
     if asynchronous:
         with SharedErrors(group):
             state = _copy_to_host(state)
