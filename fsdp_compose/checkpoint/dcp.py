@@ -154,7 +154,7 @@ def _save(
     claim_folder("save_checkpoint", path, group)
     found: Found | None = None
     call = describe_call("save_checkpoint", path=path, asynchronous=asynchronous, checksum=checksum)
-    stages.agree(f"has_optim={optim is not None}")
+    stages.agree(describe_call("save_checkpoint", has_optim=optim is not None))
     with SharedErrors(group, facts=call):
         found = None if optim is None else read_optim(module, optim)
     state: dict[str, Any] = {}
