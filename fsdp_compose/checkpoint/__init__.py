@@ -17,6 +17,7 @@ Files, each importing only from those above it:
     optimizer/rekey       optimizer state by names or by numbers
     optimizer/watch       what torch's own functions load into optimizers
     optimizer/write       optimizer state by name, into any optimizer
+    containers            dictionaries and lists, which torch cuts into parts
     source                a torch.distributed.checkpoint folder to read from
     stages                pipeline stages: who saves what of a model
     dcp                   save_checkpoint and load_checkpoint

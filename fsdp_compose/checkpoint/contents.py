@@ -91,6 +91,22 @@ def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
     return found
 
 
+def require_released(what: str, module: nn.Module) -> None:
+    """Raise where ``module`` holds full parameters now, which torch would load slices into.
+
+    Args:
+        what: the function that was called.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    if gathered_leaves(module):
+        raise RuntimeError(
+            f"{what}: {type(module).__name__} is gathered now; leave the scope or the forward "
+            "first."
+        )
+
+
 def visit_full(
     leaves: Iterable[nn.Parameter], visit: Callable[[nn.Parameter, torch.Tensor], None]
 ) -> None:

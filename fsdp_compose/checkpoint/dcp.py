@@ -1,8 +1,8 @@
 """``save_checkpoint`` and ``load_checkpoint``: model, optimizer and anything else, in shards.
 
 On torch.distributed.checkpoint, so that its tools and other libraries read the files: the state is
-``{"model": ..., "optim": ..., "extra": {rank: ...}, "comm_hooks": {rank: ...}}``. A save is one
-commit; a load checks every file and every name before it writes anything.
+``{"model": ..., "optim": ..., "extra": {rank: ...}, "comm_hooks": {rank: ...}}``, and containers.py
+says what else. A save is one commit; a load checks every file and every name before it writes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
-from fsdp_compose.checkpoint.contents import Contents, contents_of
-from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
+from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
+from fsdp_compose.checkpoint.contents import Contents, contents_of, require_released
+from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import state_dict, write
 from fsdp_compose.checkpoint.optimizer.members import OptimLike
@@ -42,6 +43,7 @@ from fsdp_compose.checkpoint.ranks import (
     attend_call,
     check_names,
     claim_folder,
+    describe_call,
     groups_of,
     meet_ranks,
 )
@@ -102,7 +104,7 @@ def save_checkpoint(
     ``path`` stays complete until the new checkpoint is, whenever the process is killed.
 
     Args:
-        path: on a file system that all ranks see.
+        path: on a file system that all ranks see; a relative one is that of the call.
         optim: one optimizer or several over ``module``'s parameters.
         module: its communication hooks' state is saved too, each rank's own.
         extra: anything that pickles (step, scheduler, random state); each rank's own is kept.
@@ -115,7 +117,8 @@ def save_checkpoint(
 
     Raises:
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did
-            not come, which is named; or ranks call different parameters by the same name.
+            not come, which is named; ranks pass other options; or ranks call different parameters
+            by the same name.
         ValueError: the optimizer holds tensors that are not ``module``'s.
 
     Example:
@@ -127,7 +130,7 @@ def save_checkpoint(
     finish_pending()
     group = meet_ranks("save_checkpoint", module, process_group, timeout)
     with attend_call(group):
-        return _save(os.fspath(path), module, optim, extra, group, asynchronous, checksum)
+        return _save(Path(path).absolute(), module, optim, extra, group, asynchronous, checksum)
 
 
 def finish_pending() -> None:
@@ -139,7 +142,7 @@ def finish_pending() -> None:
 
 
 def _save(
-    path: str,
+    path: Path,
     module: nn.Module,
     optim: OptimLike | None,
     extra: object,
@@ -149,21 +152,26 @@ def _save(
 ) -> Saving:
     check_names("save_checkpoint", module, group, everywhere=False)
     stages = find_stages("save_checkpoint", module, group, saves=True)
-    claim_folder("save_checkpoint", Path(path), group)
+    claim_folder("save_checkpoint", path, group)
     found: Found | None = None
-    with SharedErrors(group):
+    call = describe_call("save_checkpoint", path=path, asynchronous=asynchronous, checksum=checksum)
+    stages.agree(describe_call("save_checkpoint", has_optim=optim is not None))
+    with SharedErrors(group, facts=call):
         found = None if optim is None else read_optim(module, optim)
     state: dict[str, Any] = {}
-    with SharedErrors(group, facts=path):
+    with SharedErrors(group):
         if found is not None:
             found.agree("save_checkpoint", groups_of(module))
         state = _collect_state(module, found, extra, stages)
     state = join_states("save_checkpoint", state, stages)
+    with SharedErrors(group):
+        containers = find_containers(state)
+        state[OBJECTS] = {place: _pickle(value) for place, value in containers.items()}
     if asynchronous:
         with SharedErrors(group):
             state = _copy_to_host(state)
     token = broadcast_object(uuid.uuid4().hex[:12], [group])
-    writer = CommittingWriter(Path(path), token, group.size, checksum)
+    writer = CommittingWriter(path, token, group.size, checksum)
     saving = Saving()
     if not asynchronous:
         write_checkpoint(state, writer, group)
@@ -240,10 +248,11 @@ def load_checkpoint(
 
     The checkpoint may be from any number of ranks, any units, strategy or mesh. Each rank reads the
     parts that overlap its slices. Nothing is written unless all of it is there, fits and was read,
-    on every rank; until then the slices are held in host memory.
+    on every rank; until then the slices are held in host memory. Names that are left over where a
+    submodule has load hooks of its own raise after that, as they do in torch.
 
     Args:
-        path: the folder.
+        path: the folder; each rank may have a copy of its own.
         optim: one optimizer or several; None leaves optimizer state alone.
         strict: raise for names that the checkpoint lacks or the module does not have.
         verify_files: read every file once more and compare checksums, each rank a share.
@@ -258,7 +267,8 @@ def load_checkpoint(
 
     Raises:
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
-            or shapes do not fit; a rank did not come, which is named.
+            or shapes do not fit; ranks pass other checkpoints or options; a rank did not come,
+            which is named.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -282,8 +292,17 @@ def _load(
     group: Group,
 ) -> Any:
     stages = find_stages("load_checkpoint", module, group, saves=False)
+    call = ""
     with SharedErrors(group):
+        require_released("load_checkpoint", module)
         metadata = read_metadata(root)
+        call = describe_call(
+            "load_checkpoint",
+            checkpoint=Sum.of(root / METADATA),
+            has_optim=optim is not None,
+            strict=strict,
+        )
+    stages.agree(call if groups_of(module) else "")
     with SharedErrors(group):
         verify(root, metadata, slice(group.rank, None, group.size), verify_files)
     contents = contents_of(module)
@@ -301,7 +320,8 @@ def _load(
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
     values = {name: source.values[key] for name, key in staged.items()}
-    write(contents, values, {name: source.values[key] for name, key in unknown.items()})
+    with SharedErrors(group):
+        write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
     if targets is not None:
         write_optim(targets, given)
     if remembered is None:

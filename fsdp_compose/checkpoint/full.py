@@ -19,13 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import contents_of, visit_full
+from fsdp_compose.checkpoint.contents import contents_of, require_released, visit_full
 from fsdp_compose.checkpoint.files import Sum, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes, write
-from fsdp_compose.checkpoint.ranks import attend_call, check_names, claim_folder, meet_ranks
+from fsdp_compose.checkpoint.ranks import (
+    attend_call,
+    check_names,
+    claim_folder,
+    describe_call,
+    groups_of,
+    meet_ranks,
+)
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages
 from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
@@ -61,8 +68,9 @@ def save_full(
 
     Raises:
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did not
-            come, which is named; or another job saved to the folder at the same time.
-        ValueError: state that the format cannot hold.
+            come, which is named; ranks pass other options; or another job saved to the folder at
+            the same time.
+        ValueError: state that the format cannot hold; a dtype that is not of floating point.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -72,7 +80,7 @@ def save_full(
     """
     group = meet_ranks("save_full", module, process_group, timeout)
     with attend_call(group):
-        _save(Path(path), module, format, max_file_bytes, dtype, group)
+        _save(Path(path).absolute(), module, format, max_file_bytes, dtype, group)
 
 
 def _save(
@@ -89,7 +97,11 @@ def _save(
     values: dict[str, Any] = {}
     outlines: dict[str, Outline] = {}
     files: list[list[PlannedFile]] = []
-    with SharedErrors(group):
+    call = describe_call(
+        "save_full", path=root, format=file_format.suffix, max_file_bytes=max_bytes, dtype=dtype
+    )
+    with SharedErrors(group, facts=call):
+        _check_dtype(dtype)
         found = contents_of(module).values
         values = {name: value for name, value in found.items() if name not in stages.earlier}
         outlines = _outlines(values, buffer_dtypes(module), dtype)
@@ -105,6 +117,14 @@ def _save(
     finally:
         writer.close()
         export.discard()
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"save_full: dtype is {dtype!r}; wanted a floating-point dtype, such as "
+            "torch.bfloat16, or None for those of the parameters."
+        )
 
 
 def _write_full(values: Mapping[str, Any], writer: _Writer) -> None:
@@ -232,7 +252,8 @@ def load_full(
     """Load files of full tensors into a sharded, or plain, module; every rank must call it.
 
     Each rank reads the bytes of its own slices, and nothing is written unless all was read and
-    fits, on every rank.
+    fits, on every rank. Names that are left over where a submodule has load hooks of its own raise
+    after that, as they do in torch.
 
     Args:
         path: a file, or a folder with one or with several and their index.
@@ -244,7 +265,8 @@ def load_full(
 
     Raises:
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
-            or shapes do not fit; a rank did not come, which is named.
+            or shapes do not fit; ranks pass other files or options; a rank did not come, which is
+            named.
 
     Example:
         >>> save_full("whole", nn.Linear(2, 2))
@@ -266,11 +288,15 @@ def _load(
     group: Group,
 ) -> IncompatibleKeys:
     stages = find_stages("load_full", module, group, saves=False)
+    call = ""
     with SharedErrors(group):
+        require_released("load_full", module)
         found = find_stored(path, file_format)
     with SharedErrors(group):
         if verify_files:
             found.check_sums(slice(group.rank, None, group.size))
+        call = describe_call("load_full", content=f"{found.digest():08x}", strict=strict)
+    stages.agree(call if groups_of(module) else "")
     contents = contents_of(module)
     with SharedErrors(group):
         stored = {clean_name(name): tensor for name, tensor in found.tensors.items()}
@@ -285,7 +311,8 @@ def _load(
                 read[source] = read_for(stored[source], contents.values[name])
         values = {name: read[source] for name, source in chosen.sources.items()}
         unknown = {name: stored[name].read_all() for name in chosen.unknown}
-    write(contents, values, unknown)
+    with SharedErrors(group):
+        write(contents, values, unknown, strict)
     return chosen.left_out
 
 

@@ -23,7 +23,7 @@ from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
     copy_tensor,
-    gathered_leaves,
+    require_released,
     visit_full,
     without_our_hooks,
 )
@@ -36,7 +36,7 @@ from fsdp_compose.checkpoint.values import (
     show_whole,
     whole_shape,
 )
-from fsdp_compose.comm.messages import raise_on_all, to_bytes
+from fsdp_compose.comm.messages import SharedErrors, raise_on_all, to_bytes
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
@@ -178,6 +178,8 @@ def load_state_dict(
     """Write ``state_dict`` into the module; every rank must call it.
 
     Nothing is written unless everything fits on every rank, and parameters stay the same objects.
+    Names that are left over where a submodule has load hooks of its own raise after that, as they
+    do in torch.
 
     Args:
         state_dict: by FQN, with or without the prefixes that wrappers add. Values may be plain full
@@ -201,11 +203,7 @@ def load_state_dict(
     groups = groups_of(module)
     if broadcast_from_rank0:
         state_dict = broadcast_state(state_dict, groups, contents.values.get, device_of(module))
-    if gathered_leaves(module):
-        raise RuntimeError(
-            f"load_state_dict: {type(module).__name__} is gathered now; leave the scope or the "
-            "forward first."
-        )
+    require_released("load_state_dict", module)
     versions = getattr(state_dict, "_metadata", None)
     custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)
@@ -213,7 +211,8 @@ def load_state_dict(
     if matched.local is not None:
         local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
-    write(contents, matched.values, extra if custom else {}, versions, strict and custom)
+    with SharedErrors(*groups):
+        write(contents, matched.values, extra if custom else {}, strict, versions)
     return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
@@ -221,14 +220,19 @@ def write(
     contents: Contents,
     values: Mapping[str, Any],
     extra: Mapping[str, Any],
+    strict: bool,
     versions: Any = None,
-    strict: bool = False,
 ) -> None:
     """Write checked values into the module, through its own ``load_state_dict``.
 
     Args:
         extra: entries the module has no place for, which a hook of the user's may know.
+        strict: raise for names that are left over once such hooks have run; where the module has
+            none, they were compared before.
         versions: the ``_metadata`` that came with the values, if any.
+
+    Raises:
+        RuntimeError: names are left over; the others were written.
     """
     native: OrderedDict[str, Any] = OrderedDict()
     for name, value in values.items():
@@ -236,8 +240,19 @@ def write(
     native.update(extra)
     if versions is not None:
         native._metadata = versions  # type: ignore[attr-defined]
+    module = contents.module
+    compare = strict and changes_keys_on_load(module)
     with without_our_hooks():
-        contents.module.load_state_dict(native, strict=strict)
+        try:
+            module.load_state_dict(native, strict=compare)
+        except RuntimeError as error:
+            if not compare:
+                raise
+            raise RuntimeError(
+                f"load_state_dict: {type(module).__name__} has load hooks of its own, which alone "
+                f"know the names that they want, and what fits was loaded. Torch says: {error}\n"
+                "Pass strict=False to leave out what does not fit."
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compose.base import process
-from fsdp_compose.base.group import SELF, Group
+from fsdp_compose.base.group import SELF, Group, is_alive
 from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
 from fsdp_compose.buckets.entries import find_entry
@@ -29,6 +29,11 @@ from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.surroundings import check_surroundings
 from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
+
+
+def describe_call(what: str, **given: object) -> str:
+    """What this rank passed to a call, as text that ranks compare."""
+    return f"{what}({', '.join(f'{name}={value}' for name, value in given.items())})"
 
 
 def groups_of(module: nn.Module) -> list[Group]:
@@ -80,7 +85,9 @@ def meet_ranks(
 
     Raises:
         RuntimeError: some did not come in ``timeout`` seconds; names them. This rank may try again.
+            Or their process group has ended.
     """
+    _require_living(what, module, process_group)
     if not dist.is_initialized():
         if what.startswith("save") and next(iter_units(module), None) is None:
             require_group(what)  # the ranks would write over each other's files
@@ -103,6 +110,22 @@ def meet_ranks(
         known.pop(ranks, None)
         known[ranks] = gloo_group(key, me, len(ranks), patience)
     return Group(known[ranks], me, len(ranks), "gloo", ranks, what, f"{key}/left")
+
+
+def _require_living(what: str, module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+    """Raise where the ranks could not find each other, and each would save its slices alone."""
+    ended = [group for group in groups_of(module) if not is_alive(group.pg)]
+    if not ended and (process_group is None or is_alive(process_group)):
+        return
+    whose = "passed as process_group"
+    if ended:
+        held = f"that the parameters of {type(module).__name__} are cut or copied over"
+        whose = f"over ranks {list(ended[0].ranks)} {held}"
+    raise RuntimeError(
+        f"{what}: the process group {whose} was destroyed, so that its ranks cannot agree on one "
+        f"checkpoint. Call {what} before torch.distributed.destroy_process_group(); under a new "
+        "process group, call fully_shard on a model after init_process_group()."
+    )
 
 
 def _world() -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compose.base.torch_private import load_checkpoint_plan
-from fsdp_compose.checkpoint.files import describe_failures
+from fsdp_compose.checkpoint.containers import OBJECTS, container_of, join_parts, place_of
+from fsdp_compose.checkpoint.files import METADATA, describe_failures
 from fsdp_compose.checkpoint.metadata import Reader, check_whole
 from fsdp_compose.checkpoint.optimizer.nested import nested_key
 from fsdp_compose.checkpoint.values import show_whole, whole_shape
+from fsdp_compose.comm.messages import to_bytes
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import is_sharded, tag
 
@@ -40,10 +42,44 @@ class Source:
         self.path, self.metadata = path, metadata
         self.entries: dict[str, Any] = metadata.state_dict_metadata
         nested = metadata.planner_data or {}
-        self.paths: dict[Path_, str] = {tuple(nested.get(key, (key,))): key for key in self.entries}
+        paths = {tuple(nested.get(key, (key,))): key for key in self.entries}
         self.values: dict[str, Any] = {}
         self._wanted: dict[str, Any] = {}
         self._outlines: dict[int, tuple[str, Any]] = {}
+        self._whole = self._find_whole(paths)
+        self._pickled = frozenset(self._whole.values())
+        self._parts: dict[str, dict[Path_, str]] = {}
+        self._joined: set[str] = set()
+        self.paths = self._join(paths)
+
+    def _find_whole(self, paths: Mapping[Path_, str]) -> dict[Path_, str]:
+        """Take the values that were saved whole out of ``paths``; their keys by place.
+
+        Raises:
+            RuntimeError: the place of one is not what a save writes.
+        """
+        found: dict[Path_, str] = {}
+        for path, key in paths.items():
+            if path[:1] == (OBJECTS,) and len(path) == 2:
+                try:
+                    found[place_of(path[1])] = key
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise RuntimeError(f"{self.path / METADATA}: damaged: {error}.") from error
+        return found
+
+    def _join(self, paths: Mapping[Path_, str]) -> dict[Path_, str]:
+        """Give each value that torch cut into parts one path, and remember its parts."""
+        joined: dict[Path_, str] = {}
+        for path, key in paths.items():
+            starts = (path[:n] for n in range(1, len(path) + 1))
+            if path[:1] == (OBJECTS,) or any(start in self._whole for start in starts):
+                continue
+            place = container_of(path)
+            joined[place] = key
+            if place != path:
+                joined[place] = whole = ".".join(map(str, place))
+                self._parts.setdefault(whole, {})[path[len(place) :]] = key
+        return {**joined, **self._whole}
 
     def below(self, prefix: Path_) -> dict[Path_, str]:
         """Find the paths one step below ``prefix``, and their flat keys."""
@@ -56,8 +92,8 @@ class Source:
 
     def outline(self, key: str) -> Any:
         """A meta tensor for a tensor, a string for anything else; ``key_of`` knows it again."""
-        entry = self.entries[key]
-        if not isinstance(entry, TensorStorageMetadata):
+        entry = self.entries.get(key)
+        if not isinstance(entry, TensorStorageMetadata) or key in self._pickled:
             return f"<{key}>"
         outline = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         self._outlines[id(outline)] = (key, outline)
@@ -101,9 +137,10 @@ class Source:
                     groups.setdefault(number, {})[hyper] = key
                 case ("state", name, first, *rest):
                     what = nested_key(first, rest)
-                    tensor = isinstance(self.entries[key], TensorStorageMetadata)
-                    state.setdefault(name, {})[what] = self.outline(key) if tensor else key
-                    if not tensor:
+                    outline = self.outline(key)
+                    is_tensor = isinstance(outline, Tensor)
+                    state.setdefault(name, {})[what] = outline if is_tensor else key
+                    if not is_tensor:
                         self.want(key, None)
                 case (other,):
                     extra[other] = key
@@ -136,6 +173,11 @@ class Source:
         Raises:
             RuntimeError: the checkpoint does not hold all of it.
         """
+        if key in self._parts:
+            self._joined.add(key)
+            for part in self._parts[key].values():
+                self.want(part, None)
+            return
         entry = self.entries[key]
         if not isinstance(entry, TensorStorageMetadata):
             self._wanted[key] = None
@@ -166,7 +208,15 @@ class Source:
                 f"{self.path}: could not be read: {describe_failures(failures)}"
             ) from error
         self.values.update(self._wanted)
-        self._wanted = {}
+        try:
+            for key in self._wanted.keys() & self._pickled:
+                self.values[key] = _load_plain(key, io.BytesIO(to_bytes(self.values[key])))
+            for key in self._joined:
+                parts = self._parts[key].items()
+                self.values[key] = join_parts({rest: self.values[part] for rest, part in parts})
+        except Exception as error:  # a damaged pickle raises anything
+            raise RuntimeError(f"{self.path}: could not be read: {error}") from error
+        self._wanted, self._joined = {}, set()
 
 
 class _Planner(DefaultLoadPlanner):
@@ -174,16 +224,24 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        try:
-            loaded = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            what = "what is not plain data" if found is None else f"a {found[1]}"
-            raise RuntimeError(
-                f"{key!r} holds {what}, and is not unpickled, as that could run code. If you trust "
-                "the file, call torch.serialization.add_safe_globals([...]) with the class"
-            ) from error
-        self.original_state_dict[key] = loaded
+        self.original_state_dict[key] = _load_plain(key, value)
+
+
+def _load_plain(key: str, file: io.BytesIO) -> Any:
+    """Unpickle plain data.
+
+    Raises:
+        RuntimeError: it is something else.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = "what is not plain data" if found is None else f"a {found[1]}"
+        raise RuntimeError(
+            f"{key!r} holds {what}, and is not unpickled, as that could run code. If you trust "
+            "the file, call torch.serialization.add_safe_globals([...]) with the class"
+        ) from error
 
 
 def _in_groups(path: Path_) -> bool:

@@ -23,7 +23,7 @@ from fsdp_compose.checkpoint.model import IncompatibleKeys, changes_keys_on_load
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import gather_whole, whole_shape
-from fsdp_compose.comm.messages import SharedErrors, gather_objects
+from fsdp_compose.comm.messages import SharedErrors, difference, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.replicas import checksum
@@ -63,6 +63,21 @@ class Stages:
             return [value]
         found = gather_objects(value if self.is_first else None, self.group)
         return [found[ranks[0]] for ranks in self.members]
+
+    def agree(self, given: object) -> None:
+        """Raise, on every rank of the group, unless the ranks of each stage pass the same.
+
+        Args:
+            given: picklable and small; its text is shown where two ranks differ.
+
+        Raises:
+            RuntimeError: some differ.
+        """
+        found = gather_objects(given, self.group)
+        for members in self.members:
+            ranks = [self.group.ranks[i] for i in members]
+            if problem := difference([found[i] for i in members], ranks):
+                raise_on_all(problem, ())
 
     def keep_own(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """Leave out the entries of a checkpoint that only other stages have."""

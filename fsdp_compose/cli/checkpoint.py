@@ -176,10 +176,10 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
         raise UserError(f"{source}: nothing below --prefix {prefix!r}; it has {tops[:8]}.")
     outlines: dict[str, Outline] = {}
     for name, key in keys.items():
-        entry = metadata.state_dict_metadata[key]
-        if not isinstance(entry, TensorStorageMetadata):
+        outline = reader.outline(key)
+        if not isinstance(outline, Tensor):
             raise ValueError(f"{source}: {name!r} is not a tensor; safetensors holds only those.")
-        outlines[name] = Outline(entry.properties.dtype, tuple(entry.size))
+        outlines[name] = Outline(outline.dtype, tuple(outline.shape))
     target.mkdir(parents=True, exist_ok=True)
     (files,) = plan_files([outlines], max_file_bytes, SAFETENSORS)
     export = Export(target, SAFETENSORS, files, uuid.uuid4().hex[:8])

@@ -18,15 +18,21 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fsdp_compose.checkpoint.files import Sum, committing, json_of, sync_folder, write_durably
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Stored
 from fsdp_compose.checkpoint.metadata import check_relative
+from fsdp_compose.comm.messages import to_bytes
 
 ASIDE = ".saving-"
+SAMPLED = 16
+"""Elements of each tensor that tell two files without checksums apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +153,21 @@ class Found:
                 )
             if found not in wanted:
                 raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
+
+    def digest(self) -> int:
+        """Sum the names, what the tensors are and some of their elements, which tell models apart.
+
+        Raises:
+            RuntimeError: a file cannot be read.
+        """
+        total = 0
+        for name, stored in sorted(self.tensors.items(), key=lambda item: item[0]):
+            first = stored.numel // 2
+            picked = stored.read(first, min(first + SAMPLED, stored.numel)).contiguous()
+            total = zlib.crc32(f"{name} {stored.dtype} {stored.shape}".encode(), total)
+            total = zlib.crc32(to_bytes(picked.view(torch.uint8)), total)
+        known = sorted((file.name, *map(dataclasses.astuple, s)) for file, s in self.sums.items())
+        return zlib.crc32(repr(known).encode(), total)
 
 
 def find_stored(path: Path, file_format: Format) -> Found:

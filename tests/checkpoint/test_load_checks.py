@@ -1,0 +1,175 @@
+"""What a load refuses before it writes: names left over, calls or folders that differ by rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import fsdp_compose as fc
+
+from harness import simulate_ranks
+from saved import equal
+
+Load = Callable[..., Any]
+
+
+class Hooked(nn.Module):
+    """A module that torch's parametrization gives a load hook; ``new`` is what files may lack."""
+
+    def __init__(self, has_new: bool) -> None:
+        super().__init__()
+        self.normed = weight_norm(nn.Linear(4, 4))
+        if has_new:
+            self.new = nn.Linear(2, 2)
+
+
+def save_both(folder: Path, model: nn.Module) -> None:
+    fc.save_checkpoint(folder / "parts", model)
+    fc.save_full(folder / "whole", model)
+
+
+LOADS: dict[str, Load] = {
+    "load_checkpoint": lambda at, model, **kw: fc.load_checkpoint(at / "parts", model, **kw),
+    "load_full": lambda at, model, **kw: fc.load_full(at / "whole", model, **kw),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("saved_new", [False, True])
+def test_strict_holds_beside_load_hooks(tmp_path: Path, name: str, saved_new: bool) -> None:
+    """Where a submodule has a load hook, missing and unexpected names raise too."""
+    save_both(tmp_path, Hooked(saved_new))
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(Hooked(not saved_new))
+        wrong = "Unexpected" if saved_new else "Missing"
+        with pytest.raises(RuntimeError, match=rf"(?s)hooks of its own.*{wrong} key.*new\.weight"):
+            LOADS[name](tmp_path, model)
+        LOADS[name](tmp_path, model, strict=False)
+        saved = Hooked(saved_new)
+        LOADS[name](tmp_path, saved)
+        weight = fc.state_dict(model)["normed.bias"]
+        assert torch.equal(weight, saved.normed.bias)
+
+    for world in (1, 2):
+        simulate_ranks(run, world)
+
+
+def save_models(folder: Path, *seeds: int) -> None:
+    for seed in seeds:
+        model = net(seed)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 4)).sum().backward()
+        optim.step()
+        fc.save_checkpoint(folder / str(seed) / "parts", model, optim)
+        fc.save_full(folder / str(seed) / "whole", model)
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize("name", LOADS)
+def test_ranks_load_one_model(tmp_path: Path, name: str, has_index: bool) -> None:
+    """Ranks whose folders hold other models raise; copies of one model load."""
+    save_models(tmp_path, 0, 1)
+    shutil.copytree(tmp_path / "0", tmp_path / "copy")
+    if not has_index:
+        for index in tmp_path.glob("*/whole/*.index.json"):
+            index.unlink()
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(net(2))
+        with pytest.raises(RuntimeError, match=f"different things: rank 0 has {name}"):
+            LOADS[name](tmp_path / str(rank), model)
+        equal(fc.state_dict(model), fc.state_dict(net(2)))
+        LOADS[name](tmp_path / ("copy" if rank else "0"), model)
+        saved = net(3)
+        LOADS[name](tmp_path / "0", saved)
+        equal(fc.state_dict(model), fc.state_dict(saved))
+
+    simulate_ranks(run, 2)
+
+
+def test_ranks_of_other_models_load_apart(tmp_path: Path) -> None:
+    """A model that is not cut over ranks may be loaded from each rank's own folder."""
+    save_models(tmp_path, 0, 1)
+
+    def run(rank: int) -> None:
+        for model in (net(2), fc.fully_shard(net(2), mesh="self")):
+            for load in LOADS.values():
+                load(tmp_path / str(rank), model)
+            saved = net(3)
+            fc.load_full(tmp_path / str(rank) / "whole", saved)
+            equal(fc.state_dict(model), fc.state_dict(saved))
+
+    simulate_ranks(run, 2)
+
+
+@pytest.mark.parametrize("option", ["optim", "strict"])
+def test_ranks_load_with_the_same_options(tmp_path: Path, option: str) -> None:
+    """An optimizer, or strict=False, on some ranks only raises; nothing is written."""
+    save_models(tmp_path, 0)
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(net(2))
+        optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        given = {"optim": optim if rank else None} if option == "optim" else {"strict": bool(rank)}
+        with pytest.raises(RuntimeError, match="different things: rank 0 has load_checkpoint"):
+            fc.load_checkpoint(tmp_path / "0" / "parts", model, **given)
+        equal(fc.state_dict(model), fc.state_dict(net(2)))
+        assert not optim.state and optim.param_groups[0]["lr"] == 0.5
+
+    simulate_ranks(run, 2)
+
+
+class Normed(nn.Module):
+    """Buffers, which a load that fails on the weights would have written already."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.BatchNorm1d(4)
+        self.norm.running_mean.fill_(seed)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("part", ["", "linear"])
+@pytest.mark.parametrize("name", LOADS)
+def test_a_load_inside_gathered_raises(tmp_path: Path, name: str, part: str) -> None:
+    """In a scope or a hook of any unit; nothing of the model is written."""
+    save_both(tmp_path, Normed(1))
+
+    def run(rank: int) -> None:
+        model = Normed(0).eval()
+        fc.fully_shard(model.linear)
+        fc.fully_shard(model)
+        refused = pytest.raises(RuntimeError, match=f"{name}: Normed is gathered now; leave the")
+        with torch.no_grad(), fc.gathered(model.get_submodule(part)), refused:
+            LOADS[name](tmp_path, model)
+
+        def hook(module: nn.Module, args: Any) -> None:
+            with refused:
+                LOADS[name](tmp_path, model)
+
+        handle = model.get_submodule(part).register_forward_pre_hook(hook)
+        model(torch.ones(2, 4))
+        handle.remove()
+        equal(fc.state_dict(model), fc.state_dict(Normed(0)))
+        LOADS[name](tmp_path, model)
+        equal(fc.state_dict(model), fc.state_dict(Normed(1)))
+
+    for world in (1, 2):
+        simulate_ranks(run, world)

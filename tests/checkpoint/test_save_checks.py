@@ -1,0 +1,100 @@
+"""What a save refuses, on every rank, before it touches what the folder holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compose as fc
+
+from harness import run_ranks, simulate_ranks
+from saved import equal
+
+Options = Callable[[int, nn.Module], dict[str, Any]]
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+DIFFER: dict[str, Options] = {
+    "optim": lambda rank, model: {"optim": sgd(model) if rank else None},
+    "asynchronous": lambda rank, model: {"asynchronous": bool(rank)},
+    "checksum": lambda rank, model: {"checksum": bool(rank)},
+}
+
+
+@pytest.mark.parametrize("option", DIFFER)
+def test_ranks_save_with_the_same_options(tmp_path: Path, option: str) -> None:
+    """Options of save_checkpoint that differ by rank raise at once; the old checkpoint stays."""
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(net())
+        fc.save_checkpoint(tmp_path, model)
+        changed = fc.fully_shard(net(1))
+        with pytest.raises(RuntimeError, match=rf"different things: rank 0 has .*{option}"):
+            fc.save_checkpoint(tmp_path, changed, **DIFFER[option](rank, changed))
+        fc.load_checkpoint(tmp_path, changed)
+        equal(fc.state_dict(changed), fc.state_dict(net()))
+
+    simulate_ranks(run, 2)
+
+
+@pytest.mark.parametrize("option", ["path", "dtype", "max_file_bytes"])
+def test_ranks_export_with_the_same_options(tmp_path: Path, option: str) -> None:
+    """Options of save_full that differ by rank raise; the old files stay."""
+    differ: dict[str, Sequence[Any]] = {
+        "path": (tmp_path, tmp_path / "other"),
+        "dtype": (torch.bfloat16, None),
+        "max_file_bytes": (5 << 30, 100),
+    }
+
+    def run(rank: int) -> None:
+        fc.save_full(tmp_path, fc.fully_shard(net()))
+        given = {"path": tmp_path, option: differ[option][rank]}
+        with pytest.raises(RuntimeError, match=rf"different things: rank 0 has .*{option}"):
+            fc.save_full(module=fc.fully_shard(net(1)), **given)
+        loaded = net(1)
+        fc.load_full(tmp_path, loaded)
+        equal(fc.state_dict(loaded), fc.state_dict(net()))
+
+    simulate_ranks(run, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "bfloat16"])
+def test_exports_are_in_floating_point(tmp_path: Path, dtype: Any) -> None:
+    """A dtype that weights would lose their numbers in raises; nothing is written."""
+
+    def run(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"save_full: dtype is .*; wanted a floating-point"):
+            fc.save_full(tmp_path / "whole", fc.fully_shard(net()), dtype=dtype)
+
+    simulate_ranks(run, 2)
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_save_stays_in_the_folder_of_the_call(tmp_path: Path) -> None:
+    """A relative path is that of the call, whatever the thread that writes finds."""
+
+    def run(rank: int) -> None:
+        os.chdir(tmp_path)
+        (tmp_path / "elsewhere").mkdir()
+        saving = fc.save_checkpoint("latest", net(0), asynchronous=True)
+        os.chdir("elsewhere")
+        saving.wait()
+        loaded = net(1)
+        fc.load_checkpoint(tmp_path / "latest", loaded)
+        equal(fc.state_dict(loaded), fc.state_dict(net(0)))
+
+    run_ranks(run, 1)
