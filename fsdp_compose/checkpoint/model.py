@@ -33,10 +33,11 @@ from fsdp_compose.checkpoint.values import (
     fit,
     gather_whole,
     needs_gather,
+    sample_bytes,
     show_whole,
     whole_shape,
 )
-from fsdp_compose.comm.messages import raise_on_all, to_bytes
+from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
@@ -316,23 +317,12 @@ class Facts(NamedTuple):
         )
 
 
-SAMPLED = 16
-"""Elements of each value that ranks compare before they load it."""
-
-
 def _sample(values: Mapping[str, Any], current: Mapping[str, Any]) -> int:
     """A checksum over elements of the plain values that sharded parameters take."""
     found = 0
     for name in sorted(values):
-        value = values[name]
-        if not is_sharded(current[name]) or type(value) not in (Tensor, nn.Parameter):
-            continue
-        if value.numel() and value.device.type != "meta" and value.layout is torch.strided:
-            last, count = value.numel() - 1, min(SAMPLED, value.numel())
-            at = torch.tensor([index * last // max(1, count - 1) for index in range(count)])
-            place = torch.unravel_index(at, value.shape) if value.ndim else ()
-            picked = value.detach()[place].reshape(-1).cpu().contiguous()
-            found = zlib.crc32(to_bytes(picked.view(torch.uint8)), found)
+        if is_sharded(current[name]) and type(values[name]) in (Tensor, nn.Parameter):
+            found = zlib.crc32(sample_bytes(values[name]), found)
     return found
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm.messages import broadcast_object, raise_on_all
+from fsdp_compose.comm.messages import broadcast_object, raise_on_all, to_bytes
 from fsdp_compose.sharded import (
     ShardSpec,
     gather_part,
@@ -86,6 +86,21 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
 
 def is_ready(value: object) -> bool:
     return is_sharded(value) and READY in value.__dict__
+
+
+SAMPLED = 16
+"""Elements of each value that ranks compare before they load it."""
+
+
+def sample_bytes(value: Tensor) -> bytes:
+    """The bytes of some elements of a plain tensor, which are spread over all of it."""
+    if not value.numel() or value.device.type == "meta" or value.layout is not torch.strided:
+        return b""
+    last, count = value.numel() - 1, min(SAMPLED, value.numel())
+    at = torch.tensor([index * last // max(1, count - 1) for index in range(count)])
+    place = torch.unravel_index(at, value.shape) if value.ndim else ()
+    picked = value.detach()[place].reshape(-1).cpu().contiguous()
+    return to_bytes(picked.view(torch.uint8))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
+from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
@@ -74,7 +75,8 @@ def load_optim_state_dict(
             is sent, and each rank keeps its slices.
 
     Raises:
-        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank.
+        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; or two ranks
+            were given different state.
         ValueError: the optimizer holds tensors that are not ``module``'s.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
 
@@ -100,6 +102,8 @@ def load_optim_state_dict(
         given["state"] = add_state_of_others(module, given["state"], parts_of(targets))
     with SharedErrors(*groups) as shared:
         shared.facts = _check_fit(targets, given)
+    if WORLD not in given:  # there each rank's file is its own
+        agree_on_given(given, parts_of(targets), groups)
     write_optim(targets, given)
 
 
