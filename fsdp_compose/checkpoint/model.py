@@ -22,6 +22,7 @@ from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
+    contents_to_load,
     copy_tensor,
     gathered_leaves,
     visit_full,
@@ -32,6 +33,7 @@ from fsdp_compose.checkpoint.values import (
     broadcast_state,
     fit,
     gather_whole,
+    mark_ready,
     needs_gather,
     sample_bytes,
     show_whole,
@@ -179,6 +181,8 @@ def load_state_dict(
     """Write ``state_dict`` into the module; every rank must call it.
 
     Nothing is written unless everything fits on every rank, and parameters stay the same objects.
+    Where the module's own load hooks, or a ``_load_from_state_dict`` of its own, change what is
+    loaded, they get whole tensors as in a plain module, and torch checks what they make of them.
 
     Args:
         state_dict: by FQN, with or without the prefixes that wrappers add. Values may be plain full
@@ -198,7 +202,7 @@ def load_state_dict(
         >>> load_state_dict(model, nn.Linear(3, 2).state_dict())
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
-    contents = contents_of(module)
+    contents = contents_to_load(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
         state_dict = broadcast_state(state_dict, groups, contents.values.get, device_of(module))
@@ -214,8 +218,8 @@ def load_state_dict(
     if matched.local is not None:
         local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
-    write(contents, matched.values, extra if custom else {}, versions, strict and custom)
-    return IncompatibleKeys(matched.missing, matched.unexpected)
+    found = write(contents, matched.values, extra if custom else {}, versions, strict and custom)
+    return found if custom else IncompatibleKeys(matched.missing, matched.unexpected)
 
 
 def write(
@@ -224,21 +228,26 @@ def write(
     extra: Mapping[str, Any],
     versions: Any = None,
     strict: bool = False,
-) -> None:
+) -> IncompatibleKeys:
     """Write checked values into the module, through its own ``load_state_dict``.
+
+    Returns what that left out.
 
     Args:
         extra: entries the module has no place for, which a hook of the user's may know.
         versions: the ``_metadata`` that came with the values, if any.
     """
     native: OrderedDict[str, Any] = OrderedDict()
+    cut = not changes_keys_on_load(contents.module)
     for name, value in values.items():
-        native[contents.native[name]] = prepare(value, contents.values[name])
+        native[contents.native[name]] = prepare(value, contents.values[name], cut)
     native.update(extra)
     if versions is not None:
         native._metadata = versions  # type: ignore[attr-defined]
     with without_our_hooks():
-        contents.module.load_state_dict(native, strict=strict)
+        missing, unexpected = contents.module.load_state_dict(native, strict=strict)
+    clean = name_cleaner(contents.module)
+    return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
 
 
 @dataclass(frozen=True)
@@ -280,7 +289,9 @@ def match(
     unexpected = [key for key in given if key not in names]
     missing = [name for name in names if name not in given and not _may_lack(name, versions)]
     values = {names[k]: v for k, v in given.items() if k in names}
-    problems = [p for n, v in values.items() if (p := _find_misfit(n, v, current[n])) is not None]
+    custom = changes_keys_on_load(module)
+    found = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
+    problems = [problem for problem in found if problem is not None]
     if strict and missing:
         names_missing = list_names(missing, unexpected)
         problems.append(
@@ -371,29 +382,50 @@ def describe_lone_slice(value: Any) -> str | None:
     )
 
 
-def _find_misfit(name: str, value: Any, current: Any) -> str | None:
-    """Why ``value`` cannot be written into ``current``, or None."""
+def _find_misfit(name: str, value: Any, current: Any, custom: bool) -> str | None:
+    """Why ``value`` cannot be written into ``current``, or None.
+
+    Args:
+        custom: the module's own hooks may make what fits of it, and torch checks that.
+    """
     if not isinstance(current, Tensor):
         return None
+    gathers = is_sharded(value) and needs_gather(value, _spec(current))
+    lone = describe_lone_slice(value) if gathers else None
+    if custom or lone is not None:
+        return None if lone is None else f"{name!r} {lone}"
     if not isinstance(value, Tensor):
         return f"{name!r} is a {type(value).__name__}; wanted a tensor of {tuple(current.shape)}"
-    shape, want = tuple(whole_shape(value)), tuple(whole_shape(current))
-    if shape != want and not (current.ndim == 0 and shape == (1,)):
+    if not _has_shape(value, current):
+        shape, want = tuple(whole_shape(value)), tuple(whole_shape(current))
         return f"{name!r} has global shape {shape}; wanted {want}"
     if value.is_complex() and not current.is_complex():
         return f"{name!r} is {value.dtype}; wanted {current.dtype}, which has no imaginary part"
-    gathers = is_sharded(value) and needs_gather(value, _spec(current))
-    lone = describe_lone_slice(value) if gathers else None
-    return None if lone is None else f"{name!r} {lone}"
+    return None
 
 
-def prepare(value: Any, current: Any) -> Any:
-    """Convert ``value`` to what ``current`` takes; a collective where ``needs_gather`` says so."""
-    if not isinstance(current, Tensor) or value is current:
+def _has_shape(value: Tensor, current: Tensor) -> bool:
+    shape = tuple(whole_shape(value))
+    return shape == tuple(whole_shape(current)) or (current.ndim == 0 and shape == (1,))
+
+
+def prepare(value: Any, current: Any, cut: bool = True) -> Any:
+    """Convert ``value`` to what ``current`` takes; a collective where ``needs_gather`` says so.
+
+    Args:
+        cut: take this rank's slice of a plain tensor; else it stays whole, as hooks of the module's
+            expect it, and copying it into ``current`` cuts it.
+    """
+    if not isinstance(current, Tensor) or not isinstance(value, Tensor) or value is current:
         return value
+    if not _has_shape(value, current):  # a hook of the module's makes another of it
+        return gather_whole(value)
     if is_sharded(current):
-        spec = current._shard_spec
-        return fit(value.reshape(()) if current.ndim == 0 != value.ndim else value, spec, True)
+        is_whole = not is_sharded(value) and not isinstance(value, DTensor)
+        if is_whole and not cut and current._shard_spec.parallel is None:
+            return mark_ready(value.detach())
+        value = value.reshape(()) if current.ndim == 0 != value.ndim else value
+        return mark_ready(fit(value, current._shard_spec))
     if isinstance(current, DTensor) and not isinstance(value, DTensor):
         return distribute_tensor(
             gather_whole(value), current.device_mesh, current.placements, src_data_rank=None
@@ -402,9 +434,9 @@ def prepare(value: Any, current: Any) -> Any:
 
 
 def changes_keys_on_load(module: nn.Module) -> bool:
-    """Whether a submodule changes keys while loading, so that only torch knows what is missing."""
+    """Whether a submodule's own code changes what is loaded, so that only torch knows what fits."""
     return any(
-        has_foreign_load_hooks(m, "fsdp_compose")
+        has_foreign_load_hooks(m, "fsdp_compose.")
         for m in module.modules()
         if not type(m).__module__.startswith("torch.distributed.algorithms")
     )

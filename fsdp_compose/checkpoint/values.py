@@ -24,8 +24,8 @@ from fsdp_compose.sharded import (
     whole_slice,
 )
 
-READY = "_fsdp_compose_ready"
-"""Set on a sharded value that was fitted to the parameter it is about to be loaded into."""
+_READY = "_fsdp_compose_ready"
+"""Set on a value that was fitted to the parameter it is about to be loaded into."""
 
 
 def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
@@ -62,7 +62,7 @@ def show_whole(tensor: Tensor) -> Tensor:
     return tag(to_local(tensor), shown)
 
 
-def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
+def fit(value: Tensor, spec: ShardSpec) -> Any:
     """Cut the slice of ``value`` that ``spec`` describes, as a sharded tensor of its own.
 
     The data is shared with ``value`` where it can be.
@@ -70,7 +70,6 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
     Args:
         value: plain and of shape ``spec.whole_shape``, a sharded tensor of that global shape cut
             in any way, or a DTensor of it. What is cut differently is gathered: a collective.
-        ready: mark the result as fitted.
     """
     if is_sharded(value) and value._shard_spec.key == spec.key:
         local = to_local(value)
@@ -78,14 +77,17 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
         local = whole_slice(gather_whole(value).detach(), spec).clone()
     else:
         local = whole_slice(value.detach(), spec)
-    fitted = tag(local, spec)
-    if ready:
-        fitted.__dict__[READY] = True
-    return fitted
+    return tag(local, spec)
+
+
+def mark_ready(value: Tensor) -> Tensor:
+    """Mark a value that was fitted to the parameter it is about to be loaded into."""
+    value.__dict__[_READY] = True
+    return value
 
 
 def is_ready(value: object) -> bool:
-    return is_sharded(value) and READY in value.__dict__
+    return isinstance(value, Tensor) and _READY in value.__dict__
 
 
 SAMPLED = 16
