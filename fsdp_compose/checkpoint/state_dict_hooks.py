@@ -8,7 +8,8 @@ tensors. Loading converts what the caller passed before torch copies it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.core.guards.added_parameters import is_ignored
 from fsdp_compose.core.guards.replaced_parameters import replaced
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.state import Unit, find_state, get_state
+from fsdp_compose.core.state import Unit, find_state, get_state, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of, to_local
 
 _SHARDED = StateDictType("sharded")
@@ -281,14 +283,31 @@ def before_load(
         prefix += CHECKPOINTED  # the module is a wrapper, whose own hook ran before this one
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     ready = {k: prepare(v, current[k], not custom) for k, v in matched.values.items()}
-    for key, value in ready.items():
-        leaf = current[key]
-        if assign and is_sharded(leaf) and is_sharded(value):
-            if value is not leaf:
-                with torch.no_grad():
-                    leaf.copy_(value)
-            value = leaf
-        state_dict[prefix + key] = value
+    if assign:
+        casts, units = buffer_dtypes(module), list(iter_units(module))
+        ready = {k: _to_assign(v, current[k], clean(k) in casts, units) for k, v in ready.items()}
+    state_dict.update((prefix + key, value) for key, value in ready.items())
+
+
+def _to_assign(value: Any, current: Any, is_cast: bool, units: Iterable[Unit]) -> Any:
+    """What torch shall put in the place of ``current`` with ``assign=True``.
+
+    Sharded parameters stay the same objects, and buffers in the dtype they were cast to; what takes
+    the place of an ignored parameter is ignored.
+    """
+    if is_sharded(current) and is_sharded(value):
+        if value is not current:
+            with torch.no_grad():
+                current.copy_(value)
+        return current
+    if is_cast and isinstance(value, Tensor):
+        value = value.to(current.dtype)
+    for unit in units:
+        if is_ignored(unit, current) and isinstance(value, Tensor):
+            if isinstance(current, nn.Parameter) and not isinstance(value, nn.Parameter):
+                value = nn.Parameter(value, current.requires_grad)
+            unit.checks.left_alone[id(value)] = weakref.ref(value)
+    return value
 
 
 def after_load(module: nn.Module, _incompatible_keys: Any) -> None:
