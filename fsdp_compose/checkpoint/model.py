@@ -31,6 +31,7 @@ from fsdp_compose.checkpoint.contents import (
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
+    describe_unreadable,
     fit,
     gather_whole,
     mark_ready,
@@ -193,7 +194,8 @@ def load_state_dict(
             One tensor at a time is sent.
 
     Raises:
-        RuntimeError: keys, shapes or layouts do not fit, on any rank.
+        RuntimeError: keys, shapes or layouts do not fit, or a value is on the meta device or
+            sparse, on any rank.
         TypeError: a value is not a tensor where one is wanted.
         ValueError: two keys mean the same parameter.
 
@@ -214,7 +216,9 @@ def load_state_dict(
     versions = getattr(state_dict, "_metadata", None)
     custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)
-    raise_on_all(matched.problem, groups, matched.facts)
+    raise_on_all(
+        matched.problem or find_unreadable(matched, contents.values), groups, matched.facts
+    )
     if matched.local is not None:
         local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
@@ -402,6 +406,23 @@ def _find_misfit(name: str, value: Any, current: Any, custom: bool) -> str | Non
     if value.is_complex() and not current.is_complex():
         return f"{name!r} is {value.dtype}; wanted {current.dtype}, which has no imaginary part"
     return None
+
+
+def find_unreadable(matched: Matched, current: Mapping[str, Any]) -> Exception | None:
+    """An error for values that are to be written into ``current``, and have no numbers to write."""
+    problems = [
+        f"{name!r} {why}"
+        for name, value in matched.values.items()
+        if isinstance(current[name], Tensor)
+        and describe_unreadable(current[name]) is None
+        and (why := describe_unreadable(value)) is not None
+    ]
+    if not problems:
+        return None
+    return RuntimeError(
+        "load_state_dict: the state cannot be read, the module is unchanged:"
+        f"{list_problems(problems)}"
+    )
 
 
 def _has_shape(value: Tensor, current: Tensor) -> bool:

@@ -32,6 +32,7 @@ from fsdp_compose.checkpoint.model import (
     StateDictType,
     buffer_dtypes,
     changes_keys_on_load,
+    find_unreadable,
     is_first,
     match,
     prepare,
@@ -272,7 +273,10 @@ def before_load(
     custom = changes_keys_on_load(call.get("self", module))
     strict = bool(call.get("strict")) and not custom
     matched = match(module, current, given, strict, versions)
-    raise_on_all(matched.problem, groups, matched.facts)
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    written = {k: v if is_sharded(v) or not assign else None for k, v in current.items()}
+    unreadable = None if custom else find_unreadable(matched, written)
+    raise_on_all(matched.problem or unreadable, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
     clean = name_cleaner(module)
@@ -281,7 +285,6 @@ def before_load(
             del state_dict[prefix + key]
     if any(key.startswith(CHECKPOINTED) for key in given):
         prefix += CHECKPOINTED  # the module is a wrapper, whose own hook ran before this one
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
     ready = {k: prepare(v, current[k], not custom) for k, v in matched.values.items()}
     if assign:
         casts, units = buffer_dtypes(module), list(iter_units(module))

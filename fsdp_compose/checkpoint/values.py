@@ -105,6 +105,18 @@ def sample_bytes(value: Tensor) -> bytes:
     return to_bytes(picked.view(torch.uint8))
 
 
+def describe_unreadable(value: Any) -> str | None:
+    """Say why the numbers of a tensor cannot be cut or copied; None if they can, or it is none."""
+    if not isinstance(value, Tensor):
+        return None
+    local = to_local(value) if is_sharded(value) else value
+    if local.device.type == "meta":
+        return "is on the meta device, where it has no numbers; give a tensor that has them"
+    if local.layout is not torch.strided:
+        return f"has layout {local.layout}; wanted a dense tensor, such as to_dense() gives"
+    return None
+
+
 @dataclass(frozen=True)
 class Outline:
     """A tensor to come: what it will be, without its numbers."""
@@ -140,6 +152,8 @@ def broadcast_state(
         problem = TypeError(
             f"broadcast_from_rank0: rank 0's {sliced[0]!r} is a slice; wanted full tensors."
         )
+    elif first:
+        problem = _find_unreadable(state)
     raise_on_all(problem, groups)
     outline = broadcast_object(_outline(state) if first else None, groups)
     result: dict[str, Any] = {}
@@ -160,6 +174,13 @@ def broadcast_state(
             tensor = tag(whole_slice(tensor, spec).clone(), spec)
         result[name] = tensor
     return result
+
+
+def _find_unreadable(state: Mapping[str, Any]) -> Exception | None:
+    found = ((name, describe_unreadable(value)) for name, value in state.items())
+    name, why = next(((name, why) for name, why in found if why is not None), ("", None))
+    shown = " ".join(name.split("\0"))  # of optimizer state, the parameter and the key
+    return None if why is None else TypeError(f"broadcast_from_rank0: rank 0's {shown!r} {why}.")
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
+    describe_unreadable,
     fit,
     gather_whole,
     needs_gather,
@@ -102,6 +103,7 @@ def load_optim_state_dict(
         given["state"] = add_state_of_others(module, given["state"], parts_of(targets))
     with SharedErrors(*groups) as shared:
         shared.facts = _check_fit(targets, given)
+        _check_readable(targets, given)
     if WORLD not in given:  # there each rank's file is its own
         agree_on_given(given, parts_of(targets), groups)
     write_optim(targets, given)
@@ -231,6 +233,21 @@ def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
             f"{list_problems(problems)}"
         )
     return f"{len(given['state'])} parameters' state ({gathers} tensors to gather)"
+
+
+def _check_readable(targets: Targets, given: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for tensors without numbers that could be cut or copied."""
+    problems = [
+        f"{key!r} of {name!r} {why}"
+        for name in parts_of(targets)
+        for key, value in given["state"].get(name, {}).items()
+        if (why := describe_unreadable(value)) is not None
+    ]
+    if problems:
+        raise RuntimeError(
+            "load_optim_state_dict: the state cannot be read, the optimizer is unchanged:"
+            f"{list_problems(problems)}"
+        )
 
 
 def _find_settings(
