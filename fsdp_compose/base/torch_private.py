@@ -363,10 +363,10 @@ def remove_state_dict_hooks(module: torch.nn.Module, *functions: Callable[..., A
 
 
 def has_foreign_load_hooks(module: torch.nn.Module, package: str) -> bool:
-    """Whether a load-state-dict pre-hook is registered that is not a function of ``package``."""
-    hooks: Any = module._load_state_dict_pre_hooks
-    functions = (getattr(hook, "hook", hook) for hook in hooks.values())
-    return any(not getattr(f, "__module__", "").startswith(f"{package}.") for f in functions)
+    """Whether code that is neither torch's nor ``package``'s changes what a module loads."""
+    hooks = (*module._load_state_dict_pre_hooks.values(), type(module)._load_from_state_dict)
+    found = (getattr(h, "hook", h) for h in (*hooks, *module._load_state_dict_post_hooks.values()))
+    return any(not f"{f.__module__}.".startswith((package, "torch.nn.modules.")) for f in found)
 
 
 def non_persistent(module: torch.nn.Module) -> set[str]:

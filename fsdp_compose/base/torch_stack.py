@@ -48,11 +48,13 @@ def in_functional_call() -> bool:
     return _is_running(stateless._functional_call, sys._getframe())
 
 
-def strict_of_load() -> bool:
-    """``strict`` of the ``Module.load_state_dict`` under way, which its hooks are not told."""
+def load_under_way() -> dict[str, Any]:
+    """What ``Module.load_state_dict`` under way was given (``self``, ``strict``, ``assign``).
+
+    Its hooks are not told all of it. Empty where a hook is called by something else.
+    """
     code = torch.nn.Module.load_state_dict.__code__
-    found = (frame.f_locals.get("strict", False) for frame in _stack() if frame.f_code is code)
-    return bool(next(found, False))
+    return next((frame.f_locals for frame in _stack() if frame.f_code is code), {})
 
 
 def is_in_call(frame: FrameType | None) -> bool:

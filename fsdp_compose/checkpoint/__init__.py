@@ -4,8 +4,8 @@ Files, each importing only from those above it:
 
     ranks                 ranks meet before they save or load
     files                 a folder's files, committed by one rename and checked on load
-    contents              what a module's state dict holds, and its full tensors bucket by bucket
     values                values in state dicts: cut, fitted, gathered, sent
+    contents              what a module's state dict holds, and its full tensors bucket by bucket
     metadata              what a checkpoint folder says of itself, read without trust
     local                 kind='local': raw shards and the layout they fit in
     model                 model state, out of and into a sharded module

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.torch_private import buffer_slots, non_persistent, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket
-from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.buckets.gather import gather_flat
+from fsdp_compose.checkpoint.values import gather_whole
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -23,6 +25,9 @@ from fsdp_compose.sharded import is_sharded
 
 CHECKPOINTED = "_checkpoint_wrapped_module."
 """What activation checkpointing puts into the names of what it wraps."""
+
+_EXTRA_STATE = "_extra_state"
+"""The name under which torch keeps what ``get_extra_state`` returned."""
 
 _plain: ContextVar[bool] = ContextVar("fsdp_compose_plain_state_dict", default=False)
 
@@ -80,6 +85,34 @@ def contents_of(module: nn.Module) -> Contents:
     return Contents(module, values, keys, metadata)
 
 
+def contents_to_load(module: nn.Module) -> Contents:
+    """What loading writes: each parameter and buffer itself, whatever hooks make of its value."""
+    slots = slots_to_load(module)
+    leaves, clean = gathered_leaves(module), name_cleaner(module)
+    values = {clean(key): leaves.get(id(value), value) for key, value in slots.items()}
+    return Contents(module, values, {clean(key): key for key in slots}, OrderedDict())
+
+
+def slots_to_load(module: nn.Module) -> dict[str, Any]:
+    """What ``module.load_state_dict`` writes, by its own keys; None for extra state.
+
+    No hook of the user's runs: what those of ``state_dict`` rename, replace, add or leave out is
+    not what a module has.
+    """
+    slots: dict[str, Any] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}.".replace(CHECKPOINTED, "") if path else ""
+        left_out = non_persistent(inner)
+        buffers = {k: v for k, v in buffer_slots(inner).items() if k not in left_out}
+        for name, value in {**parameter_slots(inner), **buffers}.items():
+            if value is not None:
+                slots[prefix + name] = value
+        if type(inner).set_extra_state is not nn.Module.set_extra_state:
+            slots[prefix + _EXTRA_STATE] = None
+    check_declared(slots)
+    return slots
+
+
 def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
     """The sharded parameter behind each full one that a module holds now, by id of the full one."""
     found: dict[int, nn.Parameter] = {}
@@ -112,12 +145,17 @@ def visit_full(
 ) -> None:
     """Call ``visit`` with each leaf and its full tensor, in the parameter's shape and strides.
 
-    A parameter that tensor parallelism split is put together too. The tensor is valid during the
-    call only. Every rank must pass the same leaves.
+    A parameter that tensor parallelism split is put together too, and a slice that a state-dict
+    hook made of a leaf is gathered by itself. The tensor is valid during the call only. Every rank
+    must pass the same leaves.
     """
     by_bucket: dict[int, tuple[Bucket, list[nn.Parameter]]] = {}
     for leaf in {id(leaf): leaf for leaf in leaves}.values():
-        bucket = owner_of(find_entry(leaf))
+        entry = entry_of(leaf)
+        if entry is None:
+            visit(leaf, gather_whole(leaf.detach()))
+            continue
+        bucket = owner_of(entry)
         by_bucket.setdefault(id(bucket), (bucket, []))[1].append(leaf)
     for bucket, inside in by_bucket.values():
         flat = gather_bucket(bucket, shard_of(bucket))

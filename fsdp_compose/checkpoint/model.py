@@ -22,6 +22,7 @@ from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
+    contents_to_load,
     copy_tensor,
     require_released,
     visit_full,
@@ -30,13 +31,16 @@ from fsdp_compose.checkpoint.contents import (
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
+    describe_unreadable,
     fit,
     gather_whole,
+    mark_ready,
     needs_gather,
+    sample_bytes,
     show_whole,
     whole_shape,
 )
-from fsdp_compose.comm.messages import SharedErrors, raise_on_all, to_bytes
+from fsdp_compose.comm.messages import SharedErrors, raise_on_all
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
@@ -178,8 +182,9 @@ def load_state_dict(
     """Write ``state_dict`` into the module; every rank must call it.
 
     Nothing is written unless everything fits on every rank, and parameters stay the same objects.
-    Names that are left over where a submodule has load hooks of its own raise after that, as they
-    do in torch.
+    Where the module's own load hooks, or a ``_load_from_state_dict`` of its own, change what is
+    loaded, they get whole tensors as in a plain module, and torch checks what they make of them:
+    names that are left over raise after the rest was written.
 
     Args:
         state_dict: by FQN, with or without the prefixes that wrappers add. Values may be plain full
@@ -190,7 +195,8 @@ def load_state_dict(
             One tensor at a time is sent.
 
     Raises:
-        RuntimeError: keys, shapes or layouts do not fit, on any rank.
+        RuntimeError: keys, shapes or layouts do not fit, or a value is on the meta device or
+            sparse, on any rank.
         TypeError: a value is not a tensor where one is wanted.
         ValueError: two keys mean the same parameter.
 
@@ -199,7 +205,7 @@ def load_state_dict(
         >>> load_state_dict(model, nn.Linear(3, 2).state_dict())
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
-    contents = contents_of(module)
+    contents = contents_to_load(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
         state_dict = broadcast_state(state_dict, groups, contents.values.get, device_of(module))
@@ -207,13 +213,15 @@ def load_state_dict(
     versions = getattr(state_dict, "_metadata", None)
     custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)
-    raise_on_all(matched.problem, groups, matched.facts)
+    raise_on_all(
+        matched.problem or find_unreadable(matched, contents.values), groups, matched.facts
+    )
     if matched.local is not None:
         local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
     with SharedErrors(*groups):
-        write(contents, matched.values, extra if custom else {}, strict, versions)
-    return IncompatibleKeys(matched.missing, matched.unexpected)
+        found = write(contents, matched.values, extra if custom else {}, strict, versions)
+    return found if custom else IncompatibleKeys(matched.missing, matched.unexpected)
 
 
 def write(
@@ -222,8 +230,10 @@ def write(
     extra: Mapping[str, Any],
     strict: bool,
     versions: Any = None,
-) -> None:
+) -> IncompatibleKeys:
     """Write checked values into the module, through its own ``load_state_dict``.
+
+    Returns what that left out.
 
     Args:
         extra: entries the module has no place for, which a hook of the user's may know.
@@ -235,8 +245,9 @@ def write(
         RuntimeError: names are left over; the others were written.
     """
     native: OrderedDict[str, Any] = OrderedDict()
+    cut = not changes_keys_on_load(contents.module)
     for name, value in values.items():
-        native[contents.native[name]] = prepare(value, contents.values[name])
+        native[contents.native[name]] = prepare(value, contents.values[name], cut)
     native.update(extra)
     if versions is not None:
         native._metadata = versions  # type: ignore[attr-defined]
@@ -244,7 +255,7 @@ def write(
     compare = strict and changes_keys_on_load(module)
     with without_our_hooks():
         try:
-            module.load_state_dict(native, strict=compare)
+            missing, unexpected = module.load_state_dict(native, strict=compare)
         except RuntimeError as error:
             if not compare:
                 raise
@@ -253,6 +264,8 @@ def write(
                 f"know the names that they want, and what fits was loaded. Torch says: {error}\n"
                 "Pass strict=False to leave out what does not fit."
             ) from error
+    clean = name_cleaner(module)
+    return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
 
 
 @dataclass(frozen=True)
@@ -294,7 +307,9 @@ def match(
     unexpected = [key for key in given if key not in names]
     missing = [name for name in names if name not in given and not _may_lack(name, versions)]
     values = {names[k]: v for k, v in given.items() if k in names}
-    problems = [p for n, v in values.items() if (p := _find_misfit(n, v, current[n])) is not None]
+    custom = changes_keys_on_load(module)
+    found = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
+    problems = [problem for problem in found if problem is not None]
     if strict and missing:
         names_missing = list_names(missing, unexpected)
         problems.append(
@@ -331,23 +346,12 @@ class Facts(NamedTuple):
         )
 
 
-SAMPLED = 16
-"""Elements of each value that ranks compare before they load it."""
-
-
 def _sample(values: Mapping[str, Any], current: Mapping[str, Any]) -> int:
     """A checksum over elements of the plain values that sharded parameters take."""
     found = 0
     for name in sorted(values):
-        value = values[name]
-        if not is_sharded(current[name]) or type(value) not in (Tensor, nn.Parameter):
-            continue
-        if value.numel() and value.device.type != "meta" and value.layout is torch.strided:
-            last, count = value.numel() - 1, min(SAMPLED, value.numel())
-            at = torch.tensor([index * last // max(1, count - 1) for index in range(count)])
-            place = torch.unravel_index(at, value.shape) if value.ndim else ()
-            picked = value.detach()[place].reshape(-1).cpu().contiguous()
-            found = zlib.crc32(to_bytes(picked.view(torch.uint8)), found)
+        if is_sharded(current[name]) and type(values[name]) in (Tensor, nn.Parameter):
+            found = zlib.crc32(sample_bytes(values[name]), found)
     return found
 
 
@@ -396,29 +400,67 @@ def describe_lone_slice(value: Any) -> str | None:
     )
 
 
-def _find_misfit(name: str, value: Any, current: Any) -> str | None:
-    """Why ``value`` cannot be written into ``current``, or None."""
+def _find_misfit(name: str, value: Any, current: Any, custom: bool) -> str | None:
+    """Why ``value`` cannot be written into ``current``, or None.
+
+    Args:
+        custom: the module's own hooks may make what fits of it, and torch checks that.
+    """
     if not isinstance(current, Tensor):
         return None
+    gathers = is_sharded(value) and needs_gather(value, _spec(current))
+    lone = describe_lone_slice(value) if gathers else None
+    if custom or lone is not None:
+        return None if lone is None else f"{name!r} {lone}"
     if not isinstance(value, Tensor):
         return f"{name!r} is a {type(value).__name__}; wanted a tensor of {tuple(current.shape)}"
-    shape, want = tuple(whole_shape(value)), tuple(whole_shape(current))
-    if shape != want and not (current.ndim == 0 and shape == (1,)):
+    if not _has_shape(value, current):
+        shape, want = tuple(whole_shape(value)), tuple(whole_shape(current))
         return f"{name!r} has global shape {shape}; wanted {want}"
     if value.is_complex() and not current.is_complex():
         return f"{name!r} is {value.dtype}; wanted {current.dtype}, which has no imaginary part"
-    gathers = is_sharded(value) and needs_gather(value, _spec(current))
-    lone = describe_lone_slice(value) if gathers else None
-    return None if lone is None else f"{name!r} {lone}"
+    return None
 
 
-def prepare(value: Any, current: Any) -> Any:
-    """Convert ``value`` to what ``current`` takes; a collective where ``needs_gather`` says so."""
-    if not isinstance(current, Tensor) or value is current:
+def find_unreadable(matched: Matched, current: Mapping[str, Any]) -> Exception | None:
+    """An error for values that are to be written into ``current``, and have no numbers to write."""
+    problems = [
+        f"{name!r} {why}"
+        for name, value in matched.values.items()
+        if isinstance(current[name], Tensor)
+        and describe_unreadable(current[name]) is None
+        and (why := describe_unreadable(value)) is not None
+    ]
+    if not problems:
+        return None
+    return RuntimeError(
+        "load_state_dict: the state cannot be read, the module is unchanged:"
+        f"{list_problems(problems)}"
+    )
+
+
+def _has_shape(value: Tensor, current: Tensor) -> bool:
+    shape = tuple(whole_shape(value))
+    return shape == tuple(whole_shape(current)) or (current.ndim == 0 and shape == (1,))
+
+
+def prepare(value: Any, current: Any, cut: bool = True) -> Any:
+    """Convert ``value`` to what ``current`` takes; a collective where ``needs_gather`` says so.
+
+    Args:
+        cut: take this rank's slice of a plain tensor; else it stays whole, as hooks of the module's
+            expect it, and copying it into ``current`` cuts it.
+    """
+    if not isinstance(current, Tensor) or not isinstance(value, Tensor) or value is current:
         return value
+    if not _has_shape(value, current):  # a hook of the module's makes another of it
+        return gather_whole(value)
     if is_sharded(current):
-        spec = current._shard_spec
-        return fit(value.reshape(()) if current.ndim == 0 != value.ndim else value, spec, True)
+        is_whole = not is_sharded(value) and not isinstance(value, DTensor)
+        if is_whole and not cut and current._shard_spec.parallel is None:
+            return mark_ready(value.detach())
+        value = value.reshape(()) if current.ndim == 0 != value.ndim else value
+        return mark_ready(fit(value, current._shard_spec))
     if isinstance(current, DTensor) and not isinstance(value, DTensor):
         return distribute_tensor(
             gather_whole(value), current.device_mesh, current.placements, src_data_rank=None
@@ -427,9 +469,9 @@ def prepare(value: Any, current: Any) -> Any:
 
 
 def changes_keys_on_load(module: nn.Module) -> bool:
-    """Whether a submodule changes keys while loading, so that only torch knows what is missing."""
+    """Whether a submodule's own code changes what is loaded, so that only torch knows what fits."""
     return any(
-        has_foreign_load_hooks(m, "fsdp_compose")
+        has_foreign_load_hooks(m, "fsdp_compose.")
         for m in module.modules()
         if not type(m).__module__.startswith("torch.distributed.algorithms")
     )

@@ -8,7 +8,8 @@ tensors. Loading converts what the caller passed before torch copies it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,19 +17,22 @@ from torch import Tensor, nn
 
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import remove_state_dict_hooks
-from fsdp_compose.base.torch_stack import strict_of_load
+from fsdp_compose.base.torch_stack import load_under_way
+from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     CHECKPOINTED,
     are_our_hooks_off,
     copy_tensor,
+    slots_to_load,
     visit_full,
-    without_our_hooks,
 )
 from fsdp_compose.checkpoint.model import (
     Kind,
     StateDictType,
+    buffer_dtypes,
     changes_keys_on_load,
+    find_unreadable,
     is_first,
     match,
     prepare,
@@ -38,9 +42,11 @@ from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.core.guards.added_parameters import is_ignored
+from fsdp_compose.core.guards.replaced_parameters import replaced
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.state import Unit, find_state, get_state
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.core.state import Unit, find_state, get_state, iter_units
+from fsdp_compose.sharded import is_sharded, spec_of, to_local
 
 _SHARDED = StateDictType("sharded")
 
@@ -149,39 +155,76 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
             elif unit.entries[index].spec.parallel is not None:
                 state_dict[key] = show_whole(leaf)  # torch took the whole DTensor
     elif wanted.kind == "local":
-        for key in places:
+        for key in [*places, *_slices_elsewhere(unit, places, prefix, state_dict)]:
             del state_dict[key]
         if unit.modules[0]() is module:
             state_dict.update((prefix + k, v) for k, v in local.local_values(unit).items())
     else:
-        _gather(module, unit, places, prefix, state_dict, wanted)
+        keep = not wanted.rank0_only or is_first(module)
+        _gather(unit, places, prefix, state_dict, wanted.cpu_offload, keep)
+        _finish_full(module, prefix, state_dict, wanted.cpu_offload, keep)
 
 
 def _gather(
-    module: nn.Module,
-    unit: Unit,
-    places: dict[str, Any],
-    prefix: str,
-    state_dict: Any,
-    wanted: StateDictType,
+    unit: Unit, places: dict[str, Any], prefix: str, state_dict: Any, cpu: bool, keep: bool
 ) -> None:
-    keep = not wanted.rank0_only or is_first(module)
+    """Replace the unit's slices by full tensors, those that a hook of the user's made too."""
+    shown = {key: (index, values.get(name)) for key, (index, values, name) in places.items()}
+    for key, index in _slices_elsewhere(unit, places, prefix, state_dict).items():
+        shown[key] = index, unit.entries[index].param
     keys: dict[int, list[str]] = {}
-    for key, (index, _, _) in places.items():
-        keys.setdefault(id(unit.entries[index].param), []).append(key)
-    leaves = [entry.param for entry in unit.entries if id(entry.param) in keys]
+    found: dict[int, Any] = {}
+    for key, (index, tensor) in shown.items():
+        value = _leaf_of(state_dict[key], tensor, unit.entries[index])
+        if is_sharded(value):
+            found[id(value)] = value
+            keys.setdefault(id(value), []).append(key)
+        elif isinstance(value, Tensor):
+            state_dict[key] = copy_tensor(value, cpu)  # a release will free what a scope shows
 
-    def take(leaf: nn.Parameter, full: Tensor) -> None:
+    def take(value: nn.Parameter, full: Tensor) -> None:
         if keep:
-            copy = copy_tensor(full, wanted.cpu_offload)
-            state_dict.update((key, copy.detach()) for key in keys[id(leaf)])
+            copy = copy_tensor(full, cpu)
+            state_dict.update((key, copy.detach()) for key in keys[id(value)])
 
-    visit_full(leaves, take)
+    visit_full(found.values(), take)
+
+
+def _leaf_of(value: Any, shown: Any, entry: Entry) -> Any:
+    """The leaf for what torch read of ``shown``, or what a hook of the user's put in its place."""
+    if not is_sharded(value) and entry.spec.parallel is not None:
+        return entry.param  # torch took the whole DTensor
+    if not is_sharded(shown):
+        is_read = isinstance(value, Tensor) and not is_sharded(value) and value.is_set_to(shown)
+    else:
+        is_read = is_sharded(value) and to_local(value).is_set_to(to_local(shown))
+    return entry.param if is_read else value
+
+
+def _slices_elsewhere(
+    unit: Unit, places: dict[str, Any], prefix: str, state_dict: Any
+) -> dict[str, int]:
+    """Entries of the unit by the other keys that a hook of the user's gave slices of them."""
+    indices = {(entry.spec.unit, entry.spec.fqn): i for i, entry in enumerate(unit.entries)}
+    others = {k: v for k, v in state_dict.items() if k.startswith(prefix) and k not in places}
+    specs = {key: spec_of(value) for key, value in others.items() if is_sharded(value)}
+    return {
+        key: indices[spec.unit, spec.fqn]
+        for key, spec in specs.items()
+        if (spec.unit, spec.fqn) in indices
+    }
+
+
+def _finish_full(module: nn.Module, prefix: str, state_dict: Any, cpu: bool, keep: bool) -> None:
+    """Give buffers the dtypes they had, move all to the host if asked for, or drop it all."""
+    dtypes, clean = buffer_dtypes(module), name_cleaner(module)
     for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict[key]
         if not keep:
             del state_dict[key]
-        elif wanted.cpu_offload and isinstance(state_dict[key], Tensor):
-            state_dict[key] = state_dict[key].cpu()
+        elif isinstance(value, Tensor):
+            dtype = dtypes.get(clean(key[len(prefix) :]), value.dtype)
+            state_dict[key] = value.to("cpu" if cpu else value.device, dtype)
 
 
 def _places(
@@ -212,13 +255,13 @@ def before_load(
 ) -> None:
     """Load-state-dict pre-hook of a unit's module: check all below it, then convert its values.
 
-    With ``assign=True`` sharded parameters are written here and stay the same objects.
+    With ``assign=True`` sharded parameters are written here, or in ``after_load``, and stay the
+    same objects.
     """
     if are_our_hooks_off():
         return
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-    with without_our_hooks():
-        current = module.state_dict(keep_vars=True)
+    current = slots_to_load(module)
     if not any(is_sharded(value) for value in current.values()):
         return  # gathered by a scope: torch writes into the full parameters
     leaves = {id(value) for value in current.values() if is_sharded(value)}
@@ -226,9 +269,14 @@ def before_load(
         return  # an outer unit's hook has converted these values
     versions = getattr(state_dict, "_metadata", None)
     groups = groups_of(module)
-    strict = strict_of_load() and not changes_keys_on_load(module)
+    call = load_under_way()
+    custom = changes_keys_on_load(call.get("self", module))
+    strict = bool(call.get("strict")) and not custom
     matched = match(module, current, given, strict, versions)
-    raise_on_all(matched.problem, groups, matched.facts)
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    written = {k: v if is_sharded(v) or not assign else None for k, v in current.items()}
+    unreadable = None if custom else find_unreadable(matched, written)
+    raise_on_all(matched.problem or unreadable, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
     clean = name_cleaner(module)
@@ -237,24 +285,58 @@ def before_load(
             del state_dict[prefix + key]
     if any(key.startswith(CHECKPOINTED) for key in given):
         prefix += CHECKPOINTED  # the module is a wrapper, whose own hook ran before this one
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    for key, value in {k: prepare(v, current[k]) for k, v in matched.values.items()}.items():
-        leaf = current[key]
-        if is_sharded(leaf) and assign:
-            if value is not leaf:
-                with torch.no_grad():
-                    leaf.copy_(value)
-            value = leaf
-        state_dict[prefix + key] = value
+    ready = {k: prepare(v, current[k], not custom) for k, v in matched.values.items()}
+    if assign:
+        casts, units = buffer_dtypes(module), list(iter_units(module))
+        ready = {k: _to_assign(v, current[k], clean(k) in casts, units) for k, v in ready.items()}
+    state_dict.update((prefix + key, value) for key, value in ready.items())
+
+
+def _to_assign(value: Any, current: Any, is_cast: bool, units: Iterable[Unit]) -> Any:
+    """What torch shall put in the place of ``current`` with ``assign=True``.
+
+    Sharded parameters stay the same objects, and buffers in the dtype they were cast to; what takes
+    the place of an ignored parameter is ignored.
+    """
+    if is_sharded(current) and is_sharded(value):
+        if value is not current:
+            with torch.no_grad():
+                current.copy_(value)
+        return current
+    if is_cast and isinstance(value, Tensor):
+        value = value.to(current.dtype)
+    for unit in units:
+        if is_ignored(unit, current) and isinstance(value, Tensor):
+            if isinstance(current, nn.Parameter) and not isinstance(value, nn.Parameter):
+                value = nn.Parameter(value, current.requires_grad)
+            unit.checks.left_alone[id(value)] = weakref.ref(value)
+    return value
+
+
+def after_load(module: nn.Module, _incompatible_keys: Any) -> None:
+    """Load-state-dict post-hook of a unit's module: parameters stay the same objects.
+
+    With ``assign=True`` torch puts what a hook of the user's made into the module.
+    """
+    unit = get_state(module).unit
+    if are_our_hooks_off() or unit.opened is not None or not load_under_way().get("assign"):
+        return
+    for values, name, index in replaced(unit):
+        leaf, assigned = unit.entries[index].param, values.get(name)
+        if isinstance(assigned, Tensor):
+            with torch.no_grad():
+                leaf.copy_(assigned)
+            values[name] = leaf
 
 
 def attach_state_dict(module: nn.Module) -> None:
-    """Register both hooks on a unit's module, and watch the optimizers that are stepped."""
+    """Register the hooks on a unit's module, and watch the optimizers that are stepped."""
     once(watch_steps)
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
+    module.register_load_state_dict_post_hook(after_load)
 
 
 def detach_state_dict(module: nn.Module) -> None:
     """Remove what ``attach_state_dict`` registered, from a copy of the module too."""
-    remove_state_dict_hooks(module, after_state_dict, before_load)
+    remove_state_dict_hooks(module, after_state_dict, before_load, after_load)

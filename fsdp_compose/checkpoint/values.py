@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm.messages import broadcast_object, raise_on_all
+from fsdp_compose.comm.messages import broadcast_object, raise_on_all, to_bytes
 from fsdp_compose.sharded import (
     ShardSpec,
     gather_part,
@@ -24,8 +24,8 @@ from fsdp_compose.sharded import (
     whole_slice,
 )
 
-READY = "_fsdp_compose_ready"
-"""Set on a sharded value that was fitted to the parameter it is about to be loaded into."""
+_READY = "_fsdp_compose_ready"
+"""Set on a value that was fitted to the parameter it is about to be loaded into."""
 
 
 def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
@@ -62,7 +62,7 @@ def show_whole(tensor: Tensor) -> Tensor:
     return tag(to_local(tensor), shown)
 
 
-def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
+def fit(value: Tensor, spec: ShardSpec) -> Any:
     """Cut the slice of ``value`` that ``spec`` describes, as a sharded tensor of its own.
 
     The data is shared with ``value`` where it can be.
@@ -70,7 +70,6 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
     Args:
         value: plain and of shape ``spec.whole_shape``, a sharded tensor of that global shape cut
             in any way, or a DTensor of it. What is cut differently is gathered: a collective.
-        ready: mark the result as fitted.
     """
     if is_sharded(value) and value._shard_spec.key == spec.key:
         local = to_local(value)
@@ -78,14 +77,44 @@ def fit(value: Tensor, spec: ShardSpec, ready: bool = False) -> Any:
         local = whole_slice(gather_whole(value).detach(), spec).clone()
     else:
         local = whole_slice(value.detach(), spec)
-    fitted = tag(local, spec)
-    if ready:
-        fitted.__dict__[READY] = True
-    return fitted
+    return tag(local, spec)
+
+
+def mark_ready(value: Tensor) -> Tensor:
+    """Mark a value that was fitted to the parameter it is about to be loaded into."""
+    value.__dict__[_READY] = True
+    return value
 
 
 def is_ready(value: object) -> bool:
-    return is_sharded(value) and READY in value.__dict__
+    return isinstance(value, Tensor) and _READY in value.__dict__
+
+
+SAMPLED = 16
+"""Elements of each value that ranks compare before they load it."""
+
+
+def sample_bytes(value: Tensor) -> bytes:
+    """The bytes of some elements of a plain tensor, which are spread over all of it."""
+    if not value.numel() or value.device.type == "meta" or value.layout is not torch.strided:
+        return b""
+    last, count = value.numel() - 1, min(SAMPLED, value.numel())
+    at = torch.tensor([index * last // max(1, count - 1) for index in range(count)])
+    place = torch.unravel_index(at, value.shape) if value.ndim else ()
+    picked = value.detach()[place].reshape(-1).cpu().contiguous()
+    return to_bytes(picked.view(torch.uint8))
+
+
+def describe_unreadable(value: Any) -> str | None:
+    """Say why the numbers of a tensor cannot be cut or copied; None if they can, or it is none."""
+    if not isinstance(value, Tensor):
+        return None
+    local = to_local(value) if is_sharded(value) else value
+    if local.device.type == "meta":
+        return "is on the meta device, where it has no numbers; give a tensor that has them"
+    if local.layout is not torch.strided:
+        return f"has layout {local.layout}; wanted a dense tensor, such as to_dense() gives"
+    return None
 
 
 @dataclass(frozen=True)
@@ -123,6 +152,8 @@ def broadcast_state(
         problem = TypeError(
             f"broadcast_from_rank0: rank 0's {sliced[0]!r} is a slice; wanted full tensors."
         )
+    elif first:
+        problem = _find_unreadable(state)
     raise_on_all(problem, groups)
     outline = broadcast_object(_outline(state) if first else None, groups)
     result: dict[str, Any] = {}
@@ -143,6 +174,13 @@ def broadcast_state(
             tensor = tag(whole_slice(tensor, spec).clone(), spec)
         result[name] = tensor
     return result
+
+
+def _find_unreadable(state: Mapping[str, Any]) -> Exception | None:
+    found = ((name, describe_unreadable(value)) for name, value in state.items())
+    name, why = next(((name, why) for name, why in found if why is not None), ("", None))
+    shown = " ".join(name.split("\0"))  # of optimizer state, the parameter and the key
+    return None if why is None else TypeError(f"broadcast_from_rank0: rank 0's {shown!r} {why}.")
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,28 @@
 """Ranks agree on what their optimizers hold before anything is gathered, or all of them raise.
 
 What is cut is compared by name, type and shape; what is not (step counts, learning rates, an
-optimizer's own sums) by its numbers too, since one rank's are saved for all.
+optimizer's own sums) by its numbers too, since one rank's are saved for all. Whole tensors that
+ranks are given are compared by some of their numbers, since each rank cuts its slices out of its
+own.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.optimizer.members import Part
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
-from fsdp_compose.comm.messages import gather_objects
+from fsdp_compose.checkpoint.values import sample_bytes, whole_shape
+from fsdp_compose.comm.messages import gather_objects, raise_on_all
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded, spec_of, tag
 
@@ -30,6 +35,16 @@ Facts = dict[str, dict[tuple[str, Any], Fact]]
 
 _FEW = 16
 """Elements up to which numbers are compared as such; longer tensors are compared by a digest."""
+
+
+_NAMES = ("params", "param_names")
+
+_NOT_CUT = (
+    "wanted the same on every rank, since it is not cut. An optimizer that takes sums or norms "
+    "over local_parameters or flat_parameters takes them of one rank's slices: give it the sharded "
+    "parameters, whose sums are of the whole, or use owner_step where it needs whole matrices."
+)
+_PASS = "pass the same on every rank, or, where only rank 0 has it, pass broadcast_from_rank0=True."
 
 
 class _Report(NamedTuple):
@@ -48,27 +63,57 @@ def agree_on_state(
     Raises:
         RuntimeError: naming the parameter, what differs and the ranks.
     """
-    facts = _facts_of(result, parts)
+    facts = _facts_of(result, parts, _fact)
+    for mine, reports in _compare_on_all(caller, _NOT_CUT, facts, parts, list(groups)):
+        _fill(result["state"], parts, mine, reports)
+
+
+def agree_on_given(
+    given: Mapping[str, Any], parts: Mapping[str, Part], groups: Iterable[Group]
+) -> None:
+    """Raise on every rank where two ranks were given different state to load; a collective.
+
+    Raises:
+        RuntimeError: naming the parameter, what differs and the ranks.
+    """
+    facts = _facts_of(given, parts, _given_fact)
+    _compare_on_all("the ranks were given different things", _PASS, facts, parts, list(groups))
+
+
+def _compare_on_all(
+    problem: str, advice: str, facts: Facts, parts: Mapping[str, Part], groups: Sequence[Group]
+) -> list[tuple[Facts, list[_Report]]]:
+    """Compare every rank's facts; give those that differ where a rank has no elements."""
+    error: Exception | None = None
+    found: list[tuple[Facts, list[_Report]]] = []
     for group in groups:
         mine = {name: fact for name, fact in facts.items() if _is_over(parts[name], group)}
         digests = gather_objects(_digest(mine), group)
-        if any(digest != digests[0] for digest in digests):
-            empty = {name for name in mine if _is_empty(parts[name])}
-            reports = gather_objects(_Report(mine, empty), group)
-            _compare(caller, reports, group)
-            _fill(result["state"], parts, mine, reports)
+        if all(digest == digests[0] for digest in digests):
+            continue
+        empty = {name for name in mine if _is_empty(parts[name])}
+        found.append((mine, gather_objects(_Report(mine, empty), group)))
+        try:
+            _compare(problem, found[-1][1], group, advice)
+        except RuntimeError as difference:  # ranks of other groups wait in theirs
+            error = error or difference
+    raise_on_all(error, groups)
+    return found
 
 
-def _facts_of(result: Mapping[str, Any], parts: Mapping[str, Part]) -> Facts:
+def _facts_of(
+    state: Mapping[str, Any], parts: Mapping[str, Part], fact_of: Callable[[Any], Fact]
+) -> Facts:
     facts: Facts = {}
-    for group in result["param_groups"]:
-        settings = {("setting", k): _fact(v) for k, v in group.items() if k != "params"}
+    for group in state["param_groups"]:
+        settings = {("setting", k): _fact(v) for k, v in group.items() if k not in _NAMES}
         for name in group["params"]:
-            facts[name] = dict(settings)
-    for name, values in result["state"].items():
+            if name in parts and parts[name].entry is not None:
+                facts[name] = dict(settings)
+    for name, values in state["state"].items():
         if name in facts and not isinstance(values, OwnedState):
-            facts[name].update((("state", key), _fact(value)) for key, value in values.items())
-    return {name: fact for name, fact in facts.items() if parts[name].entry is not None}
+            facts[name].update((("state", key), fact_of(value)) for key, value in values.items())
+    return facts
 
 
 def _fact(value: Any) -> Fact:
@@ -77,6 +122,15 @@ def _fact(value: Any) -> Fact:
     if isinstance(value, Tensor):
         return "tensor", str(value.dtype), tuple(value.shape), _numbers(value.detach())
     return "value", _text(value)
+
+
+def _given_fact(value: Any) -> Fact:
+    if isinstance(value, DTensor) or is_sharded(value):
+        return "cut", str(value.dtype), tuple(whole_shape(value))
+    if isinstance(value, Tensor) and value.numel() > _FEW:
+        sampled = f"values with checksum {zlib.crc32(sample_bytes(value)):08x}"
+        return "tensor", str(value.dtype), tuple(value.shape), sampled
+    return _fact(value)
 
 
 def _numbers(tensor: Tensor) -> Any:
@@ -120,33 +174,33 @@ def _lacks_state(report: _Report, name: str) -> bool:
     return name in report.empty and not any(kind == "state" for kind, _ in report.facts[name])
 
 
-def _compare(caller: str, reports: Sequence[_Report], group: Group) -> None:
+def _compare(problem: str, reports: Sequence[_Report], group: Group, advice: str) -> None:
     ranked = list(zip(group.ranks, reports, strict=True))
     for name in dict.fromkeys(name for report in reports for name in report.facts):
         absent = [rank for rank, report in ranked if name not in report.facts]
         if absent:
             raise RuntimeError(
-                f"{caller}: the optimizer of rank {absent[0]} does not hold {name!r}, those of "
+                f"{problem}: the optimizer of rank {absent[0]} does not hold {name!r}, those of "
                 "other ranks do; every rank must give its optimizers the same parameters."
             )
         found = [(r, report.facts[name]) for r, report in ranked if not _lacks_state(report, name)]
-        for rank, fact in found[1:]:
-            _compare_facts(caller, name, found[0], (rank, fact))
+        for other in found[1:]:
+            difference = _find_difference(name, found[0], other)
+            if difference is not None:
+                raise RuntimeError(f"{problem}: {difference}; {advice}")
 
 
-def _compare_facts(
-    caller: str, name: str, a: tuple[int, dict[Any, Fact]], b: tuple[int, dict[Any, Fact]]
-) -> None:
+def _find_difference(
+    name: str, a: tuple[int, dict[Any, Fact]], b: tuple[int, dict[Any, Fact]]
+) -> str | None:
     for at in (*a[1], *b[1]):
         if a[1].get(at) != b[1].get(at):
             kind, key = at
-            raise RuntimeError(
-                f"{caller}: {kind} {key!r} of {name!r} is {_show(a[1].get(at))} on rank {a[0]} and "
-                f"{_show(b[1].get(at))} on rank {b[0]}; wanted the same on every rank, since it is "
-                "not cut. An optimizer that takes sums or norms over local_parameters or "
-                "flat_parameters takes them of one rank's slices: give it the sharded parameters, "
-                "whose sums are of the whole, or use owner_step where it needs whole matrices."
+            return (
+                f"{kind} {key!r} of {name!r} is {_show(a[1].get(at))} on rank {a[0]} and "
+                f"{_show(b[1].get(at))} on rank {b[0]}"
             )
+    return None
 
 
 def _show(fact: Fact | None) -> str:

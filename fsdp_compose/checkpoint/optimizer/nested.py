@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,17 @@ def has_tensor(value: Any) -> bool:
         return True
     items = value.values() if type(value) is dict else value
     return type(value) in (list, tuple, dict) and any(map(has_tensor, items))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with ``function`` applied to it, or to every tensor in the container it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if not has_tensor(value):
+        return value
+    if type(value) is dict:
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return type(value)(map_tensors(function, item) for item in value)
 
 
 def find_object(value: Any) -> Any:

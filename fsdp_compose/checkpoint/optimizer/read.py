@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +26,13 @@ from fsdp_compose.checkpoint.optimizer.members import (
     members_of,
     optimizers_of,
 )
-from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, has_tensor, unflatten
+from fsdp_compose.checkpoint.optimizer.nested import (
+    find_object,
+    flatten,
+    has_tensor,
+    map_tensors,
+    unflatten,
+)
 from fsdp_compose.checkpoint.optimizer.shapes import (
     OwnedState,
     add_state_of_others,
@@ -324,7 +331,8 @@ def _full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, A
                 state[name][key] = value
     for (_, key, _), (bucket, values) in runs.items():
         _gather_run(bucket, values, parts, key, state if keep else None, wanted.cpu_offload)
-    return {**found.result, "state": state} if keep else {}
+    copied = map_tensors(partial(copy_tensor, cpu=wanted.cpu_offload), found.result["param_groups"])
+    return {**found.result, "state": state, "param_groups": copied} if keep else {}
 
 
 def _gather_run(

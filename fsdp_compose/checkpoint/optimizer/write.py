@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
+from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
@@ -25,7 +27,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     members_of,
     optimizers_of,
 )
-from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, unflatten
+from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, map_tensors, unflatten
 from fsdp_compose.checkpoint.optimizer.read import WORLD, describe_object, layout_of
 from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.optimizer.shapes import (
@@ -39,6 +41,7 @@ from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
+    describe_unreadable,
     fit,
     gather_whole,
     needs_gather,
@@ -74,7 +77,8 @@ def load_optim_state_dict(
             is sent, and each rank keeps its slices.
 
     Raises:
-        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank.
+        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; or two ranks
+            were given different state.
         ValueError: the optimizer holds tensors that are not ``module``'s.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
 
@@ -100,6 +104,9 @@ def load_optim_state_dict(
         given["state"] = add_state_of_others(module, given["state"], parts_of(targets))
     with SharedErrors(*groups) as shared:
         shared.facts = _check_fit(targets, given)
+        _check_readable(targets, given)
+    if WORLD not in given:  # there each rank's file is its own
+        agree_on_given(given, parts_of(targets), groups)
     write_optim(targets, given)
 
 
@@ -130,7 +137,12 @@ def check_saved(module: nn.Module, targets: Targets, state_dict: Any) -> dict[st
 
 
 def write_optim(targets: Targets, given: Mapping[str, Any]) -> None:
-    """Write state that was checked."""
+    """Write state that was checked, for training also where it is read for inference."""
+    with torch.inference_mode(False):
+        _write(targets, given)
+
+
+def _write(targets: Targets, given: Mapping[str, Any]) -> None:
     ready = [(one, _number_parameters(one, members, given)) for one, members in targets]
     for one, plain in ready:
         watch_optimizer(one)
@@ -206,14 +218,15 @@ def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
                 )
                 break
     saved = {name for group in given["param_groups"] for name in group["params"]}
-    for _, groups in targets:
-        for members in groups:
+    for optim, groups in targets:
+        for group, members in zip(optim.param_groups, groups, strict=True):
             parts = [part for member in members for part in member.parts]
             missing = [part.name for part in parts if part.name not in saved]
             if missing:
                 problems.append(f"no group has {list_names(missing, saved)}")
             else:
-                _find_settings(given, [part.name for part in parts], problems)
+                chosen = _find_settings(given, [part.name for part in parts], problems)
+                problems += _find_other_kind(optim, group, parts, chosen)
             for part in parts:
                 values = given["state"].get(part.name, {})
                 problems += _find_misfits(part, values, given)
@@ -269,6 +282,50 @@ def _is_number(value: Any) -> bool:
         return isinstance(value, int | float)
     is_whole = not (value.is_meta or value.is_complex() or is_sharded(value))
     return is_whole and value.numel() == 1
+
+
+def _check_readable(targets: Targets, given: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for tensors without numbers that could be cut or copied."""
+    problems = [
+        f"{key!r} of {name!r} {why}"
+        for name in parts_of(targets)
+        for key, value in given["state"].get(name, {}).items()
+        if (why := describe_unreadable(value)) is not None
+    ]
+    if problems:
+        raise RuntimeError(
+            "load_optim_state_dict: the state cannot be read, the optimizer is unchanged:"
+            f"{list_problems(problems)}"
+        )
+
+
+_SHARED_SETTINGS = frozenset(
+    (
+        *("lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused"),
+        *("amsgrad", "nesterov", "decoupled_weight_decay"),
+        *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
+    )
+)
+"""Settings that tell no optimizer from another: many have them, or versions, or schedulers."""
+
+
+def _find_other_kind(
+    optim: Optimizer, group: Mapping[str, Any], parts: list[Part], saved: Mapping[str, Any]
+) -> list[str]:
+    """Say where the saved settings are those of another optimizer, which lack this one's.
+
+    One that only has more settings than the other, or fewer, may load its state.
+    """
+    defaults: Mapping[str, Any] = getattr(optim, "defaults", {})  # a wrapper may have none
+    strange = saved.keys() - defaults.keys() - group.keys() - _SHARED_SETTINGS
+    lacking = defaults.keys() - saved.keys() - _SHARED_SETTINGS
+    if not (parts and strange and lacking):
+        return []
+    return [
+        f"the group of {parts[0].name!r} was saved by another kind of optimizer: it has "
+        f"{sorted(strange)}, and lacks {sorted(lacking)} of {type(optim).__name__}; load it into "
+        "the kind that saved it, or begin this one without state"
+    ]
 
 
 def _find_settings(
@@ -358,7 +415,7 @@ def _number_parameters(
         names = [part.name for member in members for part in member.parts]
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         saved = _find_settings(given, names, [])
-        copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.items()}
+        copied = map_tensors(Tensor.clone, saved)
         param_groups.append({**hyper, **copied, "params": numbers})
     extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", WORLD)}
     return {**extra, "state": state, "param_groups": param_groups}

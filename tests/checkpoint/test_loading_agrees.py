@@ -1,0 +1,159 @@
+"""What ranks are given to load is the same, and readable, or every rank says what is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+
+from harness import simulate_ranks
+from models import Tower, adamw, by_block, data, mesh_of_replicas, seeded, square, two_blocks
+
+HYBRID = fc.ShardingStrategy.HYBRID_SHARD
+NAME = "first.weight"
+
+
+class Normed(Tower):
+    """A tower with running averages."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.norm = nn.BatchNorm1d(6)
+
+
+def stepped(rank: int, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = by_block(seeded(two_blocks), **options)
+    optim = adamw(model.parameters())
+    square(model, data(seed, rank)).backward()
+    optim.step()
+    return model, optim
+
+
+def change(state: dict[str, Any], what: str) -> None:
+    if what == "exp_avg":
+        state["state"][NAME][what] = state["state"][NAME][what] + 1
+    elif what == "step":
+        state["state"][NAME][what] += 5
+    else:
+        state["param_groups"][0][what] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("full", "exp_avg"), ("full", "step"), ("full", "lr"), ("sharded", "step"), ("sharded", "lr")],
+)
+def test_ranks_given_other_optimizer_state(kind: Any, what: str) -> None:
+    """State, step counts and settings of two files are not stitched together; nothing changes."""
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank)
+        before = fc.optim_state_dict(model, optim)
+        given = copy.deepcopy(fc.optim_state_dict(model, optim, kind=kind))
+        fc.load_optim_state_dict(model, optim, given)
+        if rank == 1:
+            change(given, what)
+        with pytest.raises(RuntimeError, match=f"given different things: .*{what}.*{NAME}"):
+            fc.load_optim_state_dict(model, optim, given)
+        after = fc.optim_state_dict(model, optim)
+        torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+        assert after["param_groups"] == before["param_groups"]
+
+    simulate_ranks(body)
+
+
+def test_ranks_of_other_groups_hear_it_too() -> None:
+    """Over two axes a difference in one group is an error on every rank, in loading and saving."""
+
+    def body(rank: int) -> list[str]:
+        model, optim = stepped(rank, mesh=mesh_of_replicas(2, 2), strategy=HYBRID)
+        given = fc.optim_state_dict(model, optim)
+        if rank == 1:
+            change(given, "lr")
+            optim.param_groups[0]["lr"] = 0.5
+        errors = []
+        for call in (
+            lambda: fc.load_optim_state_dict(model, optim, given),
+            lambda: fc.optim_state_dict(model, optim),
+        ):
+            with pytest.raises(RuntimeError, match=f"setting 'lr' of {NAME!r}") as caught:
+                call()
+            errors.append(str(caught.value))
+        return errors
+
+    assert all(len(errors) == 2 for errors in simulate_ranks(body, 4))
+
+
+WAYS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
+    "ours": fc.load_state_dict,
+    "torch": lambda model, given: model.load_state_dict(given),
+    "broadcast": lambda model, given: fc.load_state_dict(model, given, broadcast_from_rank0=True),
+}
+
+UNREADABLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "meta": (lambda value: value.to("meta"), "is on the meta device, where it has no numbers"),
+    "sparse": (Tensor.to_sparse, "has layout torch.sparse_coo; wanted a dense tensor"),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", list(UNREADABLE))
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("name", [NAME, "norm.running_mean"])
+def test_values_without_numbers(way: str, name: str, case: str, ranks: int) -> None:
+    """Meta and sparse values, on one rank or on all, are refused before anything is written."""
+    change_value, text = UNREADABLE[case]
+
+    def body(rank: int) -> None:
+        model = by_block(seeded(Normed))
+        before = {key: value.clone() for key, value in fc.state_dict(model).items()}
+        given = dict(seeded(Normed, 1).state_dict())
+        if rank < ranks:
+            given[name] = change_value(given[name])
+        with pytest.raises((RuntimeError, TypeError), match=f"{name!r} {text}"):
+            WAYS[way](model, given)
+        torch.testing.assert_close(dict(fc.state_dict(model)), before, rtol=0, atol=0)
+
+    simulate_ranks(body)
+
+
+@pytest.mark.parametrize("case", list(UNREADABLE))
+def test_assigned_values_without_numbers(case: str) -> None:
+    """With ``assign=True`` a sharded parameter cannot take them; a buffer does, as in torch."""
+    change_value, text = UNREADABLE[case]
+
+    def body(rank: int) -> None:
+        model = by_block(seeded(Normed))
+        given = dict(seeded(Normed, 1).state_dict())
+        given["norm.running_mean"] = change_value(given["norm.running_mean"])
+        model.load_state_dict(given, assign=True)
+        assert model.norm.running_mean is given["norm.running_mean"]
+        given[NAME] = change_value(given[NAME])
+        with pytest.raises(RuntimeError, match=f"{NAME!r} {text}"):
+            model.load_state_dict(given, assign=True)
+
+    simulate_ranks(body)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("case", list(UNREADABLE))
+def test_optimizer_state_without_numbers(case: str, broadcast: bool) -> None:
+    """Meta and sparse state is refused by name on every rank, and nothing changes."""
+    change_value, text = UNREADABLE[case]
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank)
+        before = fc.optim_state_dict(model, optim)
+        given = copy.deepcopy(before)
+        given["state"][NAME]["exp_avg"] = change_value(given["state"][NAME]["exp_avg"] + 1)
+        with pytest.raises((RuntimeError, TypeError), match=f"{NAME}.*{text}"):
+            fc.load_optim_state_dict(model, optim, given, broadcast_from_rank0=broadcast)
+        after = fc.optim_state_dict(model, optim)
+        torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+    simulate_ranks(body)

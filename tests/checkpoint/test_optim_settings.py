@@ -1,0 +1,140 @@
+"""Optimizer state and settings load into the kind of optimizer that saved them, as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import fsdp_compose as fc
+
+from harness import simulate_ranks
+from models import by_block, data, seeded, square, two_blocks
+
+Make = Callable[[Any], Optimizer]
+
+
+class Cautious(torch.optim.AdamW):
+    """AdamW with one more setting."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for settings in (self.defaults, *self.param_groups):
+            settings["caution"] = 0.5
+
+
+MAKES: dict[str, Make] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": lambda params: torch.optim.AdamW(params, foreach=True),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "cautious": Cautious,
+}
+
+
+def stepped(rank: int, make: Make) -> tuple[nn.Module, Optimizer]:
+    model = by_block(seeded(two_blocks))
+    optim = make(model.parameters())
+    step(model, optim, rank)
+    return model, optim
+
+
+def step(model: nn.Module, optim: Optimizer, rank: int) -> None:
+    square(model, data(0, rank)).backward()
+    optim.step()
+    optim.zero_grad()
+
+
+OTHERS = [("adamw", "sgd"), ("sgd", "adam"), ("rmsprop", "adamw"), ("adagrad", "sgd")]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), OTHERS)
+def test_state_of_another_optimizer(saved: str, loaded: str, tmp_path: Path) -> None:
+    """It would train on with neither state nor settings; plain torch's step fails."""
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank, MAKES[saved])
+        other = MAKES[loaded](model.parameters())
+        before = other.state_dict()["param_groups"]
+        text = f"'first.weight' was saved by another kind of .* of {type(other).__name__}; load"
+        with pytest.raises(RuntimeError, match=text):
+            fc.load_optim_state_dict(model, other, fc.optim_state_dict(model, optim))
+        fc.save_checkpoint(tmp_path / "saved", model, optim)
+        with pytest.raises(RuntimeError, match=text):
+            fc.load_checkpoint(tmp_path / "saved", model, other)
+        assert not other.state and other.state_dict()["param_groups"] == before
+
+    simulate_ranks(body)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("adam", "adamw"), ("adamw", "cautious"), ("cautious", "adamw")]
+)
+def test_state_of_an_optimizer_alike(saved: str, loaded: str) -> None:
+    """Settings that are new, or of other flags and versions, keep what the optimizer has."""
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank, MAKES[saved])
+        optim.param_groups[0]["initial_lr"] = 0.5
+        found = fc.optim_state_dict(model, optim)
+        del found["param_groups"][0]["fused"], found["param_groups"][0]["amsgrad"]
+        other = MAKES[loaded](model.parameters())
+        fc.load_optim_state_dict(model, other, found)
+        assert other.param_groups[0].get("caution", 0.5) == 0.5
+        values = fc.optim_state_dict(model, other)["state"]
+        torch.testing.assert_close(values, found["state"], rtol=0, atol=0)
+        step(model, other, rank)
+
+    simulate_ranks(body)
+
+
+def test_settings_that_are_tensors_are_copies() -> None:
+    """A saved dict and each optimizer it is loaded into have learning rates and betas apart."""
+
+    def make(params: Any) -> Optimizer:
+        betas: Any = (torch.tensor(0.9), torch.tensor(0.99))
+        return torch.optim.Adam(params, lr=torch.tensor(0.5), betas=betas, foreach=False)
+
+    def settings_of(group: dict[str, Any]) -> list[float]:
+        return [float(value) for value in (group["lr"], *group["betas"])]
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank, make)
+        saved = fc.optim_state_dict(model, optim)
+        wanted = settings_of(saved["param_groups"][0])
+        others = [make(model.parameters()) for _ in range(2)]
+        for other in others:
+            fc.load_optim_state_dict(model, other, saved)
+        for changed in (optim, others[0]):
+            for value in (changed.param_groups[0]["lr"], *changed.param_groups[0]["betas"]):
+                value.fill_(7)
+        assert settings_of(saved["param_groups"][0]) == wanted
+        assert settings_of(others[1].param_groups[0]) == wanted
+
+    simulate_ranks(body)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded", "checkpoint"])
+def test_state_loaded_for_inference_trains(kind: Any, tmp_path: Path) -> None:
+    """State that is loaded under ``torch.inference_mode`` can be stepped outside of it."""
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank, MAKES["sgd"])
+        fc.save_checkpoint(tmp_path / "saved", model, optim)
+        other = MAKES["sgd"](model.parameters())
+        with torch.inference_mode():
+            if kind == "checkpoint":
+                fc.load_checkpoint(tmp_path / "saved", model, other)
+            else:
+                fc.load_optim_state_dict(model, other, fc.optim_state_dict(model, optim, kind=kind))
+        step(model, other, rank)
+        step(model, optim, rank)
+        assert other.state_dict()["state"].keys() == optim.state_dict()["state"].keys()
+
+    simulate_ranks(body)

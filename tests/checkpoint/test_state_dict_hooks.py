@@ -1,0 +1,230 @@
+"""Hooks of the user's on saving and loading do what they do in the plain module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose import wrap
+
+from harness import simulate_ranks
+from models import seeded, whole
+
+Hook = Callable[..., None]
+
+
+def each(function: Callable[[Tensor], Tensor]) -> Hook:
+    """A state-dict hook that replaces every value of its module."""
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[key] = function(state[key])
+
+    return hook
+
+
+def delete(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    del state[prefix + "bias"]
+
+
+def add(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + "more"] = torch.ones(2)
+
+
+def alias(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + "alias"] = state[prefix + "weight"]
+
+
+def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + "old"] = state.pop(prefix + "weight")
+
+
+POST: dict[str, Hook] = {
+    "clone": each(Tensor.clone),
+    "half": each(Tensor.half),
+    "twice": each(lambda value: value * 2),
+    "delete": delete,
+    "add": add,
+    "alias": alias,
+    "rename": rename,
+}
+
+
+class Two(nn.Module):
+    """A linear layer with hooks, and one without."""
+
+    def __init__(self, post: Hook | None = None, pre: Hook | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
+        if post is not None:
+            self.first.register_state_dict_post_hook(post)
+        if pre is not None:
+            self.first.register_load_state_dict_pre_hook(pre)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def shard(model: nn.Module, units: bool) -> nn.Module:
+    return fc.fully_shard(model, units=wrap.by_class({nn.Linear}) if units else None)
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [whole(p).detach().clone() for p in model.parameters()]
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("name", list(POST))
+def test_full_state_dicts_are_the_plain_modules(name: str, units: bool, tmp_path: Path) -> None:
+    """Through ``state_dict``, ``state_dict_type`` and files: what hooks replaced and renamed."""
+
+    def body(rank: int) -> None:
+        wanted = seeded(lambda: Two(POST[name])).state_dict()
+        model = shard(seeded(lambda: Two(POST[name])), units)
+        assert_same(dict(fc.state_dict(model)), dict(wanted))
+        with fc.state_dict_type(model, "full"):
+            found = model.state_dict()
+        assert {type(value) for value in found.values()} == {Tensor}
+        assert_same(dict(found), dict(wanted))
+        fc.save_full(tmp_path / "full", model)
+        again = shard(seeded(Two, 1), units)
+        fc.load_full(tmp_path / "full", again, strict=False)
+        if name == "twice":
+            assert_same(whole(again.first.weight).detach(), wanted["first.weight"])
+
+    simulate_ranks(body)
+
+
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("name", list(POST))
+def test_loading_writes_the_parameters(name: str, units: bool) -> None:
+    """Local shards and plain weights, copied or assigned, whatever hooks make of a state dict."""
+
+    def body(rank: int) -> None:
+        model = shard(seeded(lambda: Two(POST[name])), units)
+        kept, before = values_of(model), list(model.parameters())
+        saved = copy.deepcopy(fc.state_dict(model, "local"))
+        other = seeded(Two, 1)
+        model.load_state_dict(other.state_dict())
+        assert_same(values_of(model), values_of(other))
+        fc.load_state_dict(model, saved, strict=name != "add")
+        assert_same(values_of(model), kept)
+        model.load_state_dict(other.state_dict(), assign=True)
+        assert_same(values_of(model), values_of(other))
+        with fc.state_dict_type(model, "local"):
+            saved = copy.deepcopy(model.state_dict())
+        fc.load_state_dict(model, seeded(Two, 2).state_dict())
+        model.load_state_dict(saved, strict=name != "add")
+        assert_same(values_of(model), values_of(other))
+        assert [id(p) for p in model.parameters()] == [id(p) for p in before]
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+
+    simulate_ranks(body)
+
+
+def transpose(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[prefix + "weight"] = state[prefix + "weight"].t()
+
+
+def fuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    both = state.pop(prefix + "both")
+    state[prefix + "weight"], state[prefix + "bias"] = both[:24].view(6, 4), both[24:]
+
+
+def turned(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Reads the whole of a value that fits."""
+    state[prefix + "weight"] = state[prefix + "weight"].flip(0).cumsum(1)
+
+
+class Turned(nn.Linear):
+    """Reads its weight transposed."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        transpose(self, state, prefix)
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+class OwnLoading(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Turned(4, 6)
+
+
+class Forgiving(Two):
+    """Reports nothing as missing or unexpected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(forgive)
+
+
+def forgive(module: nn.Module, keys: Any) -> None:
+    keys.missing_keys.clear()
+    keys.unexpected_keys.clear()
+
+
+def given_to(case: str) -> dict[str, Tensor]:
+    state = dict(seeded(Two, 1).state_dict())
+    if case in ("transpose", "override"):
+        state["first.weight"] = state["first.weight"].t().contiguous()
+    elif case == "fuse":
+        parts = state.pop("first.weight").reshape(-1), state.pop("first.bias")
+        state["first.both"] = torch.cat(parts)
+    elif case == "forgive":
+        del state["first.weight"], state["first.bias"]
+        state["other"] = torch.ones(1)
+    return state
+
+
+LOADS: dict[str, Callable[[], nn.Module]] = {
+    "transpose": lambda: Two(pre=transpose),
+    "fuse": lambda: Two(pre=fuse),
+    "whole": lambda: Two(pre=turned),
+    "override": OwnLoading,
+    "forgive": Forgiving,
+}
+
+
+@pytest.mark.parametrize("assign", [True, False, None], ids=["assign", "copy", "ours"])
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("case", list(LOADS))
+def test_load_hooks_do_what_they_do_in_torch(case: str, units: bool, assign: bool | None) -> None:
+    """Hooks that reshape, fuse, read whole values or clear the missing keys; same objects stay."""
+
+    def body(rank: int) -> None:
+        plain = seeded(LOADS[case])
+        plain.load_state_dict(given_to(case))
+        model = shard(seeded(LOADS[case]), units)
+        before = [id(p) for p in model.parameters()]
+        if assign is None:
+            fc.load_state_dict(model, given_to(case))
+        else:
+            model.load_state_dict(given_to(case), assign=assign)
+        assert_same(values_of(model), values_of(plain))
+        assert [id(p) for p in model.parameters()] == before
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+
+    simulate_ranks(body)
+
+
+def test_what_a_load_hook_leaves_wrong_is_torchs() -> None:
+    """A shape that no hook put right is torch's error on every rank."""
+
+    def body(rank: int) -> None:
+        model = shard(seeded(lambda: Two(pre=turned)), True)
+        given = {**seeded(Two, 1).state_dict(), "second.weight": torch.ones(3, 6)}
+        with pytest.raises(RuntimeError, match=r"size mismatch for second.weight"):
+            model.load_state_dict(given)
+
+    simulate_ranks(body)
