@@ -66,11 +66,16 @@ def is_debugging() -> bool:
     return here.is_debugging
 
 
+REDUCE = "reduce"
 WRITE = "write"
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
     "into a sharded one would be lost. Write the parameter outside of forward, after "
     "optimizer.step()."
+)
+_REDUCING = (
+    "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
+    "every rank, before the forward."
 )
 
 
@@ -394,8 +399,12 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
         _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
         for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
     )
-    if any(event[1] == WRITE for events in lists for event in events[position : position + 1]):
+    differing = [event for events in lists for event in events[position : position + 1]]
+    if any(event[1] == WRITE for event in differing):
         return f"ranks write different weights in step {step}: {found}. {_WRITING}"
+    ways = {event[3] for event in differing}
+    if len(ways) > 1 and {event[1:3] for event in differing} == {(REDUCE, differing[0][2])}:
+        return f"ranks reduce gradients in different ways in step {step}: {found}. {_REDUCING}"
     return (
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "
