@@ -70,8 +70,8 @@ def _raise(group: Group, what: str) -> None:
     raise RuntimeError(
         f"rank {rank} was to {_shorten(what)}, and rank {other} at the same time to "
         f"{_shorten(theirs)}: the result would mix the two. Call what is computed over all ranks "
-        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors and "
-        "in the same order, also where only rank 0 uses the result."
+        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors, with "
+        "the same arguments and in the same order, also where only rank 0 uses the result."
     )
 
 
