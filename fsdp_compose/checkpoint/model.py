@@ -200,7 +200,9 @@ def load_state_dict(
     contents = contents_of(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
-        state_dict = broadcast_state(state_dict, groups, contents.values.get, device_of(module))
+        state_dict = broadcast_state(
+            "load_state_dict", state_dict, groups, contents.values.get, device_of(module)
+        )
     if gathered_leaves(module):
         raise RuntimeError(
             f"load_state_dict: {type(module).__name__} is gathered now; leave the scope or the "
@@ -209,7 +211,7 @@ def load_state_dict(
     versions = getattr(state_dict, "_metadata", None)
     custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)
-    raise_on_all(matched.problem, groups, matched.facts)
+    raise_on_all(matched.problem, groups, matched.facts, "load_state_dict")
     if matched.local is not None:
         local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}

@@ -228,7 +228,7 @@ def before_load(
     groups = groups_of(module)
     strict = strict_of_load() and not changes_keys_on_load(module)
     matched = match(module, current, given, strict, versions)
-    raise_on_all(matched.problem, groups, matched.facts)
+    raise_on_all(matched.problem, groups, matched.facts, "load_state_dict")
     if matched.local is not None:
         local.write_local(module, matched.local)
     clean = name_cleaner(module)

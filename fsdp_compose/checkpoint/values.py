@@ -101,11 +101,16 @@ class Outline:
 
 
 def broadcast_state(
-    state: Any, groups: Sequence[Group], target_of: Callable[[str], Any], device: torch.device
+    caller: str,
+    state: Any,
+    groups: Sequence[Group],
+    target_of: Callable[[str], Any],
+    device: torch.device,
 ) -> dict[str, Any]:
     """Send rank 0's plain state to all ranks, one tensor at a time.
 
     Args:
+        caller: the function that every rank calls.
         target_of: what a name's value will be written into; where that is a sharded tensor of the
             same shape, only this rank's slice is kept.
         device: where the groups communicate.
@@ -123,8 +128,9 @@ def broadcast_state(
         problem = TypeError(
             f"broadcast_from_rank0: rank 0's {sliced[0]!r} is a slice; wanted full tensors."
         )
-    raise_on_all(problem, groups)
-    outline = broadcast_object(_outline(state) if first else None, groups)
+    call = f"{caller}(broadcast_from_rank0=True)"
+    raise_on_all(problem, groups, what=call)
+    outline = broadcast_object(_outline(state) if first else None, groups, call)
     result: dict[str, Any] = {}
     for name, value in outline.items():
         if not isinstance(value, Outline):

@@ -63,7 +63,7 @@ def _number(what: str, ranks: int) -> int:
 
 
 def _raise(group: Group, what: str) -> None:
-    found = gather_objects(what, group)
+    found = gather_objects(what, group, "a sum or a norm")
     rank = dist.get_rank()
     other = next((r for r, text in zip(group.ranks, found, strict=True) if text != what), rank)
     theirs = found[group.ranks.index(other)]

@@ -361,7 +361,7 @@ def _first_nonfinite(params: Params, expert_mesh: DeviceMesh | dist.ProcessGroup
             flags[i] = bool(flag)
     name = grads[flags.index(True)].names[0] if any(flags) else None
     if experts is not None:
-        names = comm.gather_objects(name, experts.group)
+        names = comm.gather_objects(name, experts.group, "clip_grad_norm_")
         name = next((found for found in names if found is not None), None)
     if name is None:
         return "every gradient is finite, but their norm is not"

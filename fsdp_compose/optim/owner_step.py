@@ -170,7 +170,9 @@ class OwnerOptimizer(Optimizer):
             for group in self.param_groups
         ]
         for group in list_groups(self._matrices):
-            for rank, theirs in zip(group.ranks, gather_objects(mine, group), strict=True):
+            for rank, theirs in zip(
+                group.ranks, gather_objects(mine, group, "step() of owner_step"), strict=True
+            ):
                 for a, b in zip(mine, theirs, strict=False):
                     key = next((k for k in a if k in b and a[k] != b[k]), None)
                     if key is not None:

@@ -51,10 +51,10 @@ def agree_on_state(
     facts = _facts_of(result, parts)
     for group in groups:
         mine = {name: fact for name, fact in facts.items() if _is_over(parts[name], group)}
-        digests = gather_objects(_digest(mine), group)
+        digests = gather_objects(_digest(mine), group, caller)
         if any(digest != digests[0] for digest in digests):
             empty = {name for name in mine if _is_empty(parts[name])}
-            reports = gather_objects(_Report(mine, empty), group)
+            reports = gather_objects(_Report(mine, empty), group, caller)
             _compare(caller, reports, group)
             _fill(result["state"], parts, mine, reports)
 

@@ -68,6 +68,7 @@ def is_debugging() -> bool:
 
 REDUCE = "reduce"
 WRITE = "write"
+_RUNNING = "a forward or backward of its units"
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
     "into a sharded one would be lost. Write the parameter outside of forward, after "
@@ -259,7 +260,7 @@ class Log:
         """By guess: (used there, taken for used anywhere) of every rank."""
         rows = [mine]
         for group in self.groups:
-            rows = [row for part in comm.gather_objects(rows, group) for row in part]
+            rows = [row for part in comm.gather_objects(rows, group, _RUNNING) for row in part]
         return [list(found) for found in zip(*rows, strict=True)]
 
     def epoch(self, group: Group) -> int:
@@ -298,7 +299,7 @@ class Log:
         mine = groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self))
         reports = [mine]
         for group in groups:
-            reports = [r for part in comm.gather_objects(reports, group) for r in part]
+            reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]
         self.start_over([*{*groups, *self.channels}] if groups is self.groups else groups)
         reports.sort(key=lambda report: report[0])
         if discards := {
