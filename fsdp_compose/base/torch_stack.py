@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch.nn.utils import stateless
 
+from fsdp_compose.base.wording import describe_clipping
+
 _STATE_WALK = "torch.distributed._state_dict_utils"
+_clip: Any = inspect.unwrap(torch.nn.utils.clip_grad_norm_)
 _cast: Any = inspect.unwrap(torch.optim.Optimizer._process_value_according_to_param_policy)
 _asking = {
     inspect.unwrap(function).__code__
@@ -41,6 +44,15 @@ def _is_running(function: Any, frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
+
+
+def clipping_under_way() -> str:
+    """What ``torch.nn.utils.clip_grad_norm_`` on this thread's stack clips to; empty without it."""
+    for frame in _stack():
+        if frame.f_code is _clip.__code__:
+            values = frame.f_locals
+            return describe_clipping(values["max_norm"], values["error_if_nonfinite"])
+    return ""
 
 
 def in_functional_call() -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import torch
 
 
 def quote_names(names: Iterable[str], most: int = 4) -> str:
@@ -10,3 +13,14 @@ def quote_names(names: Iterable[str], most: int = 4) -> str:
     found = list(names)
     shown = ", ".join(map(repr, found[:most]))
     return f"{shown} and {len(found) - most} more" if len(found) > most else shown
+
+
+def describe_clipping(limit: Any, raises: bool) -> str:
+    """What a norm is taken for, between commas, as ranks compare it: ``, to clip it to 1.0,``.
+
+    A limit that lies on a device is not read, as the host would wait for it.
+    """
+    if isinstance(limit, torch.Tensor):
+        limit = limit.tolist() if limit.is_cpu else "a tensor"
+    shown = float(limit) if isinstance(limit, int) else limit
+    return f", to clip it to {shown}{' or raise where it is not finite' if raises else ''},"

@@ -208,18 +208,19 @@ def load_state_dict(
     contents = contents_to_load(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
-        state_dict = broadcast_state(state_dict, groups, contents.values.get, device_of(module))
+        state_dict = broadcast_state(
+            "load_state_dict", state_dict, groups, contents.values.get, device_of(module)
+        )
     require_released("load_state_dict", module)
     versions = getattr(state_dict, "_metadata", None)
     custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)
-    raise_on_all(
-        matched.problem or find_unreadable(matched, contents.values), groups, matched.facts
-    )
+    problem = matched.problem or find_unreadable(matched, contents.values)
+    raise_on_all(problem, groups, matched.facts, "load_state_dict")
     if matched.local is not None:
         local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
-    with SharedErrors(*groups):
+    with SharedErrors(*groups, what="load_state_dict"):
         found = write(contents, matched.values, extra if custom else {}, strict, versions)
     return found if custom else IncompatibleKeys(matched.missing, matched.unexpected)
 

@@ -276,7 +276,7 @@ def before_load(
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     written = {k: v if is_sharded(v) or not assign else None for k, v in current.items()}
     unreadable = None if custom else find_unreadable(matched, written)
-    raise_on_all(matched.problem or unreadable, groups, matched.facts)
+    raise_on_all(matched.problem or unreadable, groups, matched.facts, "load_state_dict")
     if matched.local is not None:
         local.write_local(module, matched.local)
     clean = name_cleaner(module)

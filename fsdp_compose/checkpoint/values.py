@@ -130,11 +130,16 @@ class Outline:
 
 
 def broadcast_state(
-    state: Any, groups: Sequence[Group], target_of: Callable[[str], Any], device: torch.device
+    caller: str,
+    state: Any,
+    groups: Sequence[Group],
+    target_of: Callable[[str], Any],
+    device: torch.device,
 ) -> dict[str, Any]:
     """Send rank 0's plain state to all ranks, one tensor at a time.
 
     Args:
+        caller: the function that every rank calls.
         target_of: what a name's value will be written into; where that is a sharded tensor of the
             same shape, only this rank's slice is kept.
         device: where the groups communicate.
@@ -154,8 +159,9 @@ def broadcast_state(
         )
     elif first:
         problem = _find_unreadable(state)
-    raise_on_all(problem, groups)
-    outline = broadcast_object(_outline(state) if first else None, groups)
+    call = f"{caller}(broadcast_from_rank0=True)"
+    raise_on_all(problem, groups, what=call)
+    outline = broadcast_object(_outline(state) if first else None, groups, call)
     result: dict[str, Any] = {}
     for name, value in outline.items():
         if not isinstance(value, Outline):

@@ -58,11 +58,11 @@ def gather_objects_or_differ(value: Any, group: Group, what: str) -> list[Any]:
         ValueError: on every rank of both groups that waits, naming the groups.
     """
     if group.pg is None or not is_point_to_point(group):
-        return gather_objects(value, group)
+        return gather_objects(value, group, what)
     turns = _turns.setdefault(group.pg if dist.group.WORLD is None else dist.group.WORLD, {})
     place = _Place(group.pg.group_name, group.ranks, turns)
     with _watched(place, what):
-        found = gather_objects(value, group)
+        found = gather_objects(value, group, what)
     turns[place.name] = place.turn + 1
     return found
 

@@ -101,19 +101,48 @@ def post_pairs(
     return works
 
 
-def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step."""
+class CallsDiffer(RuntimeError):
+    """Raised on every rank of a group whose ranks wait for each other in different calls."""
+
+
+def gather_objects(value: Any, group: Group, what: str = "") -> list[Any]:
+    """Every rank's picklable ``value``, in rank order; for set-up and errors, never in a step.
+
+    Args:
+        what: the function that every rank of ``group`` calls, which travels with the value; ``""``
+            where the group is for one call, and has its name.
+
+    Raises:
+        CallsDiffer: other ranks call something else.
+    """
     if group.pg is None or group.backend == "fake":
         return [value] * group.size
+    call = what or group.purpose
+    assert call, "ranks that meet must say in which call"
     here.traffic.control += 1
-    mine = pickle.dumps(value)
+    mine = pickle.dumps((call, pickle.dumps(value)))
+    purpose = f"compare notes in {call}"
     if is_point_to_point(group):
         others = [r for r in range(group.size) if r != group.rank]
-        found = _swap_bytes(dict.fromkeys(others, mine), others, group)
+        found = _swap_bytes(dict.fromkeys(others, mine), others, group, purpose)
     else:
-        found = _all_gather_bytes(mine, group)
+        found = _all_gather_bytes(mine, group, purpose)
     found[group.rank] = mine
-    return [pickle.loads(found[r]) for r in range(group.size)]
+    sent = [pickle.loads(found[r]) for r in range(group.size)]
+    _compare_calls([call for call, _ in sent], group.ranks)
+    return [pickle.loads(data) for _, data in sent]
+
+
+def _compare_calls(calls: Sequence[str], ranks: Sequence[int]) -> None:
+    for rank, call in zip(ranks, calls, strict=True):
+        if call != calls[0]:
+            problem = CallsDiffer(
+                f"rank {ranks[0]} calls {calls[0]} and rank {rank} calls {call} at the same time, "
+                "and each waits for the other. Call the same functions in the same order on every "
+                "rank, also where only rank 0 uses the result."
+            )
+            problem.__dict__[ON_ALL_RANKS] = True
+            raise problem
 
 
 def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Group) -> Any:
@@ -132,18 +161,19 @@ def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Grou
         return act([value])[0]
     here.traffic.control += 1
     if group.rank:
-        _swap_bytes({0: pickle.dumps(value)}, [], group)
-        error, part = pickle.loads(_swap_bytes({}, [0], group)[0])
+        _swap_bytes({0: pickle.dumps(value)}, [], group, group.purpose)
+        error, part = pickle.loads(_swap_bytes({}, [0], group, group.purpose)[0])
     else:
         others = range(1, group.size)
-        found = _swap_bytes({}, others, group)
+        found = _swap_bytes({}, others, group, group.purpose)
         error, parts = None, [None] * group.size
         try:
             parts = act([value, *(pickle.loads(found[r]) for r in others)])
         except Exception as raised:
             error = raised
         sent = first_error([(group.ranks[0], describe_error(error))])
-        _swap_bytes({r: pickle.dumps((sent, parts[r])) for r in others}, [], group)
+        answers = {r: pickle.dumps((sent, parts[r])) for r in others}
+        _swap_bytes(answers, [], group, group.purpose)
         part = parts[0]
     if error is not None:
         error.__dict__[ON_ALL_RANKS] = True
@@ -151,10 +181,10 @@ def through_first(value: Any, act: Callable[[list[Any]], list[Any]], group: Grou
     return part
 
 
-def broadcast_object(value: Any, groups: Iterable[Group]) -> Any:
-    """Rank 0's picklable ``value`` on every rank."""
+def broadcast_object(value: Any, groups: Iterable[Group], what: str = "") -> Any:
+    """Rank 0's picklable ``value`` on every rank; ``what`` as for ``gather_objects``."""
     for group in groups:
-        value = gather_objects(value if group.rank == 0 else None, group)[0]
+        value = gather_objects(value if group.rank == 0 else None, group, what)[0]
     return value
 
 
@@ -180,19 +210,26 @@ def first_error(reports: Iterable[tuple[int, ErrorReport]]) -> Exception | None:
 
 
 _RAISED_AS_IS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (RuntimeError, TypeError, ValueError)
+    kind.__name__: kind for kind in (RuntimeError, TypeError, ValueError, CallsDiffer)
 }
 
 
-def raise_on_all(problem: Exception | None, groups: Iterable[Group], facts: object = None) -> None:
-    """Raise on every rank what any rank found wrong, or that their ``facts`` differ.
+def raise_on_all(
+    problem: Exception | None, groups: Iterable[Group], facts: object = None, what: str = ""
+) -> None:
+    """Raise on every rank what any rank found wrong, or that their ``facts`` or calls differ.
 
     Args:
         problem: what this rank found.
+        what: as for ``gather_objects``.
         facts: picklable and small; its text is shown where two ranks differ.
     """
     for group in groups:
-        reports = gather_objects((describe_error(problem), facts), group)
+        try:
+            reports = gather_objects((describe_error(problem), facts), group, what)
+        except CallsDiffer as error:  # which ranks of the other groups are told as well
+            problem = problem or error
+            continue
         errors = [error for error, _ in reports]
         problem = problem or first_error(zip(group.ranks, errors, strict=True))
         problem = problem or difference([fact for _, fact in reports], group.ranks)
@@ -217,18 +254,18 @@ class SharedErrors:
     """Scope whose error, on any rank, is raised on all ranks; every rank must leave it.
 
     Where no rank has an error, ``facts`` that differ between ranks are one, as in ``raise_on_all``;
-    they may be set inside the scope.
+    they may be set inside the scope. ``what`` is as for ``gather_objects``.
     """
 
-    def __init__(self, *groups: Group, facts: object = None) -> None:
-        self.groups, self.facts = groups, facts
+    def __init__(self, *groups: Group, facts: object = None, what: str = "") -> None:
+        self.groups, self.facts, self.what = groups, facts, what
 
     def __enter__(self) -> SharedErrors:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Exception):
-            raise_on_all(error, self.groups, self.facts)
+            raise_on_all(error, self.groups, self.facts, self.what)
 
 
 _CALL_TAGS = 1 << 27
@@ -239,10 +276,9 @@ ON_ALL_RANKS = "_fsdp_compose_on_all_ranks"
 
 
 def _swap_bytes(
-    outgoing: Mapping[int, bytes], senders: Sequence[int], group: Group
+    outgoing: Mapping[int, bytes], senders: Sequence[int], group: Group, purpose: str
 ) -> dict[int, bytes]:
     """Send bytes to some ranks and receive some from others, which do the same the other way."""
-    purpose = group.purpose or "compare notes with the other ranks"
     lengths = {r: torch.tensor([len(data)]) for r, data in outgoing.items()}
     arriving = {r: torch.empty(1, dtype=torch.int64) for r in senders}
     payloads = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in outgoing.items()}
@@ -258,7 +294,7 @@ def _swap_bytes(
     return {r: to_bytes(tensor) for r, tensor in arriving.items()}
 
 
-def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
+def _all_gather_bytes(mine: bytes, group: Group, purpose: str) -> dict[int, bytes]:
     """Every rank's bytes, through collectives on the device that the group serves."""
     device = torch.device("cpu")
     if group.backend != "gloo" and torch.accelerator.is_available():
@@ -268,7 +304,6 @@ def _all_gather_bytes(mine: bytes, group: Group) -> dict[int, bytes]:
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     size = torch.tensor([own.numel()], device=device)
     sizes = size.new_empty(group.size)
-    purpose = group.purpose or "compare notes with the other ranks"
     wait_for([all_gather_single(group.pg, sizes, size, GATHER_OPTIONS)], (), purpose, _STUCK)
     lengths = sizes.tolist()
     padded = own.new_zeros(max(lengths))

@@ -329,7 +329,7 @@ def _meet(group: Group) -> Segments | None:
         host = _name_host()
         own = Segments(group)
         place = host, os.getpid(), own.fd, own.secret, own.mail.entrances
-    places = gather_objects(place, group)
+    places = gather_objects(place, group, "fully_shard")
     opened = []
     if own is not None and place is not None:
         for rank, other in enumerate(places):
@@ -337,7 +337,7 @@ def _meet(group: Group) -> Segments | None:
                 _, pid, fd, secret, entrances = other
                 can_read = own.try_peer(rank, pid, fd, secret, entrances[group.rank])
                 opened += [rank] if can_read else []
-    answers = gather_objects(opened, group)
+    answers = gather_objects(opened, group, "fully_shard")
     if own is None:
         return None
     own.peers = {rank: p for rank, p in own.peers.items() if group.rank in answers[rank]}

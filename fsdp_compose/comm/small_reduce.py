@@ -63,15 +63,15 @@ def _number(what: str, ranks: int) -> int:
 
 
 def _raise(group: Group, what: str) -> None:
-    found = gather_objects(what, group)
+    found = gather_objects(what, group, "a sum or a norm")
     rank = dist.get_rank()
     other = next((r for r, text in zip(group.ranks, found, strict=True) if text != what), rank)
     theirs = found[group.ranks.index(other)]
     raise RuntimeError(
         f"rank {rank} was to {_shorten(what)}, and rank {other} at the same time to "
         f"{_shorten(theirs)}: the result would mix the two. Call what is computed over all ranks "
-        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors and "
-        "in the same order, also where only rank 0 uses the result."
+        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors, with "
+        "the same arguments and in the same order, also where only rank 0 uses the result."
     )
 
 

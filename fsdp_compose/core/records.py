@@ -54,6 +54,7 @@ class Switches:
     find_unused: bool = False
     comm_hook: Callable[[Any, GradBucket], torch.Tensor] | None = None
     comm_state: Any = None
+    hook_name: str = ""  # which ranks compare
 
 
 @dataclass(eq=False, repr=False)

@@ -32,7 +32,7 @@ from fsdp_compose.buckets.reduce import (
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
-from fsdp_compose.core.guards.collective_log import code_of
+from fsdp_compose.core.guards.compared_reductions import note_reduction
 from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand_ins
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
@@ -69,13 +69,7 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
     assert bucket.grads is not None
     unit = unit_of(bucket)
     arriving, mesh, streams = bucket.arriving, bucket.mesh, unit.engine.streams
-    if bucket in unit.links.reduce_events:
-        events, code, kept = unit.links.reduce_events[bucket]
-        number = code if unit.switches.all_reduce else kept
-        if arriving.trained != bucket.views.every:
-            # Ranks that froze different parameters then send different numbers, which raises.
-            number = code_of(number, arriving.trained)
-        events.note((number, "reduce", unit.name, "backward"))
+    note_reduction(unit, bucket)
     factor, used = unit.switches.divide_factor, comm.Flags(arriving.used, len(bucket.entries))
     arriving.packed, arriving.used, arriving.trained = False, 0, 0
     scale = 1.0 / (mesh.divisor if factor is None else factor)

@@ -29,7 +29,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
 from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.buckets.gather import channels_of
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
-from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
+from fsdp_compose.core.guards.collective_log import REDUCE, Log, code_of, log_key
 from fsdp_compose.core.guards.copied_units import copy_unit
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
 from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
@@ -92,7 +92,7 @@ class Links:
     pointers: list[int] | None = None  # of the aliases if they never move, see forward_writes.py
     routes: dict[tuple[int, ...], list[Route]] = field(default_factory=dict)
     gather_events: list[tuple[Bucket, Log, int]] = field(default_factory=list)
-    reduce_events: dict[Bucket, tuple[Log, int, int]] = field(default_factory=dict)
+    reduce_events: dict[Bucket, tuple[Log, int]] = field(default_factory=dict)
     logs: tuple[Log, ...] = ()  # of its groups
     flags: list[bool] | None = None  # by entry: whether it needed a gradient when last asked
     trained: tuple[int, ...] = ()  # the entries whose flag is set
@@ -228,8 +228,7 @@ class Unit:
             key = (self.number, index)
             if bucket.mesh.shard.size > 1:
                 links.gather_events.append((bucket, log, code_of("gather", key)))
-            codes = code_of("reduce", key), code_of("reduce and keep", key)
-            links.reduce_events[bucket] = (log, *codes)
+            links.reduce_events[bucket] = log, code_of(REDUCE, key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         copied: Unit = copy_unit(self, memo)

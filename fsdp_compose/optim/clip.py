@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.torch_private import clipped_parameters, raw
+from fsdp_compose.base.torch_stack import clipping_under_way
+from fsdp_compose.base.wording import describe_clipping
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.small_reduce import reduce_alike
@@ -32,6 +34,13 @@ from fsdp_compose.optim.fixed_sum import add_powers, exponent_of, root_of
 from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, join_buckets
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.sharded import ON_SLICES, ShardedParameter
+
+
+class _Norm(NamedTuple):
+    """Which norm is taken and what for, as ranks compare it."""
+
+    order: float
+    use: str = ""  # ", to clip it to 1,"
 
 
 def grad_norm(
@@ -67,7 +76,7 @@ def grad_norm(
         2.449
     """
     grads = collect_gradients(module_or_params, "grad_norm", joins=norm_type > 0)
-    return _compute_norm(grads, float(norm_type), _experts_of(grads, expert_mesh))
+    return _compute_norm(grads, _Norm(float(norm_type)), _experts_of(grads, expert_mesh))
 
 
 def clip_grad_norm_(
@@ -83,7 +92,7 @@ def clip_grad_norm_(
 
     Args:
         module_or_params: as for ``grad_norm``.
-        max_norm: the largest norm left as it is.
+        max_norm: the largest norm left as it is, the same on every rank.
         norm_type: as for ``grad_norm``.
         error_if_nonfinite: raise when the norm is infinite or NaN; waits for the device.
         expert_mesh: as for ``grad_norm``.
@@ -93,8 +102,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: on every rank, naming the first parameter whose gradient is not finite; or
-            gradients were accumulated without synchronisation and not reduced yet; or as for
-            ``grad_norm``.
+            gradients were accumulated without synchronisation and not reduced yet; or ranks were
+            given different limits (between CPUs); or as for ``grad_norm``.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -108,7 +117,8 @@ def clip_grad_norm_(
         params = list(params)
     grads = collect_gradients(params, "clip_grad_norm_", joins=norm_type > 0)
     experts = _experts_of(grads, expert_mesh)
-    total = _compute_norm(grads, float(norm_type), experts)
+    norm = _Norm(float(norm_type), describe_clipping(max_norm, error_if_nonfinite))
+    total = _compute_norm(grads, norm, experts)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "
@@ -174,8 +184,9 @@ def _explain_uneven(grad: Gradient, ranks: int, most: int, given: str) -> str:
     )
 
 
-def _compute_norm(grads: list[Gradient], order: float, experts: _Experts | None) -> torch.Tensor:
+def _compute_norm(grads: list[Gradient], norm: _Norm, experts: _Experts | None) -> torch.Tensor:
     """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
+    order = norm.order
     if experts is not None and order == 0:
         raise ValueError(
             "norm_type is 0, which counts gradients and does not go with expert_mesh; wanted a "
@@ -189,13 +200,13 @@ def _compute_norm(grads: list[Gradient], order: float, experts: _Experts | None)
     with torch.no_grad():
         held = (grad.param for grad in grads if grad.param is not None)
         if 0 < order < math.inf and _adds_in_tree(held):
-            return _compute_fixed_norm(grads, order, device).to(result)
+            return _compute_fixed_norm(grads, norm, device).to(result)
         if experts is None:
-            total = _reduce_norms(grads, order, wide, device)
+            total = _reduce_norms(grads, norm, wide, device)
         else:
-            alike = _reduce_norms([g for g in grads if g not in experts.grads], order, wide, device)
+            alike = _reduce_norms([g for g in grads if g not in experts.grads], norm, wide, device)
             # One number on every rank, whatever experts it has and whether any was used.
-            own = _combine(_reduce_norms(experts.grads, order, wide, device), order).reshape(1)
+            own = _combine(_reduce_norms(experts.grads, norm, wide, device), order).reshape(1)
             others = _combine_over_ranks(
                 own, order, experts.group, "take the norm of experts' gradients"
             )
@@ -211,9 +222,10 @@ def _adds_in_tree(params: Iterable[nn.Parameter]) -> bool:
     return any(owner_of(find_entry(param)).mesh.slots is not None for param in params)
 
 
-def _compute_fixed_norm(grads: list[Gradient], order: float, device: torch.device) -> torch.Tensor:
+def _compute_fixed_norm(grads: list[Gradient], norm: _Norm, device: torch.device) -> torch.Tensor:
     """The norm by sums of integers, which have no order; see fixed_sum.py."""
-    largest = _compute_norm(grads, math.inf, None).to(device)
+    order = norm.order
+    largest = _compute_norm(grads, norm._replace(order=math.inf), None).to(device)
     exponent = exponent_of(largest)
     members: dict[tuple[Group, ...], list[torch.Tensor]] = {}
     for grad in grads:
@@ -224,15 +236,16 @@ def _compute_fixed_norm(grads: list[Gradient], order: float, device: torch.devic
             )
         members.setdefault(grad.groups, []).append(grad.local.to(device))
     pending = {groups: add_powers(found, order, exponent) for groups, found in members.items()}
-    counts = torch.stack(_combine_over_groups(pending, order, grads)).sum(0)
-    norm = root_of(counts, order, exponent)
-    return torch.where(largest.isfinite(), norm, largest.double())
+    counts = torch.stack(_combine_over_groups(pending, norm, grads)).sum(0)
+    total = root_of(counts, order, exponent)
+    return torch.where(largest.isfinite(), total, largest.double())
 
 
 def _reduce_norms(
-    grads: list[Gradient], order: float, wide: torch.dtype, device: torch.device
+    grads: list[Gradient], norm: _Norm, wide: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Numbers over all ranks of each gradient's groups, to be combined to the norm's power."""
+    order = norm.order
     if not grads:
         return torch.full((1,), _norm_of_nothing(order), dtype=wide, device=device)
     members: dict[tuple[tuple[Group, ...], int], list[torch.Tensor]] = {}
@@ -244,7 +257,7 @@ def _reduce_norms(
         if copies > 1 and not math.isinf(order):
             joined /= copies  # each adds its share: ranks get one norm even if they differ
         pending[groups] = torch.cat([pending[groups], joined]) if groups in pending else joined
-    return torch.cat(_combine_over_groups(pending, order, grads))
+    return torch.cat(_combine_over_groups(pending, norm, grads))
 
 
 def _combine(numbers: torch.Tensor, order: float) -> torch.Tensor:
@@ -289,20 +302,20 @@ def _combine_local(norms: torch.Tensor, order: float) -> torch.Tensor:
     return _combine(norms if math.isinf(order) else norms.pow(order), order).reshape(1)
 
 
-def _describe_norm(grads: list[Gradient], order: float) -> str:
+def _describe_norm(grads: list[Gradient], norm: _Norm) -> str:
     """What ranks that combine norms compare; only where they are counted does the order matter."""
-    return _describe_norm_of(tuple([tuple(grad.names) for grad in grads]), order)
+    return _describe_norm_of(tuple([tuple(grad.names) for grad in grads]), norm)
 
 
 @lru_cache(maxsize=16)
-def _describe_norm_of(gradients: tuple[tuple[str, ...], ...], order: float) -> str:
+def _describe_norm_of(gradients: tuple[tuple[str, ...], ...], norm: _Norm) -> str:
     names = chain.from_iterable(gradients)
-    shown = ", ".join(names if order == 0 else sorted(names))
-    return f"take the norm of order {order:g} of the gradients of {shown}"
+    shown = ", ".join(names if norm.order == 0 else sorted(names))
+    return f"take the norm of order {norm.order:g}{norm.use} of the gradients of {shown}"
 
 
 def _combine_over_groups(
-    pending: dict[tuple[Group, ...], torch.Tensor], order: float, grads: list[Gradient]
+    pending: dict[tuple[Group, ...], torch.Tensor], norm: _Norm, grads: list[Gradient]
 ) -> list[torch.Tensor]:
     """Combine numbers over the groups of each, with one all-reduce per group and mesh dimension."""
     done: list[torch.Tensor] = []
@@ -310,9 +323,9 @@ def _combine_over_groups(
         rest: dict[tuple[Group, ...], list[torch.Tensor]] = {}
         for group in dict.fromkeys(groups[0] for groups in pending if groups):
             waiting = [groups for groups in pending if groups and groups[0] == group]
-            what = _describe_norm([grad for grad in grads if group in grad.groups], order)
+            what = _describe_norm([grad for grad in grads if group in grad.groups], norm)
             flat = _combine_over_ranks(
-                torch.cat([pending[groups] for groups in waiting]), order, group, what
+                torch.cat([pending[groups] for groups in waiting]), norm.order, group, what
             )
             pieces = flat.split([pending[groups].numel() for groups in waiting])
             for groups, piece in zip(waiting, pieces, strict=True):
@@ -348,7 +361,7 @@ def _first_nonfinite(params: Params, expert_mesh: DeviceMesh | dist.ProcessGroup
             flags[i] = bool(flag)
     name = grads[flags.index(True)].names[0] if any(flags) else None
     if experts is not None:
-        names = comm.gather_objects(name, experts.group)
+        names = comm.gather_objects(name, experts.group, "clip_grad_norm_")
         name = next((found for found in names if found is not None), None)
     if name is None:
         return "every gradient is finite, but their norm is not"
@@ -367,7 +380,8 @@ def take_norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _find_clipped(args[0] if is_joint else None)
     if found is None:
         return ON_SLICES[func](func, args, kwargs)
-    return [_compute_norm(found, float(args[1]), None).to(found[0].local.dtype)]
+    norm = _Norm(float(args[1]), clipping_under_way())
+    return [_compute_norm(found, norm, None).to(found[0].local.dtype)]
 
 
 def take_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

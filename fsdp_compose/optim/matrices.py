@@ -197,7 +197,7 @@ def _list_holders(matrices: Sequence[Matrix]) -> list[int | None]:
     owners = [owner_of(p.entry).layout.owners(p.entry.index) or range(1) for p in matrices]
     holders = [None if len(ranks) > 1 else ranks[0] for ranks in owners]
     for group in _split_groups(matrices):
-        theirs = zip(*gather_objects(holders, group), strict=True)
+        theirs = zip(*gather_objects(holders, group, "owner_step"), strict=True)
         holders = [found[0] if len(set(found)) == 1 else None for found in theirs]
     return holders
 

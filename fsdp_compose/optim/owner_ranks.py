@@ -76,7 +76,7 @@ class Link:
         heads.compare(heads.sent, [_replace_missing(row, head[_MISSING]) for row in rows])
         log.events.pop()
         if any(row[_MISSING] != head[_MISSING] for row in rows):
-            raise _missing_gradient(gather_objects(list(missing), group), group.ranks)
+            raise _missing_gradient(gather_objects(list(missing), group, "owner_step"), group.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class Links:
         """Raise on every rank where a group of the optimizer has other numbers on another rank."""
         for link in self.found:
             link.meet("compare settings", ())
-            ranks, found = link.group.ranks, gather_objects(mine, link.group)
+            ranks, found = link.group.ranks, gather_objects(mine, link.group, "owner_step")
             for rank, theirs in zip(ranks, found, strict=True):
                 what = _differing_setting(found[0], theirs, ranks[0], rank)
                 if what is not None:
@@ -155,11 +155,11 @@ def compare_matrices(matrices: Sequence[Matrix], facts: Facts, problem: Exceptio
         params = [facts.params[n] for n in link.members] if problem is None else []
         mine = Facts(facts.kind, facts.settings, params)
         digest = hashlib.sha256(repr(mine).encode()).digest()
-        found = gather_objects((describe_error(problem), digest), link.group)
+        found = gather_objects((describe_error(problem), digest), link.group, "owner_step")
         errors = [error for error, _ in found]
         problem = problem or first_error(zip(link.group.ranks, errors, strict=True))
         if not any(errors) and any(other != digest for _, other in found):
-            problem = _difference(gather_objects(mine, link.group), link.group.ranks)
+            problem = _difference(gather_objects(mine, link.group, "owner_step"), link.group.ranks)
     if problem is not None:
         raise problem
 

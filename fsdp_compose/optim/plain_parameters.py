@@ -29,7 +29,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import Mirror, list_frozen, source_of
-from fsdp_compose.scopes.unshard import check_reduced
+from fsdp_compose.scopes.unshard import check_stepped
 from fsdp_compose.sharded import is_sharded
 
 
@@ -202,7 +202,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "...) between backward and step, and the plain parameters in "
                 f"{type(optimizer).__name__} are over its former memory; convert after step."
             )
-        check_reduced([bucket], f"{type(optimizer).__name__}.step()")
+        check_stepped(bucket, f"{type(optimizer).__name__}.step()")
         if bucket.history.mirror is not None:
             bucket.history.mirror.settle()
 

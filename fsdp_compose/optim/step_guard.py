@@ -22,7 +22,7 @@ from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
-from fsdp_compose.scopes.unshard import check_reduced, is_open
+from fsdp_compose.scopes.unshard import check_stepped, is_open
 from fsdp_compose.sharded import (
     QUANTIZING,
     is_sharded_parameter,
@@ -113,7 +113,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 if not is_sharded_parameter(param):
                     continue
                 if waits:
-                    check_reduced([owner_of(find_entry(param))], caller, param)
+                    check_stepped(owner_of(find_entry(param)), caller, param)
                 if engine.schedule.prefetched:
                     engine.schedule.drop_prefetched()
     check_unaveraged(optimizer)

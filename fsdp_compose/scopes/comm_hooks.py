@@ -34,7 +34,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
             ``load_state_dict`` methods is saved in checkpoints, each rank's own.
         hook: ``hook(state, grads)``: returns part ``grads.shard.rank`` of ``grads.flat``, summed
             over all ranks and times ``grads.scale``. It runs in backward, on the reduce stream of a
-            device, and may overwrite ``grads.flat``.
+            device, and may overwrite ``grads.flat``. Every rank needs one of the same name, or they
+            raise when they reduce gradients.
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``.
@@ -56,6 +57,14 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
         refuse_postponing(units, "register_comm_hook")
     for unit in units:
         unit.switches.comm_hook, unit.switches.comm_state = hook, state
+        unit.switches.hook_name = _name_hook(hook, state)
+
+
+def _name_hook(hook: CommHook | None, state: Any) -> str:
+    """What ranks compare of a hook: its name, and how it encodes what it sends."""
+    name = str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    is_coded = isinstance(state, Int8ErrorFeedback)
+    return f"{name} in blocks of {state.block}" if is_coded else name
 
 
 def register_post_reduce_hook(

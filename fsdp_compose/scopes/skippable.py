@@ -236,7 +236,7 @@ def _agree(step: SkippableStep, links: _Links) -> None:
                 step._hear(found)
     if len(links.epochs) > 1 or (links.epochs and not links.can_tell):
         everyone = group_of(dist.group.WORLD, links.engines[0].streams.device)
-        for reasons in comm.gather_objects(step.reasons, everyone):
+        for reasons in comm.gather_objects(step.reasons, everyone, "skippable_step"):
             step.reasons.update(reasons)
     step.skipped = bool(step.reasons)
 

@@ -145,7 +145,8 @@ def set_gradient_divide_factor(
         set_gradient_divide_factor(layer.experts, dist.get_world_size())
         fully_shard(model)
 
-    Arguments and errors as ``set_requires_gradient_sync``.
+    Arguments and errors as ``set_requires_gradient_sync``. Ranks that divide by different numbers
+    raise when they reduce gradients.
 
     Raises:
         ValueError: ``value`` is not a positive finite number.

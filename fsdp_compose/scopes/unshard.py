@@ -14,6 +14,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, renew_bucket, wait_gathered
+from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
@@ -298,6 +299,15 @@ def check_reduced(
         if is_open(bucket):
             spec = bucket.entries[0].spec if param is None else find_entry(param).spec
             raise RuntimeError(explain_open(bucket, caller, spec))
+
+
+def check_stepped(bucket: Bucket, caller: str, param: nn.Parameter | None = None) -> None:
+    """As ``check_reduced``, for a step, which all ranks make: those that reduced raise as well."""
+    log = bucket.users.caller
+    is_compared = bucket.mesh.shard.size > 1 or bucket.mesh.slots is not None
+    if isinstance(log, Log) and not is_compared and is_open(bucket):
+        log.ask_who_reduces(bucket.entries[0].spec.unit)
+    check_reduced([bucket], caller, param)
 
 
 def explain_open(bucket: Bucket, caller: str, spec: ShardSpec) -> str:

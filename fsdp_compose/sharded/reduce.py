@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.torch_stack import clipping_under_way
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.comm.uneven import all_gather_uneven
@@ -244,7 +245,7 @@ def _vector_norm(
     order = float(ord)
     accumulate = dtype or (torch.float32 if local.dtype in _HALF else None)
     value = _local_norm(local, order, accumulate)
-    what = f"take the norm of order {order:g} of {spec.fqn!r}"
+    what = f"take the norm of order {order:g}{clipping_under_way()} of {spec.fqn!r}"
     return _combine_norms(value, order, spec.groups, what).to(_real(dtype or local.dtype))
 
 
@@ -352,7 +353,7 @@ def foreach_reduce(
         vector = torch.stack([out[i] for i in members])
         names = ", ".join([name_of(tensors[i], s) for i in members if (s := specs[i]) is not None])
         if is_norm:
-            what = f"take the norms of order {order:g} of {names}"
+            what = f"take the norms of order {order:g}{clipping_under_way()} of {names}"
             total = _combine_norms(vector, order, first.groups, what)
         else:
             total = _across(vector, "max", first, f"largest elements of {names}, first")

@@ -136,7 +136,7 @@ def _agree_on_name(spec: ShardSpec, device: torch.device) -> None:
         if group.size > 1:
             low, high = all_reduce(both.clone(), group, "max").tolist()
             if low != -high:
-                names = gather_objects(spec.fqn, group)
+                names = gather_objects(spec.fqn, group, "get_state_dict")
                 raise RuntimeError(
                     f"get_state_dict(full_state_dict=True): the ranks gather {names} at the same "
                     "time, since their optimizers list the parameters in different orders. Call "

@@ -114,9 +114,9 @@ def test_ranks_that_agree_exchange_digests() -> None:
         sizes: list[int] = []
         gather = meeting.gather_objects
 
-        def noted(value: Any, group: Any) -> list[Any]:
+        def noted(value: Any, group: Any, what: str) -> list[Any]:
             sizes.append(len(pickle.dumps(value)))
-            return gather(value, group)
+            return gather(value, group, what)
 
         meeting.gather_objects = noted
         names = ("replicate", "shard")
@@ -133,7 +133,7 @@ def test_bytes_of_every_rank_come_in_one_buffer() -> None:
 
     def ranks(rank: int) -> None:
         group = group_of(dist.group.WORLD, torch.device("cpu"))
-        found = messages._all_gather_bytes(b"x" * (5 * rank + 1), group)
+        found = messages._all_gather_bytes(b"x" * (5 * rank + 1), group, "a test")
         assert found == {r: b"x" * (5 * r + 1) for r in range(3)}
 
     run_ranks(ranks, 3)

@@ -64,7 +64,7 @@ def agree_on_state(
         RuntimeError: naming the parameter, what differs and the ranks.
     """
     facts = _facts_of(result, parts, _fact)
-    for mine, reports in _compare_on_all(caller, _NOT_CUT, facts, parts, list(groups)):
+    for mine, reports in _compare_on_all(caller, caller, _NOT_CUT, facts, parts, list(groups)):
         _fill(result["state"], parts, mine, reports)
 
 
@@ -77,27 +77,33 @@ def agree_on_given(
         RuntimeError: naming the parameter, what differs and the ranks.
     """
     facts = _facts_of(given, parts, _given_fact)
-    _compare_on_all("the ranks were given different things", _PASS, facts, parts, list(groups))
+    problem = "the ranks were given different things"
+    _compare_on_all("load_optim_state_dict", problem, _PASS, facts, parts, list(groups))
 
 
 def _compare_on_all(
-    problem: str, advice: str, facts: Facts, parts: Mapping[str, Part], groups: Sequence[Group]
+    caller: str,
+    problem: str,
+    advice: str,
+    facts: Facts,
+    parts: Mapping[str, Part],
+    groups: Sequence[Group],
 ) -> list[tuple[Facts, list[_Report]]]:
     """Compare every rank's facts; give those that differ where a rank has no elements."""
     error: Exception | None = None
     found: list[tuple[Facts, list[_Report]]] = []
     for group in groups:
         mine = {name: fact for name, fact in facts.items() if _is_over(parts[name], group)}
-        digests = gather_objects(_digest(mine), group)
+        digests = gather_objects(_digest(mine), group, caller)
         if all(digest == digests[0] for digest in digests):
             continue
         empty = {name for name in mine if _is_empty(parts[name])}
-        found.append((mine, gather_objects(_Report(mine, empty), group)))
+        found.append((mine, gather_objects(_Report(mine, empty), group, caller)))
         try:
             _compare(problem, found[-1][1], group, advice)
         except RuntimeError as difference:  # ranks of other groups wait in theirs
             error = error or difference
-    raise_on_all(error, groups)
+    raise_on_all(error, groups, what=caller)
     return found
 
 

@@ -231,21 +231,22 @@ def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
     """Read and merge state so that every rank has the same, or every rank raises; a collective."""
     groups = groups_of(module)
     holdings: list[_Holding] = []
-    with SharedErrors(*groups):
+    with SharedErrors(*groups, what="optim_state_dict"):
         holdings = _read_holdings(module, optim)
     # Where a slice is short its shape does not tell of rows; then another rank's does.
     if any(holding.has_raw for holding in holdings):
         for group in groups:
-            for theirs in gather_objects([holding.rows for holding in holdings], group):
+            rows_here = [holding.rows for holding in holdings]
+            for theirs in gather_objects(rows_here, group, "optim_state_dict"):
                 for holding, rows in zip(holdings, theirs, strict=False):
                     holding.rows |= rows
     found = Found({})
-    with SharedErrors(*groups):
+    with SharedErrors(*groups, what="optim_state_dict"):
         found = _collect(holdings)
     state = found.result["state"]
     found.agree("optim_state_dict", groups)
     if any(part.owner is not None for part in found.parts.values()):
-        found.result["state"] = add_state_of_others(module, state, found.parts)
+        found.result["state"] = add_state_of_others("optim_state_dict", module, state, found.parts)
     return found
 
 

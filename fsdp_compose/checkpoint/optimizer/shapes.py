@@ -150,7 +150,10 @@ def _copies(of: ShardSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> P
 
 
 def add_state_of_others(
-    module: nn.Module, state: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]
+    caller: str,
+    module: nn.Module,
+    state: Mapping[str, Mapping[str, Any]],
+    parts: Mapping[str, Part],
 ) -> dict[str, dict[str, Any]]:
     """Add the state that other ranks own, so that every rank has the same; a collective.
 
@@ -164,7 +167,7 @@ def add_state_of_others(
             for name, values in state.items()
             if isinstance(values, OwnedState) and _group(parts, name) == group.ranks
         }
-        for theirs in gather_objects(mine, group):
+        for theirs in gather_objects(mine, group, caller):
             for name, values in theirs.items():
                 if name not in found and name in parts:
                     found[name] = {key: _absent(parts[name], key, v) for key, v in values.items()}

@@ -93,16 +93,18 @@ def load_optim_state_dict(
     """
     groups = groups_of(module)
     targets: Targets = []
-    with SharedErrors(*groups):
+    with SharedErrors(*groups, what="load_optim_state_dict"):
         targets = targets_of(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast_state(module, state_dict, targets)
     given: dict[str, Any] = {}
-    with SharedErrors(*groups):
+    with SharedErrors(*groups, what="load_optim_state_dict"):
         given = _name_parameters(module, targets, state_dict)
     if any(part.owner is not None for part in parts_of(targets).values()):
-        given["state"] = add_state_of_others(module, given["state"], parts_of(targets))
-    with SharedErrors(*groups) as shared:
+        given["state"] = add_state_of_others(
+            "load_optim_state_dict", module, given["state"], parts_of(targets)
+        )
+    with SharedErrors(*groups, what="load_optim_state_dict") as shared:
         shared.facts = _check_fit(targets, given)
         _check_readable(targets, given)
     if WORLD not in given:  # there each rank's file is its own
@@ -458,10 +460,11 @@ def _broadcast_state(module: nn.Module, state_dict: Any, targets: Targets) -> di
         return dict(state_dict)
     first = all(group.rank == 0 for group in groups)
     given: Any = None
-    with SharedErrors(*groups):
+    call = "load_optim_state_dict(broadcast_from_rank0=True)"
+    with SharedErrors(*groups, what=call):
         given = _name_parameters(module, targets, state_dict) if first else None
     frame = broadcast_object(
-        {k: v for k, v in given.items() if k != "state"} if first else None, groups
+        {k: v for k, v in given.items() if k != "state"} if first else None, groups, call
     )
     parts = parts_of(targets)
 
@@ -475,7 +478,8 @@ def _broadcast_state(module: nn.Module, state_dict: Any, targets: Targets) -> di
         {f"{n}\0{k}": v for n, vs in given["state"].items() for k, v in vs.items()} if first else {}
     )
     state: dict[str, dict[str, Any]] = {}
-    for path, value in broadcast_state(flat, groups, target_of, device_of(module)).items():
+    device, caller = device_of(module), "load_optim_state_dict"
+    for path, value in broadcast_state(caller, flat, groups, target_of, device).items():
         name, key = path.split("\0")
         state.setdefault(name, {})[key] = value
     return {**frame, "state": state}

@@ -66,11 +66,17 @@ def is_debugging() -> bool:
     return here.is_debugging
 
 
+REDUCE = "reduce"
 WRITE = "write"
+_RUNNING = "a forward or backward of its units"
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
     "into a sharded one would be lost. Write the parameter outside of forward, after "
     "optimizer.step()."
+)
+_REDUCING = (
+    "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
+    "every rank, before the forward."
 )
 
 
@@ -91,6 +97,9 @@ class Guess:
 
 Frozen = list[tuple[str, str]]
 """(name of the unit, name of the parameter) for each parameter that a rank does not train."""
+
+Report = tuple[int, list[Event], Frozen]
+"""A rank, its events since the ranks last agreed, and what it does not train."""
 
 
 @dataclass(eq=False)
@@ -254,7 +263,7 @@ class Log:
         """By guess: (used there, taken for used anywhere) of every rank."""
         rows = [mine]
         for group in self.groups:
-            rows = [row for part in comm.gather_objects(rows, group) for row in part]
+            rows = [row for part in comm.gather_objects(rows, group, _RUNNING) for row in part]
         return [list(found) for found in zip(*rows, strict=True)]
 
     def epoch(self, group: Group) -> int:
@@ -290,12 +299,8 @@ class Log:
         self, groups: Sequence[Group], step: int, events: list[Event], late: bool
     ) -> NoReturn:
         """Exchange the events over ``groups``, and raise with what differs first."""
-        mine = groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self))
-        reports = [mine]
-        for group in groups:
-            reports = [r for part in comm.gather_objects(reports, group) for r in part]
+        reports = self._exchange(groups, events)
         self.start_over([*{*groups, *self.channels}] if groups is self.groups else groups)
-        reports.sort(key=lambda report: report[0])
         if discards := {
             r: done[-1][3] for r, done, _ in reports if done and done[-1][1] == DISCARD
         }:
@@ -303,6 +308,34 @@ class Log:
         frozen = explain_frozen(step, [(rank, names) for rank, _, names in reports])
         text = frozen or explain(step, [(rank, done) for rank, done, _ in reports])
         raise RuntimeError(f"{text} {LATE}" if late else text)
+
+    def _exchange(self, groups: Sequence[Group], events: list[Event]) -> list[Report]:
+        """What each rank of ``groups`` has done, by rank."""
+        reports = [(groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self)))]
+        for group in groups:
+            reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]
+        return sorted(reports, key=lambda report: report[0])
+
+    def ask_who_reduces(self, unit: str) -> None:
+        """Before an error: raise where others wait for gradients that this rank did not reduce.
+
+        For units without gathers, over which a step that reduces nothing sends nothing either: its
+        end was not compared. Ranks that reduce are told where they wait, as in ``disagree``.
+
+        Raises:
+            RuntimeError: some do, and which.
+        """
+        if not all(map(comm.is_point_to_point, self.groups)):
+            return
+        channels = [*dict.fromkeys((*self.channels, *self.groups))]
+        self.told = [comm.tell(self, _DISAGREED, group) for group in channels]
+        kept = [(_END, "accumulate", unit, "without synchronisation")]
+        reports = self._exchange(self.groups, kept)
+        if any(events != kept for _, events, _ in reports):
+            self.start_over(channels)
+            raise RuntimeError(explain(self.step, [(rank, done) for rank, done, _ in reports]))
+        for group in channels:  # nobody reads what was told
+            self.epochs[group] = self.epoch(group) + 1
 
     def announce_discard(self, reason: str) -> None:
         """Have this rank's next message tell the others that it discards the step."""
@@ -394,8 +427,12 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
         _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
         for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
     )
-    if any(event[1] == WRITE for events in lists for event in events[position : position + 1]):
+    differing = [event for events in lists for event in events[position : position + 1]]
+    if any(event[1] == WRITE for event in differing):
         return f"ranks write different weights in step {step}: {found}. {_WRITING}"
+    ways = {event[3] for event in differing}
+    if len(ways) > 1 and {event[1:3] for event in differing} == {(REDUCE, differing[0][2])}:
+        return f"ranks reduce gradients in different ways in step {step}: {found}. {_REDUCING}"
     return (
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "

@@ -208,7 +208,7 @@ def require_written(unit: Unit) -> None:
     ]
     for bucket in unit.gathered[:1]:
         for group in bucket.mesh.groups:
-            reports = comm.gather_objects(missing, group)
+            reports = comm.gather_objects(missing, group, "a forward or gathered()")
             missing = list(dict.fromkeys(name for report in reports for name in report))
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

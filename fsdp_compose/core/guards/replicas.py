@@ -60,10 +60,11 @@ def verify_units(units: Iterable[Unit], caller: str) -> None:
     problem: str | None = None
     others: dict[Group, None] = {}
     for group, copies in by_group.items():
-        problem = problem or _difference(copies, comm.gather_objects(copies, group), group)
+        problem = problem or _difference(copies, comm.gather_objects(copies, group, caller), group)
         others.update(dict.fromkeys((*meshes[group], group)))
     for group in others:  # so that ranks whose own copies agree raise too
-        problem = next((p for p in comm.gather_objects(problem, group) if p is not None), None)
+        problems = comm.gather_objects(problem, group, caller)
+        problem = next((p for p in problems if p is not None), None)
     if problem is not None:
         raise RuntimeError(f"{caller}: {problem}")
 

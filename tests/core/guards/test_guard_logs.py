@@ -469,7 +469,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch, *others: Any) -> list[Any]:
     """What other ranks report comes before this rank's report; the groups that were asked."""
     asked: list[Any] = []
 
-    def gather(reports: Any, over: Group) -> list[Any]:
+    def gather(reports: Any, over: Group, what: str) -> list[Any]:
         asked.append(over)
         return [[other] for other in others] + [reports] if len(asked) == 1 else [reports]
 

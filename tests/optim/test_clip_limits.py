@@ -1,0 +1,106 @@
+"""Ranks that clip to different limits raise, whoever clips: their weights would differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compose as fc
+
+from harness import simulate_ranks
+from models import Tower, Twin, by_block, data, seeded, square
+
+Clip = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def clip_edited(model: nn.Module, limit: Any) -> torch.Tensor:
+    """Torch's, after an edit, so that it takes the norms of gradients and not of buckets."""
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+WAYS: dict[str, Clip] = {
+    "module": fc.clip_grad_norm_,
+    "largest": lambda model, limit: fc.clip_grad_norm_(model.parameters(), limit, math.inf),
+    "torch's": lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit),
+    "edited": clip_edited,
+    "one by one": lambda model, limit: nn.utils.clip_grad_norm_(
+        model.parameters(), limit, foreach=False
+    ),
+}
+
+
+def trained(rank: int, **options: Any) -> nn.Module:
+    model = by_block(seeded(Tower), **options)
+    square(model, data(0, rank)).backward()
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_clip_to_different_limits(way: str) -> None:
+    """Each rank is told both limits, before any gradient is scaled."""
+
+    def ranks(rank: int) -> None:
+        model = trained(rank)
+        text = rf"rank {rank} was to take .*to clip it to 0\.{rank + 1},.* of.* rank {1 - rank} .*"
+        with pytest.raises(RuntimeError, match=text + rf"to clip it to 0\.{2 - rank},"):
+            WAYS[way](model, 0.1 + rank / 10)
+
+    simulate_ranks(ranks)
+
+
+def test_limits_differ_with_deterministic() -> None:
+    def ranks(rank: int) -> None:
+        model = trained(rank, deterministic=2)
+        with pytest.raises(RuntimeError, match="to clip it to 0"):
+            fc.clip_grad_norm_(model, 0.1 + rank / 10)
+
+    simulate_ranks(ranks)
+
+
+def test_one_rank_clips_and_another_measures() -> None:
+    """``grad_norm`` on one rank does not answer ``clip_grad_norm_`` on another."""
+
+    def ranks(rank: int) -> None:
+        model = trained(rank)
+        with pytest.raises(RuntimeError, match=r"of order 2, to clip it to 0\.1, of"):
+            fc.grad_norm(model) if rank else fc.clip_grad_norm_(model, 0.1)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("way", ["ours", "torch's"])
+def test_one_rank_asks_for_finite_norms(way: str) -> None:
+    """It would raise where the others go on."""
+    clip = fc.clip_grad_norm_ if way == "ours" else nn.utils.clip_grad_norm_
+
+    def ranks(rank: int) -> None:
+        model = trained(rank)
+        with pytest.raises(
+            RuntimeError, match=r"to clip it to 0\.1 or raise where it is not finite"
+        ):
+            clip(model.parameters(), 0.1, error_if_nonfinite=bool(rank))
+
+    simulate_ranks(ranks)
+
+
+LIMITS = {"int": 1, "float": 1.0, "tensor": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_equal_limits_of_other_types_are_equal(kind: str) -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.backward(square, 0)
+        fc.clip_grad_norm_(twin.model, LIMITS[kind] if rank else 1.0)
+        nn.utils.clip_grad_norm_(twin.reference.parameters(), 1.0)
+        twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
