@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import child_slots, parameter_slots
+from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.state import find_state, iter_units
 
 PREFIXES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -78,7 +79,10 @@ def named_leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for path, submodule in walk_named(module):
         values = parameter_slots(submodule)
         for key, value in values.items():
-            leaf = value if isinstance(value, nn.Parameter) else leaves.get((id(values), key))
+            leaf = leaves.get((id(values), key))
+            if isinstance(value, nn.Parameter):
+                entry = entry_of(value)  # of a class of the user's, a full one is a parameter too
+                leaf = value if entry is None else entry.held
             if leaf is not None:
                 yield (f"{path}.{key}" if path else key), leaf
 

@@ -25,9 +25,11 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
 from fsdp_compose.core.guards.compared_units import forget_orders
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
+from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
@@ -244,7 +246,8 @@ def _agree(step: SkippableStep, links: _Links) -> None:
 def _are_finite(module: nn.Module) -> bool:
     """Whether this rank's part of every gradient is finite."""
     with raw():
-        grads = [grad for p in module.parameters() if (grad := get_grad(p)) is not None]
+        found = [get_grad(holder_of(param)) for param in parameter_names(module)]
+        grads = [grad for grad in found if grad is not None]
         return all(bool(torch.isfinite(getattr(g, "_local_tensor", g)).all()) for g in grads)
 
 
@@ -260,8 +263,8 @@ class _State:
     def of(cls, module: nn.Module, units: list[Unit]) -> _State:
         grads = []
         with raw(), torch.no_grad():
-            for param in module.parameters():
-                grad = get_grad(param)
+            for param in parameter_names(module):
+                grad = get_grad(holder_of(param))
                 grads.append((param, grad, None if grad is None else _data(grad).clone()))
             buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
             arriving = [
@@ -284,7 +287,7 @@ class _State:
                     flat.untyped_storage().resize_(packed.numel() * packed.element_size())
                     flat.copy_(packed)
             for param, grad, data in self.grads:
-                set_grad(param, grad)
+                set_grad(holder_of(param), grad)
                 if grad is not None and data is not None:
                     _data(grad).copy_(data)
             for buffer, value in self.buffers:

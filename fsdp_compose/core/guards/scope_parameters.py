@@ -253,6 +253,14 @@ def leaf_of(tensor: Any) -> Any:
     return find_entry(tensor).param if isinstance(tensor, _Whole) else tensor
 
 
+def holder_of(tensor: Any) -> Any:
+    """Return what autograd gives a parameter's gradient: its shard; in ``with_grads`` itself."""
+    if not isinstance(tensor, _Whole):
+        return tensor
+    entry = find_entry(tensor)
+    return tensor if entry.layers[-1].own_grad else entry.param
+
+
 def is_connected(tensor: Any) -> bool:
     """Whether it is a parameter shown in full, through which gradients reach its shard."""
     return isinstance(tensor, _Whole) and tensor.grad_fn is not None
