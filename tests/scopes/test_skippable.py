@@ -230,6 +230,36 @@ def test_a_step_that_leaves_units_open() -> None:
     simulate_ranks(ranks, 2)
 
 
+def test_a_loss_may_be_a_number() -> None:
+    model = fc.fully_shard(nn.Linear(2, 2))
+    for value, skipped in ((0.5, False), (1, False), (float("nan"), True), (float("-inf"), True)):
+        with skippable_step(model) as step:
+            assert step.check(value) is not skipped
+        assert step.skipped is skipped
+
+
+def test_wrong_calls_are_no_reason_to_skip() -> None:
+    """They would skip every step: the error leaves the scope."""
+    model = fc.fully_shard(nn.Linear(2, 2))
+    wrong: Any
+    for wrong in ("0.5", None, [0.5]):
+        with pytest.raises(TypeError, match=r"check\(\) was given .*; wanted a tensor or a number"):
+            with skippable_step(model) as step:
+                step.check(wrong)
+    for wrong in (5, None, ValueError("bad batch")):
+        with pytest.raises(TypeError, match=r"discard\(\) was given .*; wanted a string"):
+            with skippable_step(model) as step:
+                step.discard(wrong)
+    for wrong in ([ValueError], ValueError, "x", None, (1,), (KeyboardInterrupt,), ("x",)):
+        with pytest.raises(TypeError, match=r"errors .*; wanted a tuple of classes of exceptions"):
+            with skippable_step(model, errors=wrong):
+                pytest.fail("the scope was entered")
+    wrong = "no"
+    with pytest.raises(TypeError, match="finite_gradients is 'no'; wanted True or False"):
+        with skippable_step(model, finite_gradients=wrong):
+            pytest.fail("the scope was entered")
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
