@@ -13,7 +13,8 @@ from torch import nn
 def describe(value: object) -> str:
     """A value as it is written where that is short; else what it is."""
     text = "\n" if isinstance(value, nn.Module | torch.Tensor) else repr(value)
-    return f"a {type(value).__name__}" if len(text) > 60 or "\n" in text else text
+    is_long = len(text) > 60 or "\n" in text or " at 0x" in text
+    return f"a {type(value).__name__}" if is_long else text
 
 
 def check_kind(

@@ -38,8 +38,8 @@ from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
-from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.state import Unit, find_state, get_state
+from fsdp_compose.core.guards.units import get_state, require_units
+from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.sharded import is_sharded
 
 _SHARDED = StateDictType("sharded")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.torch_private import child_slots, parameter_slots
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.state import find_state, iter_units
@@ -95,6 +96,7 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
         >>> parameter_names(model)[model.bias]
         ('bias',)
     """
+    check_module("parameter_names", module)
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, leaf in named_leaves(module):
         known = names.setdefault(id(leaf), (leaf, []))[1]
@@ -111,6 +113,7 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> parameters_by_name(model)["bias"] is model.bias
         True
     """
+    check_module("parameters_by_name", module)
     return dict(named_leaves(module))
 
 
@@ -127,6 +130,7 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         >>> [type(module).__name__ for module in units_of(model)]
         ['Sequential', 'Linear']
     """
+    check_module("units_of", module)
     found: list[nn.Module] = []
     seen: set[int] = set()
     pending = [module]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -86,6 +87,7 @@ def gathered(
         >>> float(model.weight.full_tensor()[0, 0])
         7.0
     """
+    check_module("gathered", module)
     if writeback and with_grads and rank0_only:
         raise ValueError(
             "gathered: with_grads and rank0_only do not go with writeback; write gradients "
