@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,13 @@ def trained(rank: int) -> nn.Module:
     model = by_block(seeded(Tower))
     square(model, data(0, rank)).backward()
     return model
+
+
+@contextmanager
+def open_until_reshard(model: Any) -> Iterator[None]:
+    fc.unshard(model)
+    yield
+    fc.reshard(model)
 
 
 def list_flat(model: nn.Module) -> Any:
@@ -86,6 +94,33 @@ def test_local_optimizer_state_in_a_scope(scope: Any) -> None:
             fc.load_optim_state_dict(model, optim, saved)
 
     simulate_ranks(fewer, 3)
+
+
+@pytest.mark.parametrize("scope", [fc.gathered, open_until_reshard])
+def test_full_tensor_in_a_scope(scope: Any) -> None:
+    """It is a copy that no gradient goes through, as outside."""
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(seeded(lambda: nn.Linear(3, 2)))
+        outside = model.weight.full_tensor()
+        with scope(model):
+            inside = model.weight.full_tensor()
+            assert type(inside) is torch.Tensor and not inside.requires_grad
+            assert torch.equal(inside, outside)
+            inside.zero_()
+            assert torch.equal(model.weight, outside)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_backward_after_undo_or_refresh() -> None:
+    """The error names what happened since the forward."""
+    for change in (fc.undo, fc.refresh):
+        model = trained(0)
+        loss = square(model, data(1, 0))
+        change(model)
+        with pytest.raises(RuntimeError, match=rf"{'undone' if change is fc.undo else 'refresh'}"):
+            loss.backward()
 
 
 class Named(nn.Parameter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.core.state import Unit, _FSDPState, find_state, iter_units
 
 
@@ -15,9 +15,10 @@ def require_units(
 
     Raises:
         ValueError: there is none. The text ends with ``advice``.
-        TypeError: ``module`` is none.
+        TypeError: ``module`` is none, or ``recurse`` is no bool.
     """
     check_module(caller, module)
+    check_flag(caller, "recurse", recurse)
     state = find_state(module)
     own = [] if state is None else [state.unit]
     units = list(iter_units(module)) if recurse else own
