@@ -107,7 +107,7 @@ if _is_used:
     from fsdp_compose.core.guards.collective_log import set_debug
     from fsdp_compose.core.guards.methods import register_forward_method
     from fsdp_compose.core.guards.replicas import verify_replicas
-    from fsdp_compose.core.state import get_state, is_fully_sharded
+    from fsdp_compose.core.guards.units import get_state, is_fully_sharded
     from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
     from fsdp_compose.optim.owner_step import OwnerOptimizer, owner_step
     from fsdp_compose.optim.plain_parameters import (

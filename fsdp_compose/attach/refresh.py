@@ -202,7 +202,8 @@ def _give_back(unit: Unit, read: set[Entry]) -> None:
         gone = [entry for entry in bucket.entries if entry.slots and entry not in read]
         if not gone:
             continue
-        restore_parameters(bucket, gone)
+        with torch.inference_mode(False), torch.no_grad():
+            restore_parameters(bucket, gone)
         if len(gone) == sum(bool(entry.slots) for entry in bucket.entries):
             unit.buckets.remove(bucket)
             continue

@@ -21,7 +21,7 @@ from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
-from fsdp_compose.core.state import Unit, _FSDPState
+from fsdp_compose.core.state import Unit, _FSDPState, find_state
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import STATE_KEY, close_dtensor, gather_part, give_back_hooks, untag
 
@@ -35,7 +35,7 @@ def undo(module: M) -> M:
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or a tied parameter of it belongs to a unit
-            outside ``module``, or is used by one.
+            outside ``module``, or is used by one; or ``copy.copy`` made a module of it.
         RuntimeError: gradients wait to be reduced.
 
     Example:
@@ -44,6 +44,7 @@ def undo(module: M) -> M:
         True
     """
     units = require_units(module, "undo")
+    _check_members(module)
     _check_ties(units, module)
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)  # clears what a failed step left
@@ -53,6 +54,14 @@ def undo(module: M) -> M:
     check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
         check_slots(unit)
+    # Parameters that were made in inference mode could not be trained after it.
+    with torch.inference_mode(False), torch.no_grad():
+        _restore_units(units)
+    return module
+
+
+def _restore_units(units: Sequence[Unit]) -> None:
+    """Make the parameters, modules and buffers of the units plain again."""
     for unit in units:
         for reason in tuple(unit.holds):
             unit.engine.schedule.drop(unit, reason)
@@ -72,7 +81,19 @@ def undo(module: M) -> M:
         unit.engine.units.discard(unit)
         for other in unit.engine.units:
             other.checks.watch = None  # a unit around this module now finds its parameters plain
-    return module
+
+
+def _check_members(module: nn.Module) -> None:
+    """Raise where ``copy.copy`` made a module, which holds the unit of the one it was made of."""
+    for path, member in module.named_modules():
+        state = find_state(member)
+        if state is not None and id(member) not in state.unit.links.heads:
+            what = f"{path!r} of module" if path else "module"
+            raise ValueError(
+                f"undo: {what} is a shallow copy (copy.copy) of a module of unit "
+                f"{state.unit.name!r}, and shares its parameters; call undo on the model that "
+                "fully_shard was called on, or copy with copy.deepcopy."
+            )
 
 
 def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:

@@ -12,6 +12,7 @@ Files, each importing only from those above it:
     torch_groups   torch's private state of process groups, for simulated ranks
     torch_stack    which of torch's functions called, read from the stack
     codec          what travels in a gather in place of the weights' own bytes
+    arguments      checks of what functions are given
     policy         what the user chose, as frozen values that check themselves
     slots          one tree over the microbatches of a step, at every number of ranks
     group          ranks that communicate, and how tensors travel between them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_flags, check_function
 from fsdp_compose.base.codec import GatherCodec
 from fsdp_compose.layout.shards import Granularity
 
@@ -193,7 +193,7 @@ class MixedPrecision:
                 "of modules, such as (nn.BatchNorm2d,)."
             )
         object.__setattr__(self, "full_precision_classes", tuple(classes))
-        _check_flags(self, "keep_low_precision_grads", "full_precision_in_eval")
+        check_flags(self, "keep_low_precision_grads", "full_precision_in_eval")
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -285,36 +285,6 @@ def name_pattern(pattern: Any, where: str) -> Callable[[str], bool]:
     text = text.replace(r"\*\*", ".*").replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
     compiled = re.compile(text)
     return lambda name: compiled.fullmatch(name) is not None
-
-
-def check_function(where: str, name: str, function: Any, takes: str) -> None:
-    """Raise unless ``function`` can be called with as many positional arguments as ``takes`` lists.
-
-    Raises:
-        TypeError: it is not callable, or takes others.
-    """
-    found = repr(function)
-    if callable(function) and not isinstance(function, type):
-        found = str(getattr(function, "__name__", found))
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # some functions in C have no signature
-            return
-        try:
-            signature.bind(*takes.strip("()").split(", "))
-        except TypeError:
-            found = f"{found}{signature}"
-        else:
-            return
-    raise TypeError(f"{where}: {name} is {found}; wanted a function of {takes}.")
-
-
-def _check_flags(value: Any, *names: str) -> None:
-    """Raise unless the fields ``names`` of a dataclass are booleans."""
-    for name in names:
-        found = getattr(value, name)
-        if not isinstance(found, bool):
-            raise TypeError(f"{type(value).__name__}: {name} is {found!r}; wanted True or False.")
 
 
 PrefetchRule: TypeAlias = Callable[[Sequence[tuple[str, int]], int], int]
@@ -414,7 +384,7 @@ class Offload:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        _check_flags(self, "params", "grads", "optimizer", "pin_memory")
+        check_flags(self, "params", "grads", "optimizer", "pin_memory")
 
     @cached_property
     def shards(self) -> bool:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
@@ -127,6 +128,7 @@ def save_checkpoint(
         >>> save_checkpoint("latest", model, optim, {"step": 7}).done()
         True
     """
+    check_module("save_checkpoint", module)
     finish_pending()
     group = meet_ranks("save_checkpoint", module, process_group, timeout)
     with attend_call(group):
@@ -277,6 +279,7 @@ def load_checkpoint(
         >>> load_checkpoint("latest", model, optim)
         {'step': 7}
     """
+    check_module("load_checkpoint", module)
     finish_pending()
     group = meet_ranks("load_checkpoint", module, process_group, timeout)
     with attend_call(group):

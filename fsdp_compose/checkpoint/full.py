@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import contents_of, require_released, visit_full
 from fsdp_compose.checkpoint.files import Sum, sync_file
@@ -78,6 +79,7 @@ def save_full(
         >>> sorted(os.listdir("whole"))
         ['model.safetensors', 'model.safetensors.index.json']
     """
+    check_module("save_full", module)
     group = meet_ranks("save_full", module, process_group, timeout)
     with attend_call(group):
         _save(Path(path).absolute(), module, format, max_file_bytes, dtype, group)
@@ -274,6 +276,7 @@ def load_full(
         >>> load_full("whole", model)
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
+    check_module("load_full", module)
     group = meet_ranks("load_full", module, process_group, timeout)
     with attend_call(group):
         return _load(Path(path), module, format, strict, verify_files, group)

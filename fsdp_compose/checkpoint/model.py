@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.torch_private import has_foreign_load_hooks
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
@@ -105,6 +106,7 @@ def state_dict(
         >>> {name: tuple(value.shape) for name, value in state_dict(model).items()}
         {'weight': (2, 3), 'bias': (2,)}
     """
+    check_module("state_dict", module)
     wanted = StateDictType(kind, cpu_offload, rank0_only)
     contents = contents_of(module)
     result: OrderedDict[str, Any] = OrderedDict(contents.values)
@@ -205,6 +207,7 @@ def load_state_dict(
         >>> load_state_dict(model, nn.Linear(3, 2).state_dict())
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
+    check_module("load_state_dict", module)
     contents = contents_to_load(module)
     groups = groups_of(module)
     if broadcast_from_rank0:

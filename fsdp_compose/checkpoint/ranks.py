@@ -26,6 +26,7 @@ from fsdp_compose.comm import messages, waiting
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.guards.divisors import held_by_fewer
+from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_surroundings
 from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.sharded import is_sharded
@@ -246,7 +247,8 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
         RuntimeError: naming the parameter.
     """
     check_surroundings(module, what)
-    entries = {n: find_entry(p) for n, p in parameters_by_name(module).items() if is_sharded(p)}
+    leaves = {name: leaf_of(param) for name, param in parameters_by_name(module).items()}
+    entries = {name: find_entry(leaf) for name, leaf in leaves.items() if is_sharded(leaf)}
     if len({owner_of(entry).mesh.size for entry in entries.values()}) <= 1:
         return
     homes: dict[str, tuple[int, ...]] = {}

@@ -44,8 +44,8 @@ from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.added_parameters import is_ignored
 from fsdp_compose.core.guards.replaced_parameters import replaced
-from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.state import Unit, find_state, get_state, iter_units
+from fsdp_compose.core.guards.units import get_state, require_units
+from fsdp_compose.core.state import Unit, find_state, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of, to_local
 
 _SHARDED = StateDictType("sharded")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_function
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.policy import (
@@ -18,7 +19,6 @@ from fsdp_compose.base.policy import (
     MixedPrecision,
     Offload,
     Prefetch,
-    check_function,
     place,
 )
 from fsdp_compose.base.torch_private import parameter_slots

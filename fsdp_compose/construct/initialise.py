@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import (
@@ -319,6 +320,7 @@ def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> See
         >>> torch.equal(model.weight.full_tensor(), plain.weight)
         True
     """
+    check_module("seeded_init", module)
     return Seeded(module, seed, init)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.base.torch_private import child_slots, parameter_slots
+from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.state import find_state, iter_units
 
 PREFIXES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -78,7 +80,10 @@ def named_leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for path, submodule in walk_named(module):
         values = parameter_slots(submodule)
         for key, value in values.items():
-            leaf = value if isinstance(value, nn.Parameter) else leaves.get((id(values), key))
+            leaf = leaves.get((id(values), key))
+            if isinstance(value, nn.Parameter):
+                entry = entry_of(value)  # of a class of the user's, a full one is a parameter too
+                leaf = value if entry is None else entry.held
             if leaf is not None:
                 yield (f"{path}.{key}" if path else key), leaf
 
@@ -91,6 +96,7 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
         >>> parameter_names(model)[model.bias]
         ('bias',)
     """
+    check_module("parameter_names", module)
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, leaf in named_leaves(module):
         known = names.setdefault(id(leaf), (leaf, []))[1]
@@ -107,6 +113,7 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> parameters_by_name(model)["bias"] is model.bias
         True
     """
+    check_module("parameters_by_name", module)
     return dict(named_leaves(module))
 
 
@@ -123,6 +130,8 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         >>> [type(module).__name__ for module in units_of(model)]
         ['Sequential', 'Linear']
     """
+    check_flag("units_of", "root_only", root_only)
+    check_module("units_of", module)
     found: list[nn.Module] = []
     seen: set[int] = set()
     pending = [module]

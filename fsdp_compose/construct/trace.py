@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.fx import PH  # type: ignore[attr-defined]
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.tree import map_tensors
 from fsdp_compose.core.state import iter_units
 
@@ -89,6 +90,7 @@ def trace_execution_order(
         >>> trace_execution_order(model, torch.ones(1, 2)).modules
         ('', '0', '1')
     """
+    check_module("trace_execution_order", module)
     if next(iter_units(module), None) is not None:
         raise ValueError(
             f"trace_execution_order: {type(module).__name__} is sharded already; trace it before "

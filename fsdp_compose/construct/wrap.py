@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compose.base.policy import check_function, name_pattern
+from fsdp_compose.base.arguments import check_function
+from fsdp_compose.base.policy import name_pattern
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
 

@@ -283,8 +283,8 @@ class Spread(torch.autograd.Function):
 
 
 DELETED = (
-    "backward reached a sharded module that was deleted after its forward. Keep a reference to the "
-    "model until backward has run."
+    "backward reached a sharded module that was undone or deleted after its forward. Keep a "
+    "reference to the model, and undo nothing, until backward has run."
 )
 
 

@@ -438,34 +438,6 @@ def find_state(module: nn.Module) -> _FSDPState | None:
     return state
 
 
-def get_state(module: nn.Module) -> _FSDPState:
-    """The state ``fully_shard`` attached to ``module``.
-
-    Raises:
-        ValueError: ``module`` is not a unit.
-
-    Example:
-        >>> get_state(fully_shard(nn.Linear(2, 2))).unit.name
-        'Linear'
-    """
-    state = find_state(module)
-    if state is None:
-        raise ValueError(
-            f"{type(module).__name__} is not a unit; pass a module that fully_shard was called on, "
-            "or one that its units= policy chose."
-        )
-    return state
-
-
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` made ``module`` a unit.
-
-    >>> is_fully_sharded(fully_shard(nn.Linear(2, 2)))
-    True
-    """
-    return find_state(module) is not None
-
-
 def iter_units(module: nn.Module) -> Iterator[Unit]:
     """Units of ``module`` and its submodules, parents first, each once."""
     seen: set[int] = set()

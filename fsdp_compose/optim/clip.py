@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compose.base.arguments import check_flag
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
@@ -112,6 +113,7 @@ def clip_grad_norm_(
         >>> round(float(norm), 3), round(float(grad_norm(model)), 3)
         (2.449, 1.0)
     """
+    check_flag("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
     params = module_or_params
     if not isinstance(params, nn.Module | torch.Tensor):
         params = list(params)

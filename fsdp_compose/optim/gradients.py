@@ -26,7 +26,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw, read_base
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import find_entry
-from fsdp_compose.construct.names import named_leaves
+from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_once
@@ -88,8 +88,8 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
     if set(map(type, shown)) == {ShardedParameter}:
         sharded, others = shown, []
     else:
-        if isinstance(params, nn.Module):  # in a forward its units read gathered tensors
-            shown = list(dict.fromkeys(leaf for _, leaf in named_leaves(params)))
+        if isinstance(params, nn.Module):
+            shown = list(parameter_names(params))  # not what a unit's forward reads in their place
         leaves = list(chain.from_iterable(map(leaves_of, map(leaf_of, shown))))
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]

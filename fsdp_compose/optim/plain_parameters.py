@@ -26,6 +26,7 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.names import named_leaves
 from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import Mirror, list_frozen, source_of
@@ -224,7 +225,7 @@ def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:
 def _list_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
     """Trained parameters, each once, by its first name."""
     found: dict[nn.Parameter, str] = {}
-    for name, leaf in named_leaves(module):
-        if leaf.requires_grad:
-            found.setdefault(leaf, name)
+    for name, param in named_leaves(module):
+        if param.requires_grad:
+            found.setdefault(leaf_of(param), name)
     return {name: leaf for leaf, name in found.items()}

@@ -11,6 +11,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import leaves_of
 from fsdp_compose.sharded import is_sharded_parameter, spec_of
@@ -61,7 +62,8 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
     """
     groups: dict[Group, torch.device] = {}
     for param_group in optimizer.param_groups:
-        for param in chain.from_iterable(map(leaves_of, param_group["params"])):
+        shown = map(leaf_of, param_group["params"])
+        for param in chain.from_iterable(map(leaves_of, shown)):
             if is_sharded_parameter(param):
                 mesh = owner_of(find_entry(param)).mesh
                 found = (*mesh.groups, *spec_of(param).whole_groups)

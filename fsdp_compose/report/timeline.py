@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.core.autograd import EngineWork
@@ -168,6 +169,8 @@ def trace(module: nn.Module | None = None) -> Iterator[Timeline]:
         >>> timeline.moments[-1].gathered  # bytes of full weights at the end
         0
     """
+    if module is not None:
+        check_module("trace", module)
     timeline = Timeline(dist.get_rank() if dist.is_initialized() else 0)
     recorder = _Recorder(timeline, None if module is None else list(iter_units(module)))
     before = {name: vars(EngineWork)[name] for name in _TIMED}

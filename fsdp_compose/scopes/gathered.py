@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -80,6 +81,7 @@ def gathered(
         RuntimeError: a parameter was edited without ``writeback``, replaced by something of another
             shape, or stepped by an optimizer inside a scope with ``writeback``, or before a forward
             in the scope; or ``writeback`` inside the unit's own forward or backward.
+        TypeError: ``module`` is none, or a flag is no bool.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -88,6 +90,15 @@ def gathered(
         >>> float(model.weight.full_tensor()[0, 0])
         7.0
     """
+    check_module("gathered", module)
+    for name, flag in (
+        ("writeback", writeback),
+        ("with_grads", with_grads),
+        ("rank0_only", rank0_only),
+        ("offload_to_cpu", offload_to_cpu),
+        ("recurse", recurse),
+    ):
+        check_flag("gathered", name, flag)
     if writeback and with_grads and rank0_only:
         raise ValueError(
             "gathered: with_grads and rank0_only do not go with writeback; write gradients "

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from fsdp_compose.base.arguments import describe
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.schedule import Hold
@@ -57,6 +58,7 @@ def pipeline_stage(stage: StageT) -> StageT:
 
     Raises:
         ValueError: the stage's module contains no unit.
+        TypeError: ``stage`` is something else, such as the module itself.
         RuntimeError: in ``schedule.step()``: inside ``no_sync`` or another scope that postpones
             reductions, or with gradients of an earlier step still in ``.grad``, if the schedule
             divides gradients, which would then be divided never or twice.
@@ -74,6 +76,11 @@ def pipeline_stage(stage: StageT) -> StageT:
         >>> simulate(train, 2)
         [True, True]
     """
+    if not isinstance(getattr(stage, "submod", None), nn.Module):
+        raise TypeError(
+            f"pipeline_stage: stage is {describe(stage)}; wanted a stage of "
+            "torch.distributed.pipelining, such as PipelineStage(module, ...)."
+        )
     require_units(stage.submod, "pipeline_stage", advice="Shard the stage's module first.")
     refuse_postponing(iter_units(stage.submod), "pipeline_stage")
     run, finish = stage.backward_maybe_with_nosync, stage.perform_reduce_grad

@@ -13,11 +13,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compose.base.arguments import check_flag, check_kind, describe, is_number
 from fsdp_compose.base.attributes import get_grad, set_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
@@ -25,16 +27,24 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
 from fsdp_compose.core.guards.compared_units import forget_orders
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
+from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
 
 __all__ = ["SkippableStep", "skippable_step"]
 
+Loss = torch.Tensor | float
+
 _logger = logging.getLogger("fsdp_compose")
+
+
+class _WrongArgument(TypeError):
+    """A call that would fail in every step, which the scope does not take for a bad batch."""
 
 
 @dataclass(eq=False)
@@ -55,19 +65,33 @@ class SkippableStep:
 
         Args:
             reason: for ``reasons`` and the log.
+
+        Raises:
+            TypeError: ``reason`` is no string; the scope lets it through.
         """
+        if not isinstance(reason, str):
+            raise _WrongArgument(
+                f"skippable_step: discard() was given {describe(reason)}; wanted a string."
+            )
         self._own = self._own or reason or "discard() was called"
 
     def _hear(self, told: StepDiscarded) -> None:
         self.reasons.update(told.reasons)
         self._own = self._own or ""
 
-    def check(self, value: torch.Tensor) -> bool:
+    def check(self, value: Loss) -> bool:
         """Discard the step where ``value``, a loss of any shape, is not finite; whether it is.
 
         Every rank goes on with its backward all the same. The host waits for ``value``.
+
+        Raises:
+            TypeError: ``value`` is no tensor and no number; the scope lets it through.
         """
-        finite = bool(torch.isfinite(value.detach()).all())
+        if not isinstance(value, torch.Tensor) and not is_number(value):
+            raise _WrongArgument(
+                f"skippable_step: check() was given {describe(value)}; wanted a tensor or a number."
+            )
+        finite = bool(torch.isfinite(torch.as_tensor(value).detach()).all())
         if not finite:
             self.discard("the loss is not finite")
         return finite
@@ -118,6 +142,7 @@ def skippable_step(
 
     Raises:
         ValueError: ``module`` contains no unit.
+        TypeError: an argument is of the wrong type, such as a list for ``errors``.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -126,6 +151,8 @@ def skippable_step(
         >>> step.skipped, step.reasons
         (True, {0: 'ValueError: a bad batch'})
     """
+    check_flag("skippable_step", "finite_gradients", finite_gradients)
+    _check_errors(errors)
     units = require_units(module, "skippable_step")
     links, step = _Links.of(units), SkippableStep()
     clear_failed_steps(units)
@@ -139,6 +166,8 @@ def skippable_step(
     except StepDiscarded as told:
         step._hear(told)
         told.__traceback__ = None
+    except _WrongArgument:
+        raise
     except errors as error:
         if not links.can_tell or links.disagreements() != disagreed:
             raise
@@ -152,6 +181,14 @@ def skippable_step(
         before.restore()
         rank, reason = min(step.reasons.items())
         _logger.warning("a step is skipped on every rank: rank %d: %s", rank, reason)
+
+
+def _check_errors(errors: Any) -> None:
+    wanted = "a tuple of classes of exceptions, such as (ValueError,)"
+    check_kind("skippable_step", "errors", errors, tuple, wanted)
+    for kind in errors:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise TypeError(f"skippable_step: errors holds {describe(kind)}; wanted {wanted}.")
 
 
 @dataclass(frozen=True)
@@ -244,7 +281,8 @@ def _agree(step: SkippableStep, links: _Links) -> None:
 def _are_finite(module: nn.Module) -> bool:
     """Whether this rank's part of every gradient is finite."""
     with raw():
-        grads = [grad for p in module.parameters() if (grad := get_grad(p)) is not None]
+        found = [get_grad(holder_of(param)) for param in parameter_names(module)]
+        grads = [grad for grad in found if grad is not None]
         return all(bool(torch.isfinite(getattr(g, "_local_tensor", g)).all()) for g in grads)
 
 
@@ -260,8 +298,8 @@ class _State:
     def of(cls, module: nn.Module, units: list[Unit]) -> _State:
         grads = []
         with raw(), torch.no_grad():
-            for param in module.parameters():
-                grad = get_grad(param)
+            for param in parameter_names(module):
+                grad = get_grad(holder_of(param))
                 grads.append((param, grad, None if grad is None else _data(grad).clone()))
             buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
             arriving = [
@@ -284,7 +322,7 @@ class _State:
                     flat.untyped_storage().resize_(packed.numel() * packed.element_size())
                     flat.copy_(packed)
             for param, grad, data in self.grads:
-                set_grad(param, grad)
+                set_grad(holder_of(param), grad)
                 if grad is not None and data is not None:
                     _data(grad).copy_(data)
             for buffer, value in self.buffers:

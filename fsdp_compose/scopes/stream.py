@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -45,6 +46,7 @@ def iter_full(
         >>> [(name, tuple(tensor.shape)) for name, tensor in iter_full(model)]
         [('weight', (2, 2)), ('bias', (2,))]
     """
+    check_module("iter_full", module)
     entries = {
         (id(values), name): (unit, unit.entries[index])
         for engine in here.engines.values()

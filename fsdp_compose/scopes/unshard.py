@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
@@ -29,6 +30,7 @@ from fsdp_compose.sharded import ShardSpec
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
     """The unit of ``module``, or of what is in it when it is not a unit itself."""
     advice = "For the parameters of a part of a unit, use fsdp_compose.gathered(module)."
+    check_module(caller, module)
     units = require_units(module, caller, find_state(module) is None, advice)
     clear_failed_steps(units)
     return units
@@ -97,6 +99,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
         tensor([[1., 1.],
                 [1., 1.]])
     """
+    check_flag("unshard", "async_op", async_op)
     units = own_units(module, "unshard")
     for unit in units:
         if not is_running(unit):

@@ -21,7 +21,8 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.state import Unit, get_state
+from fsdp_compose.core.guards.units import get_state
+from fsdp_compose.core.state import Unit
 
 from harness import fake_world, run_ranks
 from laws import (

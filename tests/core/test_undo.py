@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import (
+    MixedPrecision,
     Prefetch,
     ShardingStrategy,
     fully_shard,
+    refresh,
     undo,
 )
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -117,8 +119,6 @@ def test_undo(trained: bool, world: int) -> None:
 
 
 def test_undo_restores_buffers_and_hooks_of_parameters() -> None:
-    from fsdp_compose import MixedPrecision
-
     def ranks(rank: int) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double()
         log: list[str] = []
@@ -133,6 +133,42 @@ def test_undo_restores_buffers_and_hooks_of_parameters() -> None:
         assert sorted(log) == ["hook", "post"]
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("path", ["", "blocks.1"])
+def test_undo_of_a_shallow_copy_is_refused(path: str) -> None:
+    """``copy.copy`` shares the parameters of the original, which stays sharded."""
+    model = by_block(seeded(Tower))
+    shallow = copy.copy(model.get_submodule(path))
+    with pytest.raises(ValueError, match=r"module is a shallow copy \(copy.copy\) of"):
+        undo(shallow)
+    with pytest.raises(ValueError, match=r"'0' of module is a shallow copy"):
+        undo(nn.Sequential(shallow))
+    assert all(map(is_sharded, model.parameters()))
+    undo(model)
+    assert not any(map(is_sharded, model.parameters()))
+
+
+def test_undo_in_inference_mode() -> None:
+    """Parameters, gradients and buffers are trained on, as those that ``refresh`` gives back."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+        model.register_buffer("seen", torch.zeros(2).double())
+        fully_shard(model, mp_policy=MixedPrecision(buffer_dtype=torch.float32))
+        square(model, data(0, rank)).backward()
+        removed, model[0].bias = model[0].bias, None
+        with torch.inference_mode():
+            refresh(model)
+            undo(model)
+        found = [removed, *model.parameters(), *model.buffers()]
+        found += [p.grad for p in model.parameters()]
+        assert len(found) == 8 and not any(tensor.is_inference() for tensor in found)
+        optim = sgd(model.parameters())
+        square(model, data(1, rank)).backward()
+        optim.step()
+
+    simulate_ranks(ranks, 2)
 
 
 def test_sharding_again_after_undo() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
 from fsdp_compose.base.process import here
-from fsdp_compose.core.state import get_state
+from fsdp_compose.core.guards.units import get_state
 from fsdp_compose.optim.clip import clip_grad_norm_, grad_norm
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.scopes.switches import (

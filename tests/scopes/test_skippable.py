@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, skippable_step
 
-from harness import rank_errors, run_ranks
-from models import Tower, Twin, assert_at_rest, by_block, data, mesh_of_replicas, square, whole
+from harness import rank_errors, run_ranks, simulate_ranks
+from models import (
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    mesh_of_replicas,
+    seeded,
+    square,
+    trainable,
+    whole,
+)
 
 
 class Fragile(Tower):
@@ -153,6 +166,98 @@ def test_values_that_are_not_finite() -> None:
         twin.check()
 
     run_ranks(ranks)
+
+
+def open_all(model: Any) -> Any:
+    return fc.gathered(model)
+
+
+def open_one_block(model: Any) -> Any:
+    return fc.gathered(model.blocks[1])
+
+
+def open_with_grads(model: Any) -> Any:
+    return fc.gathered(model, with_grads=True, writeback=True)
+
+
+@contextmanager
+def open_until_reshard(model: Any) -> Iterator[None]:
+    fc.unshard(model)
+    yield
+    fc.reshard(model)
+
+
+SCOPES = (open_all, open_one_block, open_with_grads, open_until_reshard)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("earlier", [False, True])
+def test_steps_inside_scopes_are_discarded(scope: Any, earlier: bool) -> None:
+    """Gradients are what they were before, and one that is not finite is seen, in open units too.
+
+    There a parameter holds the full tensor, and its gradient is elsewhere.
+    """
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        with scope(model):
+            if earlier:
+                square(model, data(0, rank)).backward()
+            before = [None if p.grad is None else whole(p.grad).clone() for p in trainable(model)]
+            with skippable_step(model, finite_gradients=True) as step:
+                (square(model, data(1, rank)) * (float("nan") if rank else 1.0)).backward()
+            after = [None if p.grad is None else whole(p.grad) for p in trainable(model)]
+        assert step.skipped and "gradient" in min(step.reasons.values())
+        for grad, wanted in zip(after, before, strict=True):
+            assert torch.equal(grad, wanted) if earlier else grad is wanted is None
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_step_that_leaves_units_open() -> None:
+    """A step that fails between ``unshard`` and ``reshard`` is discarded too."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        with skippable_step(model) as step:
+            fc.unshard(model)
+            square(model, data(1, rank)).backward()
+            if rank:
+                raise ValueError("bad batch")
+        fc.reshard(model)
+        assert step.skipped and all(p.grad is None for p in model.parameters())
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_loss_may_be_a_number() -> None:
+    model = fc.fully_shard(nn.Linear(2, 2))
+    for value, skipped in ((0.5, False), (1, False), (float("nan"), True), (float("-inf"), True)):
+        with skippable_step(model) as step:
+            assert step.check(value) is not skipped
+        assert step.skipped is skipped
+
+
+def test_wrong_calls_are_no_reason_to_skip() -> None:
+    """They would skip every step: the error leaves the scope."""
+    model = fc.fully_shard(nn.Linear(2, 2))
+    wrong: Any
+    for wrong in ("0.5", None, [0.5]):
+        with pytest.raises(TypeError, match=r"check\(\) was given .*; wanted a tensor or a number"):
+            with skippable_step(model) as step:
+                step.check(wrong)
+    for wrong in (5, None, ValueError("bad batch")):
+        with pytest.raises(TypeError, match=r"discard\(\) was given .*; wanted a string"):
+            with skippable_step(model) as step:
+                step.discard(wrong)
+    for wrong in ([ValueError], ValueError, "x", None, (1,), (KeyboardInterrupt,), ("x",)):
+        with pytest.raises(TypeError, match=r"errors .*; wanted a tuple of classes of exceptions"):
+            with skippable_step(model, errors=wrong):
+                pytest.fail("the scope was entered")
+    wrong = "no"
+    with pytest.raises(TypeError, match="finite_gradients is 'no'; wanted True or False"):
+        with skippable_step(model, finite_gradients=wrong):
+            pytest.fail("the scope was entered")
 
 
 class Normed(nn.Module):

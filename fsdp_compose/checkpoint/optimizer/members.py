@@ -20,6 +20,7 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint.values import whole_shape
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.optim.owner_step import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded
@@ -102,7 +103,8 @@ def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
         members: list[Member] = []
         for position, param in enumerate(group["params"]):
             if param in names:
-                entry = find_entry(param) if is_sharded(param) else None
+                leaf = leaf_of(param)
+                entry = find_entry(leaf) if is_sharded(leaf) else None
                 owner = optim.owner_of(param) if isinstance(optim, OwnerOptimizer) else None
                 part = Part(tuple(names[param]), whole_shape(param), entry, owner=owner)
                 members.append(Member(param, (part,)))

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.checkpoint.contents import copy_tensor, gather_bucket, view_full
@@ -87,6 +88,7 @@ def optim_state_dict(
         >>> optim_state_dict(model, optim)["state"]["bias"]
         {'momentum_buffer': tensor([1., 1.])}
     """
+    check_module("optim_state_dict", module)
     wanted = StateDictType(kind, cpu_offload, rank0_only)
     if kind == "full":
         found = _collect_on_all(module, optim)

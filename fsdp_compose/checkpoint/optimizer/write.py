@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
 from fsdp_compose.checkpoint.optimizer.members import (
@@ -91,6 +92,7 @@ def load_optim_state_dict(
         >>> other.param_groups[0]["lr"]
         0.1
     """
+    check_module("load_optim_state_dict", module)
     groups = groups_of(module)
     targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):

@@ -19,8 +19,9 @@ from torch.compiler import is_exporting
 from fsdp_compose.base.process import here, once
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_jit_tracing
 from fsdp_compose.base.torch_stack import is_in_call
+from fsdp_compose.core.guards.units import get_state
 from fsdp_compose.core.passes import recover
-from fsdp_compose.core.state import Engine, Unit, get_state
+from fsdp_compose.core.state import Engine, Unit
 
 _FORKED = (
     "in a process that was forked off, such as a worker of a DataLoader, where the other ranks "

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fsdp_compose.base.arguments import check_flag
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.process import here
@@ -58,6 +59,7 @@ def set_debug(enabled: bool = True) -> None:
     ends, on every rank if one asks for it. The environment variable ``FSDP_COMPOSE_DEBUG=1`` turns
     it on from the start.
     """
+    check_flag("set_debug", "enabled", enabled)
     here.is_debugging = enabled
 
 

@@ -160,8 +160,8 @@ def moved_before_backward(bucket: Bucket) -> str:
     others = f" or others of its {len(names)}" if len(names) > 1 else ""
     return (
         f"parameters of unit {bucket.entries[0].spec.unit!r} ({names[0]!r}{others}) were given "
-        "other storage (module.to(...), p.data = ...) between forward and backward. Backward needs "
-        "the values that forward used: run it before the change."
+        "other storage (module.to(...), refresh(...), p.data = ...) between forward and backward. "
+        "Backward needs the values that forward used: run it before the change."
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -45,6 +46,7 @@ def verify_replicas(module: nn.Module) -> None:
         RuntimeError: on every rank of the unit's mesh, naming the parameter, its unit, and which
             ranks hold what.
     """
+    check_module("verify_replicas", module)
     verify_units(iter_units(module), "verify_replicas")
 
 

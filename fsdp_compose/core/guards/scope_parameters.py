@@ -35,7 +35,7 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.torch_stack import is_asked_for_gradient, is_called_by_parameter, is_in_call
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry, give_slice
-from fsdp_compose.sharded import EDGE, Handler, ShardedWeightError, refuse_export
+from fsdp_compose.sharded import EDGE, Handler, ShardedWeightError, part_of, refuse_export
 
 _plain: Any = torch.Tensor
 _node_get = _plain.grad_fn.__get__
@@ -139,6 +139,12 @@ class _Whole(_Base):
             _refuse_node(self)
         return call_raw(_plain.expand_as, (), (self, other))
 
+    def full_tensor(self) -> torch.Tensor:
+        """As outside the scope, a detached copy of the whole; there is nothing to gather."""
+        spec = find_entry(self).spec
+        part = part_of(call_raw(_plain.detach, (), (self,))).clone()
+        return spec.parallel.assemble(part) if spec.parallel and spec.reads_whole else part
+
     def retain_grad(self) -> None:
         """Do nothing, as on any leaf, whose gradient is kept anyway."""
 
@@ -209,7 +215,7 @@ class WholeParameter(_Whole, nn.Parameter):  # type: ignore[override]
     """A parameter that holds its full tensor, in a scope."""
 
 
-class WholeDTensor(_Whole, DTensor):  # type: ignore[override]
+class WholeDTensor(_Whole, DTensor):  # type: ignore[override, misc]
     """As ``WholeParameter``, of a parameter that tensor parallelism split."""
 
     __slots__ = ()
@@ -251,6 +257,14 @@ def is_whole(tensor: object) -> bool:
 def leaf_of(tensor: Any) -> Any:
     """Return the shard of a parameter that a scope shows in full; anything else as it is."""
     return find_entry(tensor).param if isinstance(tensor, _Whole) else tensor
+
+
+def holder_of(tensor: Any) -> Any:
+    """Return what autograd gives a parameter's gradient: its shard; in ``with_grads`` itself."""
+    if not isinstance(tensor, _Whole):
+        return tensor
+    entry = find_entry(tensor)
+    return tensor if entry.layers[-1].own_grad else entry.param
 
 
 def is_connected(tensor: Any) -> bool:

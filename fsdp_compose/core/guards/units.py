@@ -1,10 +1,11 @@
-"""Find the units of a module, or say that it has none."""
+"""Find the units of a module, or its own, or say that it has none."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from fsdp_compose.core.state import Unit, find_state, iter_units
+from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.core.state import Unit, _FSDPState, find_state, iter_units
 
 
 def require_units(
@@ -14,7 +15,10 @@ def require_units(
 
     Raises:
         ValueError: there is none. The text ends with ``advice``.
+        TypeError: ``module`` is none, or ``recurse`` is no bool.
     """
+    check_module(caller, module)
+    check_flag(caller, "recurse", recurse)
     state = find_state(module)
     own = [] if state is None else [state.unit]
     units = list(iter_units(module)) if recurse else own
@@ -26,3 +30,34 @@ def require_units(
         f"{caller}: {found}; pass a module that fully_shard was called on, or {wanted}. "
         f"{advice}".strip()
     )
+
+
+def get_state(module: nn.Module) -> _FSDPState:
+    """The state ``fully_shard`` attached to ``module``.
+
+    Raises:
+        ValueError: ``module`` is not a unit.
+        TypeError: it is no module.
+
+    Example:
+        >>> get_state(fully_shard(nn.Linear(2, 2))).unit.name
+        'Linear'
+    """
+    check_module("get_state", module)
+    state = find_state(module)
+    if state is None:
+        raise ValueError(
+            f"{type(module).__name__} is not a unit; pass a module that fully_shard was called on, "
+            "or one that its units= policy chose."
+        )
+    return state
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` made ``module`` a unit.
+
+    >>> is_fully_sharded(fully_shard(nn.Linear(2, 2)))
+    True
+    """
+    check_module("is_fully_sharded", module)
+    return find_state(module) is not None

@@ -1,0 +1,93 @@
+"""Checks of arguments: the errors name the function and the argument, what is found and wanted."""
+
+from __future__ import annotations
+
+import inspect
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def describe(value: object) -> str:
+    """A value as it is written where that is short; else what it is."""
+    text = "\n" if isinstance(value, nn.Module | torch.Tensor) else repr(value)
+    is_long = len(text) > 60 or "\n" in text or " at 0x" in text
+    return f"a {type(value).__name__}" if is_long else text
+
+
+def check_kind(
+    where: str, name: str, value: object, kind: type | tuple[type, ...], wanted: str
+) -> None:
+    """Raise unless ``value`` is a ``kind``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{where}: {name} is {describe(value)}; wanted {wanted}.")
+
+
+def check_module(where: str, module: object) -> None:
+    """Raise unless ``module`` is one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    wanted = "an nn.Module, such as the model that fully_shard returned"
+    check_kind(where, "module", module, nn.Module, wanted)
+
+
+def check_flag(where: str, name: str, value: object) -> None:
+    """Raise unless ``value`` is a boolean.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    check_kind(where, name, value, bool, "True or False")
+
+
+def check_flags(owner: object, *names: str) -> None:
+    """Raise unless the fields ``names`` of a dataclass are booleans."""
+    for name in names:
+        check_flag(type(owner).__name__, name, getattr(owner, name))
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number, or a tensor of one; True and False are none."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_number(where: str, name: str, value: object, wanted: str) -> None:
+    """Raise unless ``value`` is a real number, or a tensor of one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not is_number(value):
+        raise TypeError(f"{where}: {name} is {describe(value)}; wanted {wanted}.")
+
+
+def check_function(where: str, name: str, function: Any, takes: str) -> None:
+    """Raise unless ``function`` can be called with as many positional arguments as ``takes`` lists.
+
+    Raises:
+        TypeError: it is not callable, or takes others.
+    """
+    found = repr(function)
+    if callable(function) and not isinstance(function, type):
+        found = str(getattr(function, "__name__", found))
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some functions in C have no signature
+            return
+        try:
+            signature.bind(*takes.strip("()").split(", "))
+        except TypeError:
+            found = f"{found}{signature}"
+        else:
+            return
+    raise TypeError(f"{where}: {name} is {found}; wanted a function of {takes}.")
