@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
@@ -74,7 +75,8 @@ def load_optim_state_dict(
             is sent, and each rank keeps its slices.
 
     Raises:
-        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank.
+        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; or ``module``
+            is gathered now.
         ValueError: the optimizer holds tensors that are not ``module``'s.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
 
@@ -90,6 +92,7 @@ def load_optim_state_dict(
     groups = groups_of(module)
     targets: Targets = []
     with SharedErrors(*groups):
+        require_released("load_optim_state_dict", module)
         targets = targets_of(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast_state(module, state_dict, targets)
