@@ -125,7 +125,7 @@ def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def require_released(what: str, module: nn.Module) -> None:
-    """Raise where ``module`` holds full parameters now, which torch would load slices into.
+    """Raise where ``module`` holds full parameters now, which slices would be loaded into.
 
     Args:
         what: the function that was called.

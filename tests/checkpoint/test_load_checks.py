@@ -173,3 +173,20 @@ def test_a_load_inside_gathered_raises(tmp_path: Path, name: str, part: str) -> 
 
     for world in (1, 2):
         simulate_ranks(run, world)
+
+
+def test_optimizer_state_inside_gathered_raises() -> None:
+    """Whole state would meet sliced gradients in the next step; nothing is written."""
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(Normed(0))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        saved = fc.optim_state_dict(model, optim)
+        saved["param_groups"][0]["lr"] = 0.5
+        refused = pytest.raises(RuntimeError, match="load_optim_state_dict: Normed is gathered")
+        with fc.gathered(model), refused:
+            fc.load_optim_state_dict(model, optim, saved)
+        assert optim.param_groups[0]["lr"] == 0.1
+
+    for world in (1, 2):
+        simulate_ranks(run, world)

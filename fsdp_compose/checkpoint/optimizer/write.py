@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.arguments import check_module
+from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
 from fsdp_compose.checkpoint.optimizer.members import (
@@ -78,8 +79,8 @@ def load_optim_state_dict(
             is sent, and each rank keeps its slices.
 
     Raises:
-        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; or two ranks
-            were given different state.
+        RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; two ranks were
+            given different state; or ``module`` is gathered now.
         ValueError: the optimizer holds tensors that are not ``module``'s.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
 
@@ -96,6 +97,7 @@ def load_optim_state_dict(
     groups = groups_of(module)
     targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):
+        require_released("load_optim_state_dict", module)
         targets = targets_of(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast_state(module, state_dict, targets)
