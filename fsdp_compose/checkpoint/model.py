@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.torch_private import has_foreign_load_hooks
+from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     Contents,
@@ -42,7 +43,7 @@ from fsdp_compose.checkpoint.values import (
     whole_shape,
 )
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
-from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner
+from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner, named_leaves
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 
@@ -137,6 +138,9 @@ def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> Order
         if keep:
             copies[id(leaf)] = copy_tensor(full, wanted.cpu_offload)
 
+    for _, leaf in named_leaves(module):
+        if is_sharded(leaf):
+            find_entry(leaf)  # raises for copies of parts of a unit; a hook's slices are no leaves
     visit_full(contents.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
