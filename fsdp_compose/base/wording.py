@@ -22,5 +22,5 @@ def describe_clipping(limit: Any, raises: bool) -> str:
     """
     if isinstance(limit, torch.Tensor):
         limit = limit.tolist() if limit.is_cpu else "a tensor"
-    shown = float(limit) if isinstance(limit, int) else limit
-    return f", to clip it to {shown}{' or raise where it is not finite' if raises else ''},"
+    shown = float(limit) if isinstance(limit, int | float) else limit
+    return f", to clip it to {shown!r}{' or raise where it is not finite' if raises else ''},"

@@ -69,7 +69,8 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
     assert bucket.grads is not None
     unit = unit_of(bucket)
     arriving, mesh, streams = bucket.arriving, bucket.mesh, unit.engine.streams
-    note_reduction(unit, bucket)
+    if bucket in unit.links.reduce_events:
+        note_reduction(unit, bucket)
     factor, used = unit.switches.divide_factor, comm.Flags(arriving.used, len(bucket.entries))
     arriving.packed, arriving.used, arriving.trained = False, 0, 0
     scale = 1.0 / (mesh.divisor if factor is None else factor)

@@ -75,6 +75,17 @@ def test_one_rank_clips_and_another_measures() -> None:
     simulate_ranks(ranks)
 
 
+def test_text_on_one_rank_is_another_limit() -> None:
+    """It reads like the number, and dividing it would raise on that rank alone."""
+
+    def ranks(rank: int) -> None:
+        model, limit = trained(rank), "0.1" if rank else 0.1
+        with pytest.raises(RuntimeError, match=r"to clip it to '0\.1'"):
+            fc.clip_grad_norm_(model, limit)  # type: ignore[arg-type]
+
+    simulate_ranks(ranks)
+
+
 @pytest.mark.parametrize("way", ["ours", "torch's"])
 def test_one_rank_asks_for_finite_norms(way: str) -> None:
     """It would raise where the others go on."""

@@ -17,8 +17,6 @@ def note_reduction(unit: Unit, bucket: Bucket) -> None:
     Ranks that froze different parameters, divide by different numbers or have different hooks send
     different numbers, which raises.
     """
-    if bucket not in unit.links.reduce_events:
-        return
     log, number = unit.links.reduce_events[bucket]
     switches, how = unit.switches, "backward"
     if not switches.all_reduce:
