@@ -96,7 +96,8 @@ def _add_run(commands: Commands) -> None:
         metavar="N",
         help="N ranks in one process, as for pdb, in place of --nproc",
     )
-    command.add_argument("--seed", type=int, default=0, help="of the simulation's order")
+    command.add_argument("--seed", type=int, help="of the simulation's order (default: 0)")
+    command.set_defaults(nproc=None)  # to tell whether it was given
     _add_script(command)
 
 
@@ -248,7 +249,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace) -> int:
     _check_script(args)
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out is {args.out}, which cannot be made: {error.strerror}") from None
     script = [str(args.out), *(["-m"] if args.module else []), args.script, *args.args]
     module = "fsdp_compose.cli.traced"
     code = launch(module, script, nproc=args.nproc, env=_environment(), is_module=True)
@@ -291,11 +295,17 @@ def _completion(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     _check_script(args)
     if args.simulate:
+        if args.nproc is not None:
+            raise UserError(
+                "--nproc and --simulate both say how many ranks: leave one of them out."
+            )
         from fsdp_compose.cli.simulate import run_simulated  # which imports torch
 
-        return run_simulated(args.script, args.args, args.simulate, args.seed, args.module)
+        return run_simulated(args.script, args.args, args.simulate, args.seed or 0, args.module)
+    if args.seed is not None:
+        raise UserError("--seed is the order of a simulation: pass --simulate N, or leave it out.")
     env = _environment()
-    return launch(args.script, args.args, nproc=args.nproc, env=env, is_module=args.module)
+    return launch(args.script, args.args, nproc=args.nproc or 2, env=env, is_module=args.module)
 
 
 def _check_script(args: argparse.Namespace) -> None:

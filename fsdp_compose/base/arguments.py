@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from numbers import Real
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def describe(value: object) -> str:
+def describe_value(value: object) -> str:
     """A value as it is written where that is short; else what it is."""
     text = "\n" if isinstance(value, nn.Module | torch.Tensor) else repr(value)
     is_long = len(text) > 60 or "\n" in text or " at 0x" in text
@@ -26,7 +27,7 @@ def check_kind(
         TypeError: it is something else.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{where}: {name} is {describe(value)}; wanted {wanted}.")
+        raise TypeError(f"{where}: {name} is {describe_value(value)}; wanted {wanted}.")
 
 
 def check_module(where: str, module: object) -> None:
@@ -37,6 +38,29 @@ def check_module(where: str, module: object) -> None:
     """
     wanted = "an nn.Module, such as the model that fully_shard returned"
     check_kind(where, "module", module, nn.Module, wanted)
+
+
+def check_path(where: str, path: object) -> None:
+    """Raise unless ``path`` is one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    check_kind(where, "path", path, (str, PathLike), "a path")
+
+
+def check_timeout(where: str, timeout: Any) -> None:
+    """Raise unless ``timeout`` is a number of seconds, or None.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is not positive.
+    """
+    wanted = "seconds to wait, a positive number, or None"
+    if timeout is not None:
+        check_number(where, "timeout", timeout, wanted)
+        if not timeout > 0:
+            raise ValueError(f"{where}: timeout is {describe_value(timeout)}; wanted {wanted}.")
 
 
 def check_flag(where: str, name: str, value: object) -> None:
@@ -68,7 +92,7 @@ def check_number(where: str, name: str, value: object, wanted: str) -> None:
         TypeError: it is something else.
     """
     if not is_number(value):
-        raise TypeError(f"{where}: {name} is {describe(value)}; wanted {wanted}.")
+        raise TypeError(f"{where}: {name} is {describe_value(value)}; wanted {wanted}.")
 
 
 def check_function(where: str, name: str, function: Any, takes: str) -> None:

@@ -6,7 +6,7 @@ import os
 import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ def resolve_mesh(
         shard, replicate = group_of(mesh, device), SELF
     elif isinstance(mesh, Mesh):  # resolved already, or made up for a plan
         shard, replicate = mesh.shard, mesh.replicate
-    elif isinstance(mesh, tuple) and len(mesh) == 2:  # type: ignore[redundant-expr]
+    elif _is_pair(mesh):
         shard, replicate = group_of(mesh[0], device), group_of(mesh[1], device)
     else:
         raise TypeError(
@@ -172,6 +172,12 @@ def _has_two_axes(mesh: MeshLike | None) -> bool:
     if isinstance(mesh, Mesh):
         return mesh.replicate is not SELF
     return isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
+
+
+def _is_pair(mesh: object) -> TypeGuard[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    if not isinstance(mesh, tuple) or len(mesh) != 2:
+        return False
+    return all(isinstance(group, dist.ProcessGroup) for group in mesh)
 
 
 def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Group]:

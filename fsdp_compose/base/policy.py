@@ -275,6 +275,7 @@ def name_pattern(pattern: Any, where: str) -> Callable[[str], bool]:
 
     Raises:
         TypeError: ``pattern`` is not a string.
+        ValueError: it cannot be read.
     """
     if not isinstance(pattern, str):
         raise TypeError(
@@ -283,7 +284,13 @@ def name_pattern(pattern: Any, where: str) -> Callable[[str], bool]:
     text = re.escape(pattern).replace(r"\[", "[").replace(r"\]", "]").replace(r"\-", "-")
     text = text.replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\.\*\*", r"(?:\.[^.]+)*")
     text = text.replace(r"\*\*", ".*").replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
-    compiled = re.compile(text)
+    try:
+        compiled = re.compile(text)
+    except re.error as error:
+        raise ValueError(
+            f"{where}: {pattern!r} is not a pattern of names ({error}); wanted brackets that are "
+            "closed, such as 'layers.[0-3]'."
+        ) from None
     return lambda name: compiled.fullmatch(name) is not None
 
 

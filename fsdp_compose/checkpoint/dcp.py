@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_module, check_path, check_timeout
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
@@ -129,6 +129,8 @@ def save_checkpoint(
         True
     """
     check_module("save_checkpoint", module)
+    check_path("save_checkpoint", path)
+    check_timeout("save_checkpoint", timeout)
     finish_pending()
     group = meet_ranks("save_checkpoint", module, process_group, timeout)
     with attend_call(group):
@@ -280,6 +282,8 @@ def load_checkpoint(
         {'step': 7}
     """
     check_module("load_checkpoint", module)
+    check_path("load_checkpoint", path)
+    check_timeout("load_checkpoint", timeout)
     finish_pending()
     group = meet_ranks("load_checkpoint", module, process_group, timeout)
     with attend_call(group):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_module, check_path, check_timeout
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import contents_of, require_released, visit_full
 from fsdp_compose.checkpoint.files import Sum, sync_file
@@ -80,6 +80,8 @@ def save_full(
         ['model.safetensors', 'model.safetensors.index.json']
     """
     check_module("save_full", module)
+    check_path("save_full", path)
+    check_timeout("save_full", timeout)
     group = meet_ranks("save_full", module, process_group, timeout)
     with attend_call(group):
         _save(Path(path).absolute(), module, format, max_file_bytes, dtype, group)
@@ -277,6 +279,8 @@ def load_full(
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     check_module("load_full", module)
+    check_path("load_full", path)
+    check_timeout("load_full", timeout)
     group = meet_ranks("load_full", module, process_group, timeout)
     with attend_call(group):
         return _load(Path(path), module, format, strict, verify_files, group)

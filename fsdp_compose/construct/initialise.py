@@ -10,13 +10,14 @@ import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_kind, check_module
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import (
@@ -321,6 +322,7 @@ def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> See
         True
     """
     check_module("seeded_init", module)
+    check_kind("seeded_init", "seed", seed, Integral, "an integer")
     return Seeded(module, seed, init)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, group_of
 from fsdp_compose.base.strides import contiguous_strides, storage_order
@@ -96,6 +97,7 @@ def declare_tensor_parallel(
 
 
 def _read_part(param: Any, number: int, dim: int) -> tuple[int, list[int], str]:
+    check_kind("declare_tensor_parallel", "dim", dim, int, "the dimension that is split, an int")
     if not isinstance(param, nn.Parameter):
         raise TypeError(
             f"declare_tensor_parallel: item {number} is a {type(param).__name__}; wanted a "

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.fx import PH  # type: ignore[attr-defined]
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_kind, check_module
 from fsdp_compose.base.tree import map_tensors
 from fsdp_compose.core.state import iter_units
 
@@ -96,6 +96,9 @@ def trace_execution_order(
             f"trace_execution_order: {type(module).__name__} is sharded already; trace it before "
             "fully_shard."
         )
+    if config is not None:
+        wanted = "TracingConfig(...) or None"
+        check_kind("trace_execution_order", "config", config, TracingConfig, wanted)
     config = config or TracingConfig()
     recorder = _Recorder(module, config.tracer or fx.Tracer())
     try:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compose.base.arguments import check_flag
+from fsdp_compose.base.arguments import check_flag, check_kind, check_number
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
@@ -32,7 +32,13 @@ from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.fixed_sum import add_powers, exponent_of, root_of
-from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, join_buckets
+from fsdp_compose.optim.gradients import (
+    Gradient,
+    Params,
+    collect_gradients,
+    join_buckets,
+    list_parameters,
+)
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.sharded import ON_SLICES, ShardedParameter
 
@@ -69,6 +75,7 @@ def grad_norm(
         RuntimeError: gradients were accumulated without synchronisation and not reduced yet; or
             some are spread over fewer ranks than others and nothing says what the other ranks hold.
         ValueError: ``norm_type`` is 0 with ``expert_mesh``.
+        TypeError: an argument is of the wrong type, such as a list of modules.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -76,6 +83,7 @@ def grad_norm(
         >>> round(float(grad_norm(model)), 3)
         2.449
     """
+    _check_arguments("grad_norm", norm_type, expert_mesh)
     grads = collect_gradients(module_or_params, "grad_norm", joins=norm_type > 0)
     return _compute_norm(grads, _Norm(float(norm_type)), _experts_of(grads, expert_mesh))
 
@@ -105,6 +113,7 @@ def clip_grad_norm_(
         RuntimeError: on every rank, naming the first parameter whose gradient is not finite; or
             gradients were accumulated without synchronisation and not reduced yet; or ranks were
             given different limits (between CPUs); or as for ``grad_norm``.
+        TypeError: an argument is of the wrong type, such as a string for ``max_norm``.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -114,9 +123,9 @@ def clip_grad_norm_(
         (2.449, 1.0)
     """
     check_flag("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
-    params = module_or_params
-    if not isinstance(params, nn.Module | torch.Tensor):
-        params = list(params)
+    check_number("clip_grad_norm_", "max_norm", max_norm, "a number")
+    _check_arguments("clip_grad_norm_", norm_type, expert_mesh)
+    params = list_parameters(module_or_params, "clip_grad_norm_")
     grads = collect_gradients(params, "clip_grad_norm_", joins=norm_type > 0)
     experts = _experts_of(grads, expert_mesh)
     norm = _Norm(float(norm_type), describe_clipping(max_norm, error_if_nonfinite))
@@ -132,6 +141,14 @@ def clip_grad_norm_(
         for key, members in _by_kind([grad.local for grad in grads]).items():
             torch._foreach_mul_(members, scale.to(key[0]))
     return total
+
+
+def _check_arguments(caller: str, norm_type: object, expert_mesh: object) -> None:
+    check_number(caller, "norm_type", norm_type, "a number, such as 2.0 or math.inf")
+    if expert_mesh is not None:
+        wanted = "a DeviceMesh or process group over the experts' ranks, such as mesh['ep']"
+        kinds = (DeviceMesh, dist.ProcessGroup)
+        check_kind(caller, "expert_mesh", expert_mesh, kinds, wanted)
 
 
 def _by_kind(

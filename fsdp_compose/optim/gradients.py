@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.arguments import check_kind, describe_value
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
@@ -67,6 +68,26 @@ class Gradient:
     param: nn.Parameter | None = None
 
 
+def list_parameters(params: Params, caller: str) -> nn.Module | list[torch.Tensor]:
+    """The module, or the parameters given as a list.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if isinstance(params, nn.Module):
+        return params
+    given = [params] if isinstance(params, torch.Tensor) else params
+    wanted = "a module, or parameters, such as module.parameters()"
+    check_kind(caller, "module_or_params", given, Iterable, wanted)
+    listed = list(given)
+    for item in listed:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(
+                f"{caller}: module_or_params holds {describe_value(item)}; wanted {wanted}."
+            )
+    return listed
+
+
 def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[Gradient]:
     """The gradients of a module's parameters, or of those given, that are not None.
 
@@ -77,12 +98,13 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         RuntimeError: gradients were accumulated and not reduced (D12), or nothing averages some
             of the parameters (D18); ``caller`` is named.
     """
+    params = list_parameters(params, caller)
     if isinstance(params, nn.Module):
         if not all(params in engine.surveyed for engine in here.engines.values()):
             check_once(params, caller)
         shown: list[Any] = list(params.parameters())
     else:
-        shown = [params] if isinstance(params, torch.Tensor) else list(params)
+        shown = params
         check_clipped(shown)
     settle_gradients()
     if set(map(type, shown)) == {ShardedParameter}:

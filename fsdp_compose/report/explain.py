@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.wording import quote_names
@@ -125,6 +126,7 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
+        TypeError: an argument is of the wrong type.
 
     Example:
         >>> model = fully_shard(nn.Linear(3, 2))
@@ -133,6 +135,9 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     """
     advice = "print(fsdp_compose.plan(module, world_size=...)) says what sharding it would cost."
     units = require_units(module, "explain", advice=advice)
+    if optimizer is not None:
+        wanted = "a torch.optim.Optimizer or None"
+        check_kind("explain", "optimizer", optimizer, torch.optim.Optimizer, wanted)
     survey = survey_units(module, units)
     engines = list({id(unit.engine): unit.engine for unit in units}.values())
     return Explanation(

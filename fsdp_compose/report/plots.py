@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_compose.base.arguments import check_kind, check_path
 from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.figures import Plan, PlannedUnit
 from fsdp_compose.report.plan import plan as plan_of
@@ -53,6 +54,8 @@ def plot_memory(source: Plan | Timeline, path: str | PathLike[str]) -> None:
     Example:
         >>> plot_memory(plan(nn.Linear(8, 8), world_size=4), "memory.png")  # doctest: +SKIP
     """
+    check_kind("plot_memory", "source", source, (Plan, Timeline), "a plan, or a recording by trace")
+    check_path("plot_memory", path)
     figure = _figure("plot_memory", 10, 4.8)
     axes = figure.subplots()
     curve = _planned_curve(source) if isinstance(source, Plan) else _recorded_curve(source)
@@ -175,6 +178,8 @@ def plot_timeline(timeline: Timeline, path: str | PathLike[str]) -> None:
         ...     model(torch.ones(1, 2)).sum().backward()
         >>> plot_timeline(timeline, "timeline.svg")  # doctest: +SKIP
     """
+    check_kind("plot_timeline", "timeline", timeline, Timeline, "a recording by trace")
+    check_path("plot_timeline", path)
     step = timeline.last_step()
     busy: dict[str, float] = {}
     for span in step.spans:
@@ -222,6 +227,8 @@ def plot_shards(source: Plan | nn.Module, path: str | PathLike[str]) -> None:
     Example:
         >>> plot_shards(plan(nn.Linear(8, 8), world_size=4), "shards.png")  # doctest: +SKIP
     """
+    check_kind("plot_shards", "source", source, (Plan, nn.Module), "a plan, or a sharded module")
+    check_path("plot_shards", path)
     found = plan_of(source) if isinstance(source, nn.Module) else source
     runs = _fold(found.buckets, lambda b: (b.offsets, b.shapes, b.shard_numel, b.ranks, b.storage))
     runs = sorted(runs, key=lambda run: -run[0].numel)[:MAX_ROWS]
@@ -308,6 +315,8 @@ def plot_plan(plan: Plan, path: str | PathLike[str], measured: Timeline | None =
     Example:
         >>> plot_plan(plan(nn.Linear(8, 8), world_size=4), "plan.png")  # doctest: +SKIP
     """
+    check_kind("plot_plan", "plan", plan, Plan, "a plan")
+    check_path("plot_plan", path)
     runs = _fold(plan.units, lambda u: (u.shard_bytes, u.full_bytes, u.padding_bytes))
     runs = sorted(runs, key=lambda run: -run[0].full_bytes)[:MAX_ROWS]
     rows = 2 if measured is None else 4

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_function, check_module
 from fsdp_compose.core.state import find_state
 from fsdp_compose.scopes.gathered import gathered
 
@@ -37,6 +37,7 @@ def apply(module: M, fn: Callable[[nn.Module], Any]) -> M:
         >>> model.bias.full_tensor()
         tensor([1., 1.])
     """
+    check_function("apply", "fn", fn, "(module)")
     check_module("apply", module)
     state = find_state(module)
     with gathered(module, writeback=True, recurse=False) if state is None else nullcontext():

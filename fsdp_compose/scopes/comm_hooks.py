@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compose.base.arguments import check_function, check_kind, describe_value
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
@@ -39,7 +40,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``.
-        TypeError: ``hook`` cannot be called.
+        TypeError: ``hook`` is no function of (state, grads), or there is ``state`` for None.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -50,8 +51,13 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
         >>> model.bias.grad.full_tensor()
         tensor([0.5000, 0.5000])
     """
-    if hook is not None and not callable(hook):
-        raise TypeError(f"register_comm_hook: hook is {hook!r}; wanted a function (state, grads).")
+    if hook is not None:
+        check_function("register_comm_hook", "hook", hook, "(state, grads)")
+    elif state is not None:
+        raise TypeError(
+            f"register_comm_hook: hook is None, which restores the default, and state is "
+            f"{describe_value(state)}; wanted register_comm_hook(module, state, hook)."
+        )
     units = require_units(module, "register_comm_hook")
     if hook is not None:
         refuse_postponing(units, "register_comm_hook")
@@ -77,6 +83,10 @@ def register_post_reduce_hook(
     Returns:
         a handle whose ``remove()`` takes the hook back.
 
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+        TypeError: ``fn`` is no function of (module, parameters).
+
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> def report(module, parameters):
@@ -85,6 +95,7 @@ def register_post_reduce_hook(
         >>> model(torch.ones(1, 2)).sum().backward()
         2 gradients are in place
     """
+    check_function("register_post_reduce_hook", "fn", fn, "(module, parameters)")
     units = require_units(module, "register_post_reduce_hook")
     handle = RemovableHandle(
         units[0].post_reduce_hooks, extra_dict=[unit.post_reduce_hooks for unit in units[1:]]
@@ -197,6 +208,12 @@ class Int8ErrorFeedback:
 
     block: int = 256
     errors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wanted = "a number of elements, an int >= 1"
+        check_kind("Int8ErrorFeedback", "block", self.block, int, wanted)
+        if self.block < 1:
+            raise ValueError(f"Int8ErrorFeedback: block is {self.block}; wanted {wanted}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"block": self.block, "errors": dict(self.errors)}

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from fsdp_compose.base.arguments import describe
+from fsdp_compose.base.arguments import describe_value
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.schedule import Hold
@@ -78,7 +78,7 @@ def pipeline_stage(stage: StageT) -> StageT:
     """
     if not isinstance(getattr(stage, "submod", None), nn.Module):
         raise TypeError(
-            f"pipeline_stage: stage is {describe(stage)}; wanted a stage of "
+            f"pipeline_stage: stage is {describe_value(stage)}; wanted a stage of "
             "torch.distributed.pipelining, such as PipelineStage(module, ...)."
         )
     require_units(stage.submod, "pipeline_stage", advice="Shard the stage's module first.")

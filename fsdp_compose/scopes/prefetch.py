@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import Unit
 
@@ -53,4 +54,7 @@ def _unit_of(module: nn.Module, caller: str) -> Unit:
 
 
 def _listed(modules: Iterable[nn.Module] | None, caller: str) -> list[weakref.ref[Unit]] | None:
-    return None if modules is None else [weakref.ref(_unit_of(m, caller)) for m in modules]
+    if modules is None:
+        return None
+    check_kind(caller, "modules", modules, Iterable, "a list of modules, or None")
+    return [weakref.ref(_unit_of(m, caller)) for m in modules]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_kind, describe, is_number
+from fsdp_compose.base.arguments import check_flag, check_kind, describe_value, is_number
 from fsdp_compose.base.attributes import get_grad, set_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
@@ -71,7 +71,7 @@ class SkippableStep:
         """
         if not isinstance(reason, str):
             raise _WrongArgument(
-                f"skippable_step: discard() was given {describe(reason)}; wanted a string."
+                f"skippable_step: discard() was given {describe_value(reason)}; wanted a string."
             )
         self._own = self._own or reason or "discard() was called"
 
@@ -88,8 +88,9 @@ class SkippableStep:
             TypeError: ``value`` is no tensor and no number; the scope lets it through.
         """
         if not isinstance(value, torch.Tensor) and not is_number(value):
+            found = describe_value(value)
             raise _WrongArgument(
-                f"skippable_step: check() was given {describe(value)}; wanted a tensor or a number."
+                f"skippable_step: check() was given {found}; wanted a tensor or a number."
             )
         finite = bool(torch.isfinite(torch.as_tensor(value).detach()).all())
         if not finite:
@@ -188,7 +189,9 @@ def _check_errors(errors: Any) -> None:
     check_kind("skippable_step", "errors", errors, tuple, wanted)
     for kind in errors:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise TypeError(f"skippable_step: errors holds {describe(kind)}; wanted {wanted}.")
+            raise TypeError(
+                f"skippable_step: errors holds {describe_value(kind)}; wanted {wanted}."
+            )
 
 
 @dataclass(frozen=True)

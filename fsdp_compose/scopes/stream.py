@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_kind, check_module, check_number
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -47,6 +47,9 @@ def iter_full(
         [('weight', (2, 2)), ('bias', (2,))]
     """
     check_module("iter_full", module)
+    check_number("iter_full", "bucket_bytes", bucket_bytes, "a number of bytes")
+    if dtype is not None:
+        check_kind("iter_full", "dtype", dtype, torch.dtype, "a torch.dtype or None")
     entries = {
         (id(values), name): (unit, unit.entries[index])
         for engine in here.engines.values()

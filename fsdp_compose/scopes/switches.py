@@ -6,14 +6,14 @@ what they found, also when the body raises.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag
+from fsdp_compose.base.arguments import check_flag, check_number, describe_value
 from fsdp_compose.buckets.gradients import discard_waiting
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.slots import refuse_postponing
@@ -158,6 +158,7 @@ def set_gradient_divide_factor(
 
     Raises:
         ValueError: ``value`` is not a positive finite number.
+        TypeError: it is no number.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -166,11 +167,13 @@ def set_gradient_divide_factor(
         >>> model.bias.grad.full_tensor()
         tensor([0.2500, 0.2500])
     """
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise ValueError(
-            f"set_gradient_divide_factor: value is {value!r}; wanted a positive finite number, or "
-            "None for the number of data-parallel ranks."
-        )
+    wanted = "a positive finite number, or None for the number of data-parallel ranks"
+    if value is not None:
+        check_number("set_gradient_divide_factor", "value", value, wanted)
+        if not 0 < value <= sys.float_info.max:
+            raise ValueError(
+                f"set_gradient_divide_factor: value is {describe_value(value)}; wanted {wanted}."
+            )
     for unit in require_units(module, "set_gradient_divide_factor", recurse):
         unit.switches.divide_factor = None if value is None else float(value)
 

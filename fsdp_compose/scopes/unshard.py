@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.arguments import check_flag, check_kind, check_module
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
@@ -243,8 +243,9 @@ def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) 
         >>> prefetch_units(model, [model[1]])
     """
     own_units(module, "prefetch_units")
-    wanted = [modules] if isinstance(modules, nn.Module) else list(modules)
-    for target in wanted:
+    wanted = [modules] if isinstance(modules, nn.Module) else modules
+    check_kind("prefetch_units", "modules", wanted, Iterable, "a module, or a list of modules")
+    for target in list(wanted):
         for unit in own_units(target, "prefetch_units"):
             unit.engine.schedule.prefetch([unit])
 

@@ -6,13 +6,14 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fsdp_compose.base.arguments import check_kind, describe_value
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_groups import groups_of_class, set_device_guard
 from fsdp_compose.core.state import find_state
@@ -87,6 +88,7 @@ def simulate(
         SimulationError: a rank raised or was killed. The text says which, and where the others
             stood; ``errors`` has what every rank raised.
         ValueError: ``world_size`` or ``faults`` make no sense.
+        TypeError: an argument is of the wrong type.
 
     Example:
         >>> import torch.distributed as dist
@@ -97,6 +99,8 @@ def simulate(
         >>> simulate(add_ranks, 4)
         [6, 6, 6, 6]
     """
+    if not callable(fn):
+        raise TypeError(f"simulate: fn is {describe_value(fn)}; wanted the program of one rank.")
     return run_program(lambda: fn(*args, **kwargs), world_size, seed, faults, has_group=True)
 
 
@@ -108,7 +112,7 @@ def run_program(
     has_group: bool,
 ) -> list[Result]:
     """As ``simulate``; without ``has_group`` the ranks begin as a launcher starts them."""
-    _check(size, faults)
+    _check(size, seed, faults)
     run = _Run(program, size, seed, faults, has_group)
     with _prepared(run):
         run.go()
@@ -267,12 +271,18 @@ def _prepared(run: _Run) -> Iterator[None]:
             hook.remove()
 
 
-def _check(size: int, faults: Sequence[Fault]) -> None:
+def _check(size: int, seed: int, faults: Sequence[Fault]) -> None:
+    check_kind("simulate", "world_size", size, int, "the number of ranks, an int, 1 or more")
+    check_kind("simulate", "seed", seed, int, "an int")
+    check_kind("simulate", "faults", faults, (list, tuple), "a list of faults")
     if here.simulated is not None:
         raise ValueError("simulate: this rank is in a simulation already; call it outside of fn.")
     if size < 1:
         raise ValueError(f"simulate: world_size is {size}; wanted the number of ranks, 1 or more.")
     for fault in faults:
+        check_kind(
+            "simulate", "an item of faults", fault, get_args(Fault), "a fault of simulation.faults"
+        )
         if not 0 <= fault.rank < size:
             raise ValueError(
                 f"simulate: {fault} is for rank {fault.rank}, and there are {size} ranks, numbered "

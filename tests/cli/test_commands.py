@@ -99,6 +99,21 @@ def test_wrong_plans_are_one_line(
     assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--simulate", "2", "--nproc", "3"], "--nproc and --simulate both say how many"),
+        (["run", "--seed", "5"], "--seed is the order of a simulation: pass --simulate N"),
+        (["trace", "--out", "/dev/null/folder"], "--out is /dev/null/folder, which cannot be made"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    words: list[str], said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, str(file)]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_trace_records_every_rank(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     script = tmp_path / "script.py"

@@ -203,7 +203,7 @@ def test_a_hook_can_be_taken_back_or_is_refused() -> None:
         fc.register_comm_hook(model, None, None)
         sharded_grads(model, rank, 2)
         assert len(calls) == 4
-        with pytest.raises(TypeError, match=r"wanted a function \(state, grads\)"):
+        with pytest.raises(TypeError, match=r"wanted a function of \(state, grads\)"):
             fc.register_comm_hook(model, None, "bf16")
         with pytest.raises(ValueError, match="Linear is not a unit"):
             fc.register_comm_hook(nn.Linear(2, 2), None, hook)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,9 @@ def optimizers_of(optim: OptimLike) -> list[Optimizer]:
     Raises:
         TypeError: something in it is not an optimizer.
     """
-    found = [optim] if isinstance(optim, Optimizer) else list(optim)
+    given: Any = optim
+    is_one = isinstance(given, Optimizer) or not isinstance(given, Iterable)
+    found = [given] if is_one else list(given)
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(

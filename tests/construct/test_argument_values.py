@@ -1,0 +1,139 @@
+"""Arguments of functions and scopes with a wrong value: an error of the library's own, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_compose as fc
+
+from harness import simulate_ranks
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A call of a sharded module, the error it ends with, and a part of its text."""
+
+    call: Callable[[Any], object]
+    kind: type[Exception]
+    text: str
+
+
+def swapped(model: Any) -> None:
+    fc.register_comm_hook(model, fc.bf16_compress_hook, None)
+
+
+WRONG = [
+    *(Wrong(lambda m, v=v: fc.set_gradient_divide_factor(m, v), kind, "value is")
+      for v, kind in (("4", TypeError), ([], TypeError), (True, TypeError),
+                      (10**400, ValueError), (float("nan"), ValueError))),
+    *(Wrong(lambda m, v=v: fc.clip_grad_norm_(m, v), TypeError, "max_norm is")
+      for v in ("1.0", None, [1.0])),
+    *(Wrong(lambda m, f=f, v=v: f(m, norm_type=v), TypeError, "norm_type is")
+      for f in (fc.grad_norm, lambda m, norm_type: fc.clip_grad_norm_(m, 1.0, norm_type))
+      for v in ("inf", None)),
+    Wrong(lambda m: fc.grad_norm(m, expert_mesh="ep"), TypeError, "expert_mesh is 'ep'"),
+    *(Wrong(lambda m, f=f, v=v: f(v(m)), TypeError, "module_or_params")
+      for f in (fc.grad_norm, lambda params: fc.clip_grad_norm_(params, 1.0))
+      for v in (lambda m: [m], lambda m: m.named_parameters(), lambda m: nn.Linear)),
+    *(Wrong(lambda m, v=v: fc.register_comm_hook(m, None, v), TypeError, "(state, grads)")
+      for v in (nn.Linear, lambda state: None, "bf16")),
+    Wrong(swapped, TypeError, "hook is None, which restores the default, and state is a function"),
+    *(Wrong(lambda m, v=v: fc.register_post_reduce_hook(m, v), TypeError, "(module, parameters)")
+      for v in (None, lambda module: None)),
+    Wrong(lambda m: fc.Int8ErrorFeedback(0), ValueError, "block is 0"),
+    Wrong(lambda m: fc.Int8ErrorFeedback("x"), TypeError, "block is 'x'"),
+    *(Wrong(lambda m, f=f, v=v: f(m, v(m)), TypeError, text)
+      for f in (fc.set_forward_prefetch, fc.set_backward_prefetch)
+      for v, text in ((lambda m: m, "modules is a Linear"), (lambda m: ["0"], "module is '0'"))),
+    Wrong(lambda m: fc.prefetch_units(m, None), TypeError, "modules is None"),
+    Wrong(lambda m: fc.optim_state_dict(m, None), TypeError, "got a NoneType"),
+    Wrong(lambda m: fc.load_optim_state_dict(m, None, {}), TypeError, "got a NoneType"),
+    *(Wrong(lambda m, f=f: f(None, m), TypeError, "path is None; wanted a path")
+      for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)),
+    *(Wrong(lambda m, f=f, v=v: f("never", m, timeout=v), kind, f"timeout is {v!r}; wanted seconds")
+      for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)
+      for v, kind in (("x", TypeError), (-1, ValueError), (0, ValueError))),
+    Wrong(lambda m: fc.wrap.by_name("layers.["), ValueError, "is not a pattern of names"),
+    *(Wrong(lambda m, v=v: fc.fully_shard(nn.Linear(2, 2), mesh=v), TypeError, "mesh is (")
+      for v in ((0, 1), ("dp", "tp"), ())),
+    Wrong(lambda m: fc.explain(m, "x"), TypeError, "optimizer is 'x'"),
+    *(Wrong(lambda m, f=f: f("x", "x.svg"), TypeError, "is 'x'; wanted a")
+      for f in (fc.plot_memory, fc.plot_timeline, fc.plot_shards, fc.plot_plan)),
+    Wrong(lambda m: fc.plot_shards(m, 3), TypeError, "path is 3; wanted a path"),
+    Wrong(lambda m: fc.trace_execution_order(nn.Linear(2, 2), config="x"), TypeError,
+          "config is 'x'; wanted TracingConfig(...)"),
+    Wrong(lambda m: fc.apply(m, None), TypeError, "fn is None; wanted a function of (module)"),
+    Wrong(lambda m: list(fc.iter_full(m, "x")), TypeError, "bucket_bytes is 'x'"),
+    Wrong(lambda m: list(fc.iter_full(m, dtype="float32")), TypeError, "dtype is 'float32'"),
+    *(Wrong(lambda m, v=v: fc.seeded_init(m, v), TypeError, f"seed is {v!r}; wanted an integer")
+      for v in ("x", None, 1.5)),
+]  # fmt: skip
+
+
+def check(model: nn.Module, wrong: Wrong) -> None:
+    with pytest.raises(Exception) as raised:
+        wrong.call(model)
+    found = f"{raised.type.__name__}: {raised.value}"
+    assert raised.type is wrong.kind and wrong.text in found, (found, wrong.text)
+
+
+def test_wrong_values_are_refused_at_once() -> None:
+    """On every rank; gradients, hooks and switches are as before, and nothing was written."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fc.fully_shard(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        unit = fc.get_state(model).unit
+        fc.register_comm_hook(model, None, fc.default_hook)
+        switches, before = vars(unit.switches).copy(), model.weight.grad.full_tensor()
+        for wrong in WRONG:
+            check(model, wrong)
+        assert vars(unit.switches) == switches and not unit.post_reduce_hooks
+        assert unit.expected.forward_list is None and not Path("never").exists()
+        assert torch.equal(model.weight.grad.full_tensor(), before)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_numbers_may_be_tensors() -> None:
+    """As those that a schedule computes: 0-dim tensors, and integers."""
+    model = fc.fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    norm = fc.grad_norm(model)
+    fc.clip_grad_norm_(model, norm / 2, norm_type=2)
+    assert torch.allclose(fc.grad_norm(model), norm / 2)
+    fc.set_gradient_divide_factor(model, torch.tensor(2.0))
+    assert fc.get_state(model).unit.switches.divide_factor == 2.0
+
+
+def test_arguments_of_simulations() -> None:
+    """``simulate``, before a rank starts; the dimension of tensor parallelism, in one."""
+    size: Any
+    for size in ("2", 2.0, None):
+        with pytest.raises(TypeError, match=r"simulate: world_size is .*; wanted the number of"):
+            fc.simulate(int, size)
+    wrong: Any = "x"
+    with pytest.raises(TypeError, match="simulate: seed is 'x'; wanted an int"):
+        fc.simulate(int, 2, seed=wrong)
+    with pytest.raises(TypeError, match="simulate: faults is 'x'; wanted a list of faults"):
+        fc.simulate(int, 2, faults=wrong)
+    with pytest.raises(TypeError, match="simulate: an item of faults is 'x'; wanted a fault"):
+        fc.simulate(int, 2, faults=[wrong])
+    with pytest.raises(TypeError, match="simulate: fn is 'x'; wanted the program of one rank"):
+        fc.simulate(wrong, 2)
+
+    def declare(rank: int) -> None:
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with pytest.raises(TypeError, match="dim is 'x'; wanted the dimension that is split"):
+            fc.declare_tensor_parallel(nn.Linear(2, 2).weight, mesh["tp"], dim=wrong)
+
+    simulate_ranks(declare, 2)
