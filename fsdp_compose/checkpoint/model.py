@@ -38,7 +38,7 @@ from fsdp_compose.checkpoint.values import (
 )
 from fsdp_compose.comm.messages import raise_on_all, to_bytes
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner
-from fsdp_compose.core.state import find_state
+from fsdp_compose.core.state import find_state, iter_units
 from fsdp_compose.sharded import is_sharded
 
 Kind: TypeAlias = Literal["full", "sharded", "local"]
@@ -238,6 +238,14 @@ def write(
         native._metadata = versions  # type: ignore[attr-defined]
     with without_our_hooks():
         contents.module.load_state_dict(native, strict=strict)
+    forget_steps(contents.module)
+
+
+def forget_steps(module: nn.Module) -> None:
+    """After every rank has loaded weights: it does not matter any more which ranks had stepped."""
+    for unit in iter_units(module):
+        for log in unit.links.logs:
+            log.stepped = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from fsdp_compose.checkpoint.model import (
     Kind,
     StateDictType,
     changes_keys_on_load,
+    forget_steps,
     is_first,
     match,
     prepare,
@@ -231,6 +232,7 @@ def before_load(
     raise_on_all(matched.problem, groups, matched.facts)
     if matched.local is not None:
         local.write_local(module, matched.local)
+    forget_steps(module)
     clean = name_cleaner(module)
     for key in given:
         if clean(key) not in matched.unexpected:

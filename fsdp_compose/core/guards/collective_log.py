@@ -11,6 +11,9 @@ step that mixed up its units raises before the optimizer sees its gradients. On 
 message also goes ahead of each collective in every step, and is read with it. On an accelerator the
 comparison runs beside the compute, and the host reads it at the end of the next step, when the
 result has arrived: it never waits for the step that it has just issued.
+
+Whether an optimizer has stepped since the last comparison is the last event of a step: a rank that
+left the step out has old slices of weights that are new on the others.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ def is_debugging() -> bool:
     return here.is_debugging
 
 
+STEPPED = "stepped"
 WRITE = "write"
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
@@ -78,6 +82,9 @@ def code_of(*key: Any) -> int:
     """Return a number that is the same on every rank and in every run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK | 2
+
+
+_STEPPED = code_of(STEPPED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +142,8 @@ class Log:
     unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
     is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
+    stepped: tuple[str, str] | None = None
+    """(unit, parameter) that an optimizer has stepped since the ranks last compared, if any."""
 
     @property
     def place(self) -> tuple[int, int, Sequence[int]]:
@@ -176,18 +185,21 @@ class Log:
         if not self.events:
             return
         if is_capturing():
-            self.events, self.hash = [], 0
+            self.events, self.hash, self.stepped = [], 0, None
             self.guesses, self.doubts = [], 0
             return
         previous, self.pending = self.pending, None
         if previous is not None:
             self._check(previous)
+        if self.stepped is not None:
+            self.events.append((_STEPPED, STEPPED, *self.stepped))
+            self.hash = (self.hash * _FACTOR + _STEPPED) & _MASK
         comparison = self._compare(_END)
         if self.is_stepwise or comparison.mark is None:
             self._check(comparison)
         else:
             self.pending = comparison
-        self.events, self.hash = [], 0
+        self.events, self.hash, self.stepped = [], 0, None
         self.guesses, self.doubts = [], 0
         self.step += trained
         self.passes += not trained
@@ -300,6 +312,8 @@ class Log:
             r: done[-1][3] for r, done, _ in reports if done and done[-1][1] == DISCARD
         }:
             raise StepDiscarded(discards)
+        if text := explain_stepped(step, [(rank, done) for rank, done, _ in reports]):
+            raise RuntimeError(text)
         frozen = explain_frozen(step, [(rank, names) for rank, _, names in reports])
         text = frozen or explain(step, [(rank, done) for rank, done, _ in reports])
         raise RuntimeError(f"{text} {LATE}" if late else text)
@@ -311,6 +325,7 @@ class Log:
     def start_over(self, groups: Sequence[Group]) -> None:
         """Forget the step's events; what was sent over ``groups`` for them is never read."""
         self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
+        self.stepped = None
         self.guesses, self.doubts = [], 0
         self.disagreements += 1
         for group in groups:
@@ -373,12 +388,38 @@ def explain_frozen(step: int, reports: Sequence[tuple[int, Frozen]]) -> str | No
     )
 
 
+def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str | None:
+    """Say which ranks left an optimizer's step out; None unless that is all that differs.
+
+    Args:
+        reports: (rank, its events since the ranks last agreed), by rank.
+    """
+    last = {rank: events[-1] for rank, events in reports if events and events[-1][1] == STEPPED}
+    without = [rank for rank, _ in reports if rank not in last]
+    rest = {tuple(number for number, *_ in _list_collectives(events)) for _, events in reports}
+    if not last or not without or len(rest) > 1:
+        return None
+    _, _, unit, name = next(iter(last.values()))
+    return (
+        f"optimizer.step() was left out on {_name(without)} before step {step}: parameter {name!r} "
+        f"of unit {unit!r}, perhaps among others, was stepped on {_name(list(last))} alone, so the "
+        "ranks hold parts of different weights. Load a checkpoint on every rank, and step alike on "
+        "every rank: with fsdp_compose.skippable_step(model) all discard what one cannot use."
+    )
+
+
+def _list_collectives(events: Sequence[Event]) -> list[Event]:
+    """The events that are collectives; whether an optimizer had stepped is none."""
+    return [event for event in events if event[1] != STEPPED]
+
+
 def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
     """Say what the ranks did differently first.
 
     Args:
         reports: (rank, its events since the ranks last agreed), by rank.
     """
+    reports = [(rank, _list_collectives(events)) for rank, events in reports]
     lists = [events for _, events in reports]
     length = max(map(len, lists))
     same = (len({_number(events, i) for events in lists}) == 1 for i in range(length))
