@@ -44,7 +44,7 @@ from fsdp_compose.checkpoint.values import (
 )
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner, named_leaves
-from fsdp_compose.core.state import find_state
+from fsdp_compose.core.state import find_state, iter_units
 from fsdp_compose.sharded import is_sharded
 
 Kind: TypeAlias = Literal["full", "sharded", "local"]
@@ -272,8 +272,16 @@ def write(
                 f"know the names that they want, and what fits was loaded. Torch says: {error}\n"
                 "Pass strict=False to leave out what does not fit."
             ) from error
+    forget_steps(module)
     clean = name_cleaner(module)
     return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
+
+
+def forget_steps(module: nn.Module) -> None:
+    """After every rank has loaded weights: it does not matter any more which ranks had stepped."""
+    for unit in iter_units(module):
+        for log in unit.links.logs:
+            log.stepped = None
 
 
 @dataclass(frozen=True)

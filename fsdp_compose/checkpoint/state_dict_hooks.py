@@ -33,6 +33,7 @@ from fsdp_compose.checkpoint.model import (
     buffer_dtypes,
     changes_keys_on_load,
     find_unreadable,
+    forget_steps,
     is_first,
     match,
     prepare,
@@ -279,6 +280,7 @@ def before_load(
     raise_on_all(matched.problem or unreadable, groups, matched.facts, "load_state_dict")
     if matched.local is not None:
         local.write_local(module, matched.local)
+    forget_steps(module)
     clean = name_cleaner(module)
     for key in given:
         if clean(key) not in matched.unexpected:

@@ -21,6 +21,7 @@ from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
 from fsdp_compose.core.guards.waiting_gradients import drop_waiting_gradients
+from fsdp_compose.core.guards.weight_versions import forget_outdated
 from fsdp_compose.core.reducing import Arrival, accumulate, finish_reduce, land
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
@@ -29,8 +30,7 @@ from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 def begin_forward_pass(engine: Engine) -> None:
     """Begin an outermost forward: clear what a failed step left, then count the pass."""
     clear_failed_step(engine)
-    if engine.retained:
-        drop_unread(engine)
+    drop_unread(engine)
     engine.pass_id += 1
 
 
@@ -105,8 +105,7 @@ def end_task(engine: Engine, task_id: int) -> None:
             close_backward(unit, ended=True)
     for unit, reader in task.consumed:
         unit.graphs.readers.discard(reader)
-    if engine.retained:
-        drop_unread(engine)
+    drop_unread(engine)
     if not engine.tasks:
         if len(engine.logs) > len(engine.reached):
             reach_frozen(engine)
@@ -174,7 +173,8 @@ def consume(unit: Unit, reader: Any) -> None:
 
 def drop_unread(engine: Engine) -> None:
     """Release units whose graphs over backward were run, or were deleted."""
-    for unit in list(engine.retained):
+    for unit in list(engine.retained) if engine.retained else ():
+        forget_outdated(unit)
         if not unit.graphs.readers:
             engine.retained.discard(unit)
             engine.schedule.drop(unit, Hold.RETAINED)

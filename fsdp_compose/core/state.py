@@ -29,8 +29,9 @@ from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
 from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.buckets.gather import channels_of
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
-from fsdp_compose.core.guards.collective_log import REDUCE, Log, code_of, log_key
+from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
 from fsdp_compose.core.guards.copied_units import copy_unit
+from fsdp_compose.core.guards.rank_differences import REDUCE
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
 from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
 from fsdp_compose.sharded import STATE_KEY

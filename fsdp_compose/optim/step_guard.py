@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -15,11 +16,13 @@ from torch.optim.optimizer import (
 from fsdp_compose.base.attributes import get_grad, requires_grad
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.entries import entry_of, find_entry
+from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
+from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_stepped, is_open
@@ -71,11 +74,42 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     unhook_slice_step(optimizer)
+    _note_step(optimizer)
     for engine in here.engines.values():
         for unit in engine.units:
             for bucket in unit.buckets:
                 bucket.arriving.sums.steps = 0
     end_rests(_shown_entries())
+
+
+def _note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have the ranks that share its parameters compare, when a step ends, that all have stepped.
+
+    Ranks may have given optimizers the parameters that they hold a part of, so whether one has
+    stepped is compared, and not how many.
+    """
+    logs = (log for engine in here.engines.values() for log in engine.logs.values())
+    unknown: dict[object, Log] = {log: log for log in logs if log.stepped is None}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    with raw():
+        for param in params if unknown else ():
+            bucket = _find_bucket(param)
+            log = None if bucket is None else unknown.get(bucket.users.caller)
+            if bucket is not None and log is not None and get_grad(param) is not None:
+                spec = (entry_of(param) or bucket.entries[0]).spec
+                log.stepped = spec.unit, spec.fqn
+                del unknown[log]
+                if not unknown:
+                    return
+
+
+def _find_bucket(param: nn.Parameter) -> Bucket | None:
+    """The bucket that holds a parameter, or that a plain one of an optimizer's lies over."""
+    source = source_of(param)
+    if source is not None:
+        return source.bucket()
+    entry = entry_of(param) if is_sharded_parameter(param) else None
+    return None if entry is None or entry.owner is None else entry.owner()
 
 
 def _shown_entries() -> list[Entry]:

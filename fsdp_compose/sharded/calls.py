@@ -85,8 +85,8 @@ def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
     """A plain operand, cut as ``spec`` says."""
     if not isinstance(value, Tensor) or is_sharded(value):
         return value
-    if value.requires_grad and torch.is_grad_enabled():
-        refuse(func, spec, "the other operand requires grad")
+    if value.requires_grad and torch.is_grad_enabled() and func not in ops.COMPARING:
+        refuse(func, spec, _DIFFERENTIATED)
     if value.ndim == 0:
         return value
     if is_opaque(value):
@@ -95,6 +95,12 @@ def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
     if value.ndim > len(spec.seen) or any(n not in (1, m) for n, m in pairs):
         refuse(func, spec, f"the other has shape {tuple(value.shape)}")
     return value.reshape(1) if value.numel() == 1 else own_slice(value, spec)
+
+
+_DIFFERENTIATED = (
+    "the other operand requires grad (where no gradient is wanted, detach() it or compute under "
+    "torch.no_grad())"
+)
 
 
 def _mismatch(other: ShardSpec) -> str:

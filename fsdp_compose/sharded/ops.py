@@ -83,6 +83,16 @@ ELEMENTWISE = (
 )
 """Functions whose element k depends on the element k of each operand and on nothing else."""
 
+COMPARING = functions(
+    """
+    __eq__ __ge__ __gt__ __le__ __lt__ __ne__ eq ge greater greater_equal gt isclose le less
+    less_equal logical_and logical_or logical_xor lt ne not_equal
+    """,
+    torch,
+    torch.Tensor,
+)
+"""Elementwise functions of several operands that have no derivative by any of them."""
+
 CASTS = functions(
     "bfloat16 bool byte cdouble cfloat chalf char cpu cuda double float half int long "
     "pin_memory short to type type_as xpu",

@@ -21,7 +21,8 @@ from fsdp_compose import (
 from fsdp_compose.base.process import Process, here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import collective_log
-from fsdp_compose.core.guards.collective_log import TRIAL_PASSES, explain
+from fsdp_compose.core.guards.collective_log import TRIAL_PASSES
+from fsdp_compose.core.guards.rank_differences import explain
 
 from harness import fake_world, rank_errors, run_ranks, simulate_ranks, single_process
 from models import (

@@ -99,3 +99,24 @@ def test_a_graph_that_reads_no_weight_is_no_reader() -> None:
     assert unused is None
     model(*inputs).sum().backward()
     assert_at_rest(model)
+
+
+def test_a_dropped_graph_and_a_step_release_units() -> None:
+    """The next forward of any kind does; a graph that somebody keeps still reads its weights."""
+
+    def run(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        params = list(twin.model.parameters())
+        loss = twin.model(data(0, rank)).square().sum()
+        grads = torch.autograd.grad(loss, params, create_graph=True)
+        with torch.no_grad():
+            for param in params:
+                param.mul_(2)
+            twin.model(data(1, rank))
+        assert any(unit.holds for unit in units(twin.model))
+        del loss, grads
+        with torch.no_grad():
+            twin.model(data(1, rank))
+        assert_at_rest(twin.model)
+
+    run_ranks(run, 2)

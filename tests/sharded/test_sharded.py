@@ -304,6 +304,45 @@ def test_scalars_comparisons_and_dot(ranks: int) -> None:
     on_ranks(body, ranks)
 
 
+COMPARING = (
+    "eq ge greater greater_equal gt isclose le less less_equal logical_and logical_or logical_xor "
+    "lt ne not_equal"
+).split()
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_comparing_needs_no_gradient(name: str) -> None:
+    """With what was computed in grad mode too; what is differentiated says how to go without."""
+
+    def body(group: Group) -> None:
+        (p,), w = shard([torch.arange(5.0) - 2], group), nn.Parameter(torch.arange(5.0) - 2)
+        compare = getattr(torch, name)
+        for found, wanted in (
+            (compare(p, p.mean()), compare(w, w.mean())),
+            (getattr(p, name)(p.abs().max()), compare(w, w.max())),
+            (compare(w, p), compare(w, w)),
+        ):
+            assert found.full_tensor().tolist() == wanted.tolist() and not found.requires_grad
+        with pytest.raises(
+            ShardedWeightError, match=r"detach\(\) it or compute under torch.no_grad"
+        ):
+            p.mul(p.mean())
+
+    on_ranks(body, 2)
+
+
+def test_operators_compare_in_grad_mode() -> None:
+    """As the methods they stand for, with a sharded parameter on either side."""
+
+    def body(group: Group) -> None:
+        (p,), w = shard([torch.arange(5.0)], group), nn.Parameter(torch.arange(5.0))
+        pairs = [(p > p.mean(), w > 2), (p <= w.mean(), w <= 2), (w.mean() != p, w != 2)]
+        for found, wanted in [*pairs, (w >= p, w >= w), (p == w, w == w), (w < p, w < w)]:
+            assert found.full_tensor().tolist() == wanted.tolist()
+
+    on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_reductions_train(ranks: int) -> None:
     def penalty(ts: list[Any]) -> torch.Tensor:

@@ -11,6 +11,9 @@ step that mixed up its units raises before the optimizer sees its gradients. On 
 message also goes ahead of each collective in every step, and is read with it. On an accelerator the
 comparison runs beside the compute, and the host reads it at the end of the next step, when the
 result has arrived: it never waits for the step that it has just issued.
+
+Whether an optimizer has stepped since the last comparison is the last event of a step: a rank that
+left the step out has old slices of weights that are new on the others.
 """
 
 from __future__ import annotations
@@ -32,9 +35,16 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
-
-Event = tuple[int, str, str, str]
-"""(number, verb, name of the unit, purpose); two events are the same if their numbers are."""
+from fsdp_compose.core.guards.rank_differences import (
+    LATE,
+    STEPPED,
+    Event,
+    Frozen,
+    explain,
+    explain_frozen,
+    explain_stepped,
+    explain_unknown,
+)
 
 TRIAL_PASSES = 32
 """How many inference passes compare each collective, if no training step comes first."""
@@ -68,24 +78,16 @@ def is_debugging() -> bool:
     return here.is_debugging
 
 
-REDUCE = "reduce"
-WRITE = "write"
 _RUNNING = "a forward or backward of its units"
-_WRITING = (
-    "A forward may only write the same values into a parameter on every rank, and what it writes "
-    "into a sharded one would be lost. Write the parameter outside of forward, after "
-    "optimizer.step()."
-)
-_REDUCING = (
-    "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
-    "every rank, before the forward."
-)
 
 
 def code_of(*key: Any) -> int:
     """Return a number that is the same on every rank and in every run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK | 2
+
+
+_STEPPED = code_of(STEPPED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +98,6 @@ class Guess:
     here: int  # used by this rank
     anywhere: int  # assumed to be used by some rank
 
-
-Frozen = list[tuple[str, str]]
-"""(name of the unit, name of the parameter) for each parameter that a rank does not train."""
 
 Report = tuple[int, list[Event], Frozen]
 """A rank, its events since the ranks last agreed, and what it does not train."""
@@ -146,6 +145,8 @@ class Log:
     unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
     is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
+    stepped: tuple[str, str] | None = None
+    """(unit, parameter) that an optimizer has stepped since the ranks last compared, if any."""
 
     @property
     def place(self) -> tuple[int, int, Sequence[int]]:
@@ -187,18 +188,21 @@ class Log:
         if not self.events:
             return
         if is_capturing():
-            self.events, self.hash = [], 0
+            self.events, self.hash, self.stepped = [], 0, None
             self.guesses, self.doubts = [], 0
             return
         previous, self.pending = self.pending, None
         if previous is not None:
             self._check(previous)
+        if self.stepped is not None:
+            self.events.append((_STEPPED, STEPPED, *self.stepped))
+            self.hash = (self.hash * _FACTOR + _STEPPED) & _MASK
         comparison = self._compare(_END)
         if self.is_stepwise or comparison.mark is None:
             self._check(comparison)
         else:
             self.pending = comparison
-        self.events, self.hash = [], 0
+        self.events, self.hash, self.stepped = [], 0, None
         self.guesses, self.doubts = [], 0
         self.step += trained
         self.passes += not trained
@@ -257,7 +261,7 @@ class Log:
                 if missed and not wrong:
                     index = missed.bit_length() - 1
                     spec, is_used = bucket.entries[index].spec, bool(anywhere >> index & 1)
-                    wrong = _unknown(spec.fqn, spec.unit, comparison.step, is_used)
+                    wrong = explain_unknown(spec.fqn, spec.unit, comparison.step, is_used)
         if wrong:
             raise RuntimeError(wrong)
 
@@ -307,6 +311,8 @@ class Log:
             r: done[-1][3] for r, done, _ in reports if done and done[-1][1] == DISCARD
         }:
             raise StepDiscarded(discards)
+        if text := explain_stepped(step, [(rank, done) for rank, done, _ in reports]):
+            raise RuntimeError(text)
         frozen = explain_frozen(step, [(rank, names) for rank, _, names in reports])
         text = frozen or explain(step, [(rank, done) for rank, done, _ in reports])
         raise RuntimeError(f"{text} {LATE}" if late else text)
@@ -346,6 +352,7 @@ class Log:
     def start_over(self, groups: Sequence[Group]) -> None:
         """Forget the step's events; what was sent over ``groups`` for them is never read."""
         self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
+        self.stepped = None
         self.guesses, self.doubts = [], 0
         self.disagreements += 1
         for group in groups:
@@ -364,101 +371,6 @@ class StepDiscarded(RuntimeError):
             "rank waits. Run it inside `with fsdp_compose.skippable_step(model):` on every rank."
         )
         self.reasons = {rank: reason for rank, reason in told.items() if reason}
-
-
-LATE = (
-    "This was found at the end of the step: its results and gradients are mixed up, so discard "
-    "them. With fsdp_compose.set_debug(True) it is found before it happens."
-)
-
-
-def _unknown(name: str, unit: str, step: int, is_used: bool) -> str:
-    """The error for a parameter whose use changed without the other ranks knowing."""
-    found = (
-        "some rank began to use it, and the others took it for unused and did not set its gradient"
-        if is_used
-        else "no rank used it any more, and the ranks took it for used elsewhere and set zeros"
-    )
-    return (
-        f"parameter {name!r} of unit {unit!r}: in step {step} {found}. On an accelerator a rank "
-        "goes by what the ranks used when they last compared it. Discard this step, and call "
-        "fsdp_compose.set_find_unused_parameters(model) on every rank before training: ranks then "
-        "compare what they used at every reduction, for which the host waits."
-    )
-
-
-def explain_frozen(step: int, reports: Sequence[tuple[int, Frozen]]) -> str | None:
-    """Say which parameters some ranks train and others do not (D17); None where they agree.
-
-    Args:
-        reports: (rank, what it does not train), by rank.
-    """
-    everywhere = set.intersection(*(set(names) for _, names in reports))
-    differing = sorted(set().union(*(names for _, names in reports)) - everywhere)
-    if not differing:
-        return None
-    unit, name = differing[0]
-    frozen = [rank for rank, names in reports if differing[0] in names]
-    trained = [rank for rank, names in reports if differing[0] not in names]
-    more = f", and {len(differing) - 1} more parameters differ" if len(differing) > 1 else ""
-    return (
-        f"ranks disagree on what is trained in step {step}: parameter {name!r} of unit {unit!r} "
-        f"requires a gradient on {_name(trained)} and not on {_name(frozen)}{more}. Call "
-        "requires_grad_ alike on every rank, before the forward."
-    )
-
-
-def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
-    """Say what the ranks did differently first.
-
-    Args:
-        reports: (rank, its events since the ranks last agreed), by rank.
-    """
-    lists = [events for _, events in reports]
-    length = max(map(len, lists))
-    same = (len({_number(events, i) for events in lists}) == 1 for i in range(length))
-    position = next((i for i, is_same in enumerate(same) if not is_same), length)
-    kinds: dict[int, tuple[str, list[int]]] = {}
-    for rank, events in reports:
-        text = _describe(events[position]) if position < len(events) else "end{} the step"
-        kinds.setdefault(_number(events, position), (text, []))[1].append(rank)
-    texts = [text for text, _ in kinds.values()]
-    if len(set(texts)) < len(texts):
-        texts = [f"{text} of {'one model' if not i else 'another'}" for i, text in enumerate(texts)]
-    found = " where ".join(
-        _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
-        for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
-    )
-    differing = [event for events in lists for event in events[position : position + 1]]
-    if any(event[1] == WRITE for event in differing):
-        return f"ranks write different weights in step {step}: {found}. {_WRITING}"
-    ways = {event[3] for event in differing}
-    if len(ways) > 1 and {event[1:3] for event in differing} == {(REDUCE, differing[0][2])}:
-        return f"ranks reduce gradients in different ways in step {step}: {found}. {_REDUCING}"
-    return (
-        f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
-        "Every gather and reduction needs all ranks that share the parameters, so they must run "
-        "the same units in the same order: choose the branch alike on every rank, or let ranks "
-        "that skip a unit call fsdp_compose.participate(module) on it."
-    )
-
-
-def _number(events: Sequence[Event], position: int) -> int:
-    """The number of the event at ``position``; 0 where the step ended before it."""
-    return events[position][0] if position < len(events) else 0
-
-
-def _describe(event: Event) -> str:
-    """What a rank was doing; ``{}`` is the ending of the verb."""
-    _, verb, unit, purpose = event
-    return f"{verb}{{}} unit {unit!r} ({purpose})"
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def log_key(mesh: Mesh) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ hook may send what no other rank waits for.
 from __future__ import annotations
 
 from fsdp_compose.buckets.bucket import Bucket
-from fsdp_compose.core.guards.collective_log import REDUCE, code_of
+from fsdp_compose.core.guards.collective_log import code_of
+from fsdp_compose.core.guards.rank_differences import REDUCE
 from fsdp_compose.core.state import Unit
 
 

@@ -19,8 +19,9 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import Entry, alias
 from fsdp_compose.buckets.gather import versions_of
-from fsdp_compose.core.guards.collective_log import WRITE, code_of
+from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.kept_views import guard_attributes
+from fsdp_compose.core.guards.rank_differences import WRITE
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.guards.weight_versions import find_difference

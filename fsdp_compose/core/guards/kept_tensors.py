@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp_compose.base.torch_private import graph_task_id, made_at, untraced
 from fsdp_compose.core.guards.collective_log import is_debugging
+from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
 
 
@@ -73,12 +74,17 @@ def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
             return
         task = reached.engine.tasks.get(graph_task_id())
         if task is None or reached not in task.reached:
-            if KEPT not in reached.checks.warned:
+            # A backward over a backward, or one inside the unit's own, comes through saved tensors.
+            is_open = not reached.holds.isdisjoint(_OPEN)
+            if not is_open and KEPT not in reached.checks.warned:
                 reached.checks.warned.add(KEPT)
                 _logger.warning(_SLOW, reached.name)
             reached.checks.trigger(grad)
 
     return begin
+
+
+_OPEN = frozenset((Hold.RETAINED, Hold.BACKWARD))
 
 
 def _node_of(value: object) -> Any:

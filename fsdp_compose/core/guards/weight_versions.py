@@ -68,6 +68,17 @@ def read_versions(unit: Unit) -> list[tuple[int, ...]]:
     return versions
 
 
+def forget_outdated(unit: Unit) -> None:
+    """After a backward and a write: forget what forward computed with, which holds its graph."""
+    live = unit.run.live
+    if (
+        live is not None
+        and not live.pass_id
+        and live.versions != list(map(versions_of, unit.gathered))
+    ):
+        unit.run.live = None
+
+
 def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
     """Raise unless backward computed with the versions that forward ``read`` (D8)."""
     for bucket, before in zip(unit.gathered, read, strict=False):

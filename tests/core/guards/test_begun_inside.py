@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fsdp_compose import MixedPrecision, count_traffic, fully_shard
+from fsdp_compose.core.guards.kept_tensors import KEPT
 
 from harness import fake_world, simulate_ranks, single_process
-from models import WIDTH, assert_at_rest, data, seeded, units, whole
+from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, square, units, whole
 
 RELEASED = {"reshard_after_forward": True}
 
@@ -148,3 +150,70 @@ def test_a_backward_from_inputs_of_a_frozen_unit() -> None:
                 taken.pop().sum().backward()
         assert traffic.gathers == 0
         assert model[0].weight.grad is not None
+
+
+class Solved(torch.autograd.Function):
+    """A layer whose backward runs it again, and a backward over that."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, *params)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            found = torch.autograd.grad(torch.tanh(ctx.layer(x)), (x, *params), grad)
+        return None, *found
+
+
+class Solving(nn.Module):
+    """Calls a layer of its own unit through ``Solved``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Solved.apply(self.layer, self.first(x), *self.layer.parameters())
+
+
+@pytest.mark.parametrize("kind", [Tower, Solving])
+def test_graphs_over_a_backward_keep_no_tensor(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gradient penalty, or a backward inside one, enters units without outputs being reached."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(kind)
+        model = (by_block if kind is Tower else fully_shard)(model, **RELEASED)
+        for step in range(4):
+            x = data(step, rank).requires_grad_()
+            loss = square(model, x)
+            if step and kind is Tower:
+                (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                loss = grad.square().sum()
+            loss.backward()
+        assert all(KEPT not in unit.checks.warned for unit in units(model))
+
+    with caplog.at_level("WARNING", "fsdp_compose"):
+        simulate_ranks(ranks)
+    assert not caplog.records
+
+
+def test_a_tensor_in_a_list_is_said_to_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Once for the unit, where a backward begins at it, which nothing else had gathered."""
+
+    def ranks(rank: int) -> None:
+        model, cache = fully_shard(seeded(Caching), **RELEASED), list[Tensor]()
+        for step in range(3):
+            model(data(step, rank), cache)
+            cache.pop().sum().backward()
+        assert [KEPT in unit.checks.warned for unit in units(model)] == [True]
+
+    with caplog.at_level("WARNING", "fsdp_compose"):
+        simulate_ranks(ranks)
+    assert ["kept outside the attributes" in r.message for r in caplog.records] == [True] * 2

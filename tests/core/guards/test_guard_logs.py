@@ -21,15 +21,13 @@ from fsdp_compose.core.guards.collective_log import (
     DISCARD,
     DISCARDED,
     KEPT,
-    WRITE,
     Log,
     StepDiscarded,
     code_of,
-    explain,
-    explain_frozen,
     is_debugging,
     set_debug,
 )
+from fsdp_compose.core.guards.rank_differences import WRITE, explain, explain_frozen
 
 from harness import simulate_ranks
 from models import Tower, by_block, data, mesh_of_replicas, one_unit, seeded, square, units

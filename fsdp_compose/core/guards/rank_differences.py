@@ -1,0 +1,144 @@
+"""What ranks did differently, in words: units, weights, ways to reduce, steps left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Event = tuple[int, str, str, str]
+"""(number, verb, name of the unit, purpose); two events are the same if their numbers are."""
+
+Frozen = list[tuple[str, str]]
+"""(name of the unit, name of the parameter) for each parameter that a rank does not train."""
+
+REDUCE = "reduce"
+STEPPED = "stepped"
+WRITE = "write"
+_WRITING = (
+    "A forward may only write the same values into a parameter on every rank, and what it writes "
+    "into a sharded one would be lost. Write the parameter outside of forward, after "
+    "optimizer.step()."
+)
+_REDUCING = (
+    "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
+    "every rank, before the forward."
+)
+
+LATE = (
+    "This was found at the end of the step: its results and gradients are mixed up, so discard "
+    "them. With fsdp_compose.set_debug(True) it is found before it happens."
+)
+
+
+def explain_unknown(name: str, unit: str, step: int, is_used: bool) -> str:
+    """The error for a parameter whose use changed without the other ranks knowing."""
+    found = (
+        "some rank began to use it, and the others took it for unused and did not set its gradient"
+        if is_used
+        else "no rank used it any more, and the ranks took it for used elsewhere and set zeros"
+    )
+    return (
+        f"parameter {name!r} of unit {unit!r}: in step {step} {found}. On an accelerator a rank "
+        "goes by what the ranks used when they last compared it. Discard this step, and call "
+        "fsdp_compose.set_find_unused_parameters(model) on every rank before training: ranks then "
+        "compare what they used at every reduction, for which the host waits."
+    )
+
+
+def explain_frozen(step: int, reports: Sequence[tuple[int, Frozen]]) -> str | None:
+    """Say which parameters some ranks train and others do not (D17); None where they agree.
+
+    Args:
+        reports: (rank, what it does not train), by rank.
+    """
+    everywhere = set.intersection(*(set(names) for _, names in reports))
+    differing = sorted(set().union(*(names for _, names in reports)) - everywhere)
+    if not differing:
+        return None
+    unit, name = differing[0]
+    frozen = [rank for rank, names in reports if differing[0] in names]
+    trained = [rank for rank, names in reports if differing[0] not in names]
+    more = f", and {len(differing) - 1} more parameters differ" if len(differing) > 1 else ""
+    return (
+        f"ranks disagree on what is trained in step {step}: parameter {name!r} of unit {unit!r} "
+        f"requires a gradient on {_name(trained)} and not on {_name(frozen)}{more}. Call "
+        "requires_grad_ alike on every rank, before the forward."
+    )
+
+
+def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str | None:
+    """Say which ranks left an optimizer's step out; None unless that is all that differs.
+
+    Args:
+        reports: (rank, its events since the ranks last agreed), by rank.
+    """
+    last = {rank: events[-1] for rank, events in reports if events and events[-1][1] == STEPPED}
+    without = [rank for rank, _ in reports if rank not in last]
+    rest = {tuple(number for number, *_ in _list_collectives(events)) for _, events in reports}
+    if not last or not without or len(rest) > 1:
+        return None
+    _, _, unit, name = next(iter(last.values()))
+    return (
+        f"optimizer.step() was left out on {_name(without)} before step {step}: parameter {name!r} "
+        f"of unit {unit!r}, perhaps among others, was stepped on {_name(list(last))} alone, so the "
+        "ranks hold parts of different weights. Load a checkpoint on every rank, and step alike on "
+        "every rank: with fsdp_compose.skippable_step(model) all discard what one cannot use."
+    )
+
+
+def _list_collectives(events: Sequence[Event]) -> list[Event]:
+    """The events that are collectives; whether an optimizer had stepped is none."""
+    return [event for event in events if event[1] != STEPPED]
+
+
+def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
+    """Say what the ranks did differently first.
+
+    Args:
+        reports: (rank, its events since the ranks last agreed), by rank.
+    """
+    reports = [(rank, _list_collectives(events)) for rank, events in reports]
+    lists = [events for _, events in reports]
+    length = max(map(len, lists))
+    same = (len({_number(events, i) for events in lists}) == 1 for i in range(length))
+    position = next((i for i, is_same in enumerate(same) if not is_same), length)
+    kinds: dict[int, tuple[str, list[int]]] = {}
+    for rank, events in reports:
+        text = _describe(events[position]) if position < len(events) else "end{} the step"
+        kinds.setdefault(_number(events, position), (text, []))[1].append(rank)
+    texts = [text for text, _ in kinds.values()]
+    if len(set(texts)) < len(texts):
+        texts = [f"{text} of {'one model' if not i else 'another'}" for i, text in enumerate(texts)]
+    found = " where ".join(
+        _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
+        for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
+    )
+    differing = [event for events in lists for event in events[position : position + 1]]
+    if any(event[1] == WRITE for event in differing):
+        return f"ranks write different weights in step {step}: {found}. {_WRITING}"
+    ways = {event[3] for event in differing}
+    if len(ways) > 1 and {event[1:3] for event in differing} == {(REDUCE, differing[0][2])}:
+        return f"ranks reduce gradients in different ways in step {step}: {found}. {_REDUCING}"
+    return (
+        f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
+        "Every gather and reduction needs all ranks that share the parameters, so they must run "
+        "the same units in the same order: choose the branch alike on every rank, or let ranks "
+        "that skip a unit call fsdp_compose.participate(module) on it."
+    )
+
+
+def _number(events: Sequence[Event], position: int) -> int:
+    """The number of the event at ``position``; 0 where the step ended before it."""
+    return events[position][0] if position < len(events) else 0
+
+
+def _describe(event: Event) -> str:
+    """What a rank was doing; ``{}`` is the ending of the verb."""
+    _, verb, unit, purpose = event
+    return f"{verb}{{}} unit {unit!r} ({purpose})"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

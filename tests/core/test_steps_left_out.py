@@ -1,0 +1,165 @@
+"""An optimizer's step that some ranks leave out is found when the next step ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compose as fc
+from fsdp_compose import ShardingStrategy
+from fsdp_compose.base.process import here
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards import collective_log
+from fsdp_compose.core.guards.rank_differences import STEPPED, explain, explain_stepped
+from fsdp_compose.sharded import to_local
+
+from harness import run_ranks, simulate_ranks
+from models import Tower, by_block, data, seeded, sgd, square, whole
+
+FOUND = r"optimizer.step\(\) was left out on rank 1 before step 3: parameter 'first.weight' of unit"
+ONE, TWO = (5, "gather", "a", "forward"), (6, "reduce", "b", "backward")
+DONE = (7, STEPPED, "a", "w")
+
+
+def train(model: nn.Module, optims: list[Any], rank: int, seed: int, steps: bool = True) -> None:
+    for optim in optims:
+        optim.zero_grad()
+    square(model, data(seed, rank)).backward()
+    for optim in optims if steps else ():
+        optim.step()
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize(
+    "take",
+    [nn.Module.parameters, fc.flat_parameters, fc.local_parameters],
+    ids=lambda f: f.__name__,
+)
+def test_a_step_left_out_raises_on_every_rank(
+    strategy: ShardingStrategy, take: Callable[[nn.Module], Any]
+) -> None:
+    """With the parameter, and the ranks; weights loaded on all then train as before."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), strategy=strategy)
+        optims = [sgd(take(model))]
+        first = {name: p.detach().clone() for name, p in model.named_parameters()}
+        train(model, optims, rank, 0)
+        train(model, optims, rank, 1, steps=rank != 1)
+        with pytest.raises(RuntimeError, match=FOUND):
+            train(model, optims, rank, 2)
+        model.load_state_dict(first)
+        for seed in range(3):
+            train(model, optims, rank, seed)
+
+    simulate_ranks(ranks, 3 if strategy is ShardingStrategy.FULL_SHARD else 2)
+
+
+def test_a_step_left_out_is_found_over_processes() -> None:
+    """Also in inference, whose weights would be those of two steps."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optims = [sgd(model.parameters())]
+        train(model, optims, rank, 0)
+        train(model, optims, rank, 1, steps=rank != 1)
+        with torch.no_grad(), pytest.raises(RuntimeError, match=FOUND):
+            model(data(2, rank))
+
+    run_ranks(ranks)
+
+
+def test_on_a_device_it_is_found_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host does not wait for the comparison of the step that it has just issued."""
+    compare = collective_log.Log._compare
+
+    class Mark:
+        def synchronize(self) -> None:
+            pass
+
+    def later(log: collective_log.Log, code: int) -> Any:
+        comparison = compare(log, code)
+        comparison.mark = Mark()
+        return comparison
+
+    monkeypatch.setattr(collective_log.Log, "_compare", later)
+    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optims = [sgd(model.parameters())]
+        for seed in range(2):
+            train(model, optims, rank, seed, steps=rank == 0 or seed == 0)
+        train(model, optims, rank, 2)
+        with pytest.raises(RuntimeError, match=FOUND):
+            train(model, optims, rank, 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_ranks(ranks)
+
+
+def test_ranks_may_step_what_they_hold_a_part_of() -> None:
+    """By other optimizers, as many as a rank likes, or by one that only some ranks need."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), granularity="tensor")
+        mine = [p for p in model.parameters() if to_local(p).numel()]
+        optims = [sgd(mine)] if rank else [sgd([param]) for param in mine]
+        for seed in range(3):
+            train(model, optims, rank, seed)
+        assert len(mine) < len(list(model.parameters()))
+
+    simulate_ranks(ranks)
+
+
+def test_weights_that_all_ranks_load_are_whole() -> None:
+    """Whatever ranks had stepped before: there is no error, and training goes on as on one rank."""
+
+    def ranks(rank: int) -> torch.Tensor:
+        model = by_block(seeded(Tower))
+        optims, state = [sgd(model.parameters())], fc.state_dict(model)
+        train(model, optims, rank, 0, steps=rank != 1)
+        for load in (
+            lambda: model.load_state_dict(state),
+            lambda: fc.load_state_dict(model, state),
+        ):
+            assert any(log.stepped for log in here.engines[torch.device("cpu")].logs.values()) == (
+                rank == 0
+            )
+            load()
+            train(model, [sgd(model.parameters())], rank, 1, steps=rank != 1)
+        fc.load_state_dict(model, state)
+        train(model, [sgd(model.parameters())], rank, 1)
+        train(model, [], rank, 2)
+        return whole(model.first.weight)
+
+    def right(rank: int) -> torch.Tensor:
+        model = by_block(seeded(Tower))
+        train(model, [sgd(model.parameters())], rank, 1)
+        return whole(model.first.weight)
+
+    assert torch.equal(simulate_ranks(ranks)[0], simulate_ranks(right)[0])
+
+
+def test_only_steps_that_differ_are_explained() -> None:
+    """Ranks that ran other units besides are told of those, and not of a collective more."""
+    text = explain_stepped(3, [(0, [ONE, DONE]), (4, [ONE]), (5, [ONE, DONE])])
+    assert text is not None and text.startswith(
+        "optimizer.step() was left out on rank 4 before step 3: parameter 'w' of unit 'a', perhaps "
+        "among others, was stepped on ranks 0 and 5 alone"
+    )
+    for reports in (
+        [(0, [ONE, DONE]), (1, [ONE, DONE])],
+        [(0, [ONE, DONE]), (1, [TWO])],
+        [(0, [ONE, DONE]), (1, [])],
+        [(0, [ONE]), (1, [TWO])],
+    ):
+        assert explain_stepped(3, reports) is None
+    text = explain(3, [(0, [ONE, DONE]), (1, [ONE, TWO]), (2, [ONE])])
+    assert "as collective 2 of it, ranks 0 and 2 end the step where rank 1 reduces unit" in text
