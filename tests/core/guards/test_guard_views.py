@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
 from fsdp_compose import (
@@ -326,3 +327,12 @@ def test_views_are_guarded_before_the_pass_ends() -> None:
 
     for text in rank_errors(ranks, 2):
         assert text is not None and "is a view of parameter 'inner.weight'" in text
+
+
+def test_counting_users_saves_no_tensor() -> None:
+    """The first count may be inside a checkpoint, which compares what was saved."""
+    packed: list[Tensor] = []
+    kept_views._beside.cache_clear()
+    with saved_tensors_hooks(packed.append, lambda tensor: tensor):
+        kept_views.count_beside(torch.ones(1))
+    assert kept_views._beside.cache_info().currsize == 1 and not packed
