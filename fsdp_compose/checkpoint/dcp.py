@@ -24,7 +24,11 @@ from fsdp_compose.base.arguments import check_module, check_path, check_timeout
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
-from fsdp_compose.checkpoint.contents import Contents, contents_of, require_released
+from fsdp_compose.checkpoint.contents import (
+    Contents,
+    contents_to_load,
+    require_released,
+)
 from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import state_dict, write
@@ -312,7 +316,7 @@ def _load(
     stages.agree(call if groups_of(module) else "")
     with SharedErrors(group):
         verify(root, metadata, slice(group.rank, None, group.size), verify_files)
-    contents = contents_of(module)
+    contents = contents_to_load(module)
     with SharedErrors(group):
         source = Source(root, metadata)
         staged, unknown = _request_model(source, contents, strict, stages)

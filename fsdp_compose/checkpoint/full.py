@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 from fsdp_compose.base.arguments import check_module, check_path, check_timeout
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.contents import contents_of, require_released, visit_full
+from fsdp_compose.checkpoint.contents import (
+    contents_of,
+    contents_to_load,
+    require_released,
+    visit_full,
+)
 from fsdp_compose.checkpoint.files import Sum, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
@@ -304,7 +309,7 @@ def _load(
             found.check_sums(slice(group.rank, None, group.size))
         call = describe_call("load_full", content=f"{found.digest():08x}", strict=strict)
     stages.agree(call if groups_of(module) else "")
-    contents = contents_of(module)
+    contents = contents_to_load(module)
     with SharedErrors(group):
         stored = {clean_name(name): tensor for name, tensor in found.tensors.items()}
         outlines = {

@@ -62,6 +62,31 @@ def test_strict_holds_beside_load_hooks(tmp_path: Path, name: str, saved_new: bo
         simulate_ranks(run, world)
 
 
+def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state[prefix + "shift"] = state.pop(prefix + "bias").clone()
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_names_that_a_saving_hook_made_are_no_places(tmp_path: Path, name: str) -> None:
+    """What a module's hooks call its values when it saves is not what it loads, as in torch."""
+    plain = nn.Linear(4, 4)
+    plain._register_state_dict_hook(rename)
+    save_both(tmp_path, plain)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*bias.*Unexpected.*shift"):
+        plain.load_state_dict(plain.state_dict())
+
+    def run(rank: int) -> None:
+        model = nn.Linear(4, 4)
+        model._register_state_dict_hook(rename)
+        fc.fully_shard(model)
+        with pytest.raises(RuntimeError, match=r"missing keys: 'bias'"):
+            LOADS[name](tmp_path, model)
+        LOADS[name](tmp_path, model, strict=False)
+        assert torch.equal(model.weight.full_tensor(), plain.weight)
+
+    simulate_ranks(run)
+
+
 def save_models(folder: Path, *seeds: int) -> None:
     for seed in seeds:
         model = net(seed)
