@@ -529,7 +529,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         check_other_layout, 2,
     ),
     "uncut state not compared": (
-        lambda: setattr(optim_agree, "_facts_of", lambda result, parts: {}), check_uncut_state, 2,
+        lambda: setattr(optim_agree, "_facts_of", lambda *given: {}), check_uncut_state, 2,
     ),
     "gathered over what is read": (
         lambda: replace("_user_of", lambda of: lambda place, unit: None), check_turns, 2,

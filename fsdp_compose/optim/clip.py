@@ -123,13 +123,13 @@ def clip_grad_norm_(
         (2.449, 1.0)
     """
     check_flag("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
-    check_number("clip_grad_norm_", "max_norm", max_norm, "a number")
     _check_arguments("clip_grad_norm_", norm_type, expert_mesh)
     params = list_parameters(module_or_params, "clip_grad_norm_")
     grads = collect_gradients(params, "clip_grad_norm_", joins=norm_type > 0)
     experts = _experts_of(grads, expert_mesh)
     norm = _Norm(float(norm_type), describe_clipping(max_norm, error_if_nonfinite))
     total = _compute_norm(grads, norm, experts)
+    check_number("clip_grad_norm_", "max_norm", max_norm, "a number")  # ranks have compared it
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "

@@ -193,9 +193,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if bucket is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds plain parameters of a module that is no longer "
-                "sharded (undo was called, or it was deleted), or copies of plain parameters "
-                "(copy.deepcopy), so its step would train nothing; build an optimizer over "
-                "module.parameters(), or over the plain parameters of the copied module."
+                "sharded (undo was called, refresh took them out, or it was deleted), or copies of "
+                "plain parameters (copy.deepcopy), so its step would train nothing; build an "
+                "optimizer over module.parameters(), or over plain parameters of the copied module."
             )
         if bucket.residence.moved:
             raise RuntimeError(

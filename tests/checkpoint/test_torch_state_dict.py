@@ -154,13 +154,13 @@ def test_what_the_getters_would_miss_is_refused() -> None:
 
     def body(rank: int) -> None:
         chosen = api.StateDictOptions(**FULL)
-        model = by_block(seeded(Tower))
-        matrices = [p for p in model.parameters() if p.ndim == 2]
-        for optim in (
-            fc.owner_step(matrices, lambda groups: torch.optim.SGD(groups, 0.1, momentum=0.9)),
-            torch.optim.Adam(fc.local_parameters(model)),
-            torch.optim.Adam(fc.flat_parameters(model)),
+        for make in (
+            lambda m: fc.owner_step([p for p in m.parameters() if p.ndim == 2], torch.optim.SGD),
+            lambda m: torch.optim.Adam(fc.local_parameters(m)),
+            lambda m: torch.optim.Adam(fc.flat_parameters(m)),
         ):
+            model = by_block(seeded(Tower))
+            optim = make(model)
             with pytest.raises(RuntimeError, match=r"fsdp_compose.optim_state_dict\(module"):
                 api.get_optimizer_state_dict(model, optim, options=chosen)
         params = list(model.parameters())[:: 1 if rank else -1]

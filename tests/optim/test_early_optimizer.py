@@ -65,7 +65,7 @@ def test_state_that_was_stepped_is_not_cut() -> None:
         optim.zero_grad()
         fc.fully_shard(model, init="broadcast")
         model(torch.ones(2, 3)).sum().backward()
-        with pytest.raises(RuntimeError, match="optimizer made before fully_shard"):
+        with pytest.raises(RuntimeError, match="optimizer's state stays whole through fully_shard"):
             optim.step()
 
     simulate_ranks(body, 2)

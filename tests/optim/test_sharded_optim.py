@@ -236,7 +236,7 @@ def test_state_made_before_sharding_is_refused() -> None:
             optimizer = make(params)
             for p, w in zip(params, tensors(0)):
                 optimizer.state[p] = {
-                    "step": torch.zeros(()),
+                    "step": torch.ones(()),
                     "exp_avg": torch.zeros_like(w),
                     "exp_avg_sq": torch.zeros_like(w),
                     "max_exp_avg_sq": torch.zeros_like(w),

@@ -139,12 +139,6 @@ class _Whole(_Base):
             _refuse_node(self)
         return call_raw(_plain.expand_as, (), (self, other))
 
-    def full_tensor(self) -> torch.Tensor:
-        """As outside the scope, a detached copy of the whole; there is nothing to gather."""
-        spec = find_entry(self).spec
-        part = part_of(call_raw(_plain.detach, (), (self,))).clone()
-        return spec.parallel.assemble(part) if spec.parallel and spec.reads_whole else part
-
     def retain_grad(self) -> None:
         """Do nothing, as on any leaf, whose gradient is kept anyway."""
 
@@ -214,8 +208,14 @@ def _ask(
 class WholeParameter(_Whole, nn.Parameter):  # type: ignore[override]
     """A parameter that holds its full tensor, in a scope."""
 
+    def full_tensor(self) -> torch.Tensor:
+        """As outside the scope, a detached copy of the whole; there is nothing to gather."""
+        spec = find_entry(self).spec
+        part = part_of(call_raw(_plain.detach, (), (self,))).clone()
+        return spec.parallel.assemble(part) if spec.parallel and spec.reads_whole else part
 
-class WholeDTensor(_Whole, DTensor):  # type: ignore[override, misc]
+
+class WholeDTensor(_Whole, DTensor):  # type: ignore[override]
     """As ``WholeParameter``, of a parameter that tensor parallelism split."""
 
     __slots__ = ()
