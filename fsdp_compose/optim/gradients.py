@@ -106,7 +106,6 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
     else:
         shown = params
         check_clipped(shown)
-    settle_gradients()
     if set(map(type, shown)) == {ShardedParameter}:
         sharded, others = shown, []
     else:
@@ -116,7 +115,12 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
     found, left = join_buckets(sharded) if joins else ([], sharded)
-    _check_reduced([*[gradient.param for gradient in found], *left], caller)
+    firsts = [*[gradient.param for gradient in found], *left]
+    if any(map(_get_shared, map(_get_residence, firsts))):
+        settle_gradients()
+        found, left = join_buckets(sharded) if joins else ([], sharded)
+        firsts = [*[gradient.param for gradient in found], *left]
+    _check_reduced(firsts, caller)
     return found + _take_one_by_one(params, [*left, *others])
 
 
@@ -197,6 +201,7 @@ def describe(spec: ShardSpec) -> str:
 
 
 _get_residence = attrgetter("_shard_spec.residence")
+_get_shared = attrgetter("is_shared")
 
 
 def _check_reduced(params: Sequence[Any], caller: str) -> None:

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import is_, methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -90,6 +92,7 @@ class Mirror:
         self.plain: dict[Entry | None, weakref.ref[nn.Parameter]] = {}  # None: the flat one
         self.noted_plain: dict[Entry | None, Note] = {}
         self.noted: dict[Entry, Note] = {}
+        self.notes: list[Callable[[], Grad]] = []  # the same, by entry
 
     def make(self, entry: Entry | None) -> nn.Parameter:
         """The plain parameter over an entry's slice, or over the whole shard."""
@@ -141,9 +144,10 @@ class Mirror:
         bucket = self.bucket()
         if bucket is None or not self.plain:
             return
-        with raw(), torch.no_grad():
+        with raw():
             if not converted and self._agree(bucket):
                 return
+        with raw(), torch.no_grad():
             alive = [
                 (entry, plain) for entry, ref in self.plain.items() if (plain := ref()) is not None
             ]
@@ -157,6 +161,7 @@ class Mirror:
                 self._fetch(bucket, entry, plain, flat)
                 self.noted_plain[entry] = _note(plain.grad)
             self.noted = {entry: _note(get_grad(entry.param)) for entry in bucket.entries}
+            self.notes = [note or _nothing for note in self.noted.values()]
 
     def _agree(self, bucket: Bucket) -> bool:
         """Whether no gradient is another than when both sides agreed."""
@@ -166,8 +171,10 @@ class Mirror:
                 return False
             if not _is_noted(plain.grad, self.noted_plain[entry]):
                 return False
-        grads, notes = map(get_grad, bucket.views.params), map(self.noted.get, bucket.entries)
-        return all(map(_is_noted, grads, notes))
+        grads = list(map(get_grad, bucket.views.params))
+        if sum(map(is_, grads, repeat(None))) != sum(map(is_, self.notes, repeat(_nothing))):
+            return False
+        return all(map(is_, grads, map(_read, self.notes)))
 
     def _send(self, entry: Entry, grad: Grad, converted: bool) -> None:
         """Give a sharded parameter what was changed, unless it was given something else since."""
@@ -258,6 +265,9 @@ def _bury(mirror: weakref.ref[Mirror], entry: Entry | None, _: Any) -> None:
 
 def _note(grad: Grad) -> Note:
     return None if grad is None else weakref.ref(grad)
+
+
+_read = methodcaller("__call__")
 
 
 def _is_noted(grad: Grad, note: Note) -> bool:
