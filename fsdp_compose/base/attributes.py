@@ -16,3 +16,9 @@ get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _plain.grad.__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _plain.grad.__set__
 requires_grad: Callable[[torch.Tensor], bool] = _plain.requires_grad.__get__
 set_requires_grad: Callable[[torch.Tensor, bool], None] = _plain.requires_grad.__set__
+
+ABOUT_SHAPES: frozenset[Callable[..., Any]] = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in "device dtype grad_fn is_leaf ndim requires_grad shape".split()
+) | {torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
+"""Functions of torch's that read no element of a tensor, as ``__torch_function__`` sees them."""

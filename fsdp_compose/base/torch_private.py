@@ -15,7 +15,6 @@ from importlib import import_module
 from inspect import signature
 from operator import attrgetter, methodcaller
 from threading import Thread
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -254,9 +253,14 @@ def replace_forward_hooks(module: torch.nn.Module, replaced: Mapping[Any, Any]) 
             table[key] = replaced.get(hook, hook)
 
 
+def leaf_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """A tensor's tables of gradient and post-accumulate hooks; None where it never had one."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
 def take_leaf_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:
-    """A leaf's tables of gradient and post-accumulate hooks; autograd keeps reading the latter."""
-    gradient, post = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    """A leaf's tables of both kinds; autograd keeps reading the latter."""
+    gradient, post = leaf_hooks(parameter)
     parameter._backward_hooks = None
     return gradient, post
 
@@ -381,24 +385,6 @@ def child_slots(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 
 swap_contents: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 """Exchange what two tensor objects hold; attributes, hooks and references stay with the objects."""
-
-
-def is_asked_for_node() -> bool:
-    """Whether the caller's caller is ``get_gradient_edge`` or the like, looking for a node."""
-    return sys._getframe(2).f_code.co_name == "_get_grad_fn_or_grad_acc"
-
-
-def clipped_parameters() -> Sequence[torch.Tensor] | None:
-    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it called what is handled now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("fsdp_compose."):
-        frame = frame.f_back
-    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-        params: Any = frame.f_locals.get("parameters")
-        if isinstance(params, list | tuple):
-            return params
-        frame = frame.f_back
-    return None
 
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass

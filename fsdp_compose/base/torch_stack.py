@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -153,3 +153,21 @@ def is_scaled_by_torch() -> bool:
 
 
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
+
+
+def is_asked_for_node() -> bool:
+    """Whether the caller's caller is ``get_gradient_edge`` or the like, looking for a node."""
+    return sys._getframe(2).f_code.co_name == "_get_grad_fn_or_grad_acc"
+
+
+def clipped_parameters() -> Sequence[torch.Tensor] | None:
+    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it called what is handled now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("fsdp_compose."):
+        frame = frame.f_back
+    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        params: Any = frame.f_locals.get("parameters")
+        if isinstance(params, list | tuple):
+            return params
+        frame = frame.f_back
+    return None

@@ -294,7 +294,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
         read = as_read(unit, unit.links.aliases)
         _copy_all_attributes(unit, read)
         if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
-            unit.run.live = Live(read, unit.engine.pass_id, ())
+            unit.run.live = Live(read, unit.engine.pass_id, (), read_versions(unit))
         return read
     versions = read_versions(unit)
     tensors = _gather(weakref.ref(unit), trained, versions, unit.links.anchor)

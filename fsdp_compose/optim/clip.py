@@ -23,8 +23,8 @@ from fsdp_compose.base.arguments import check_flag, check_kind, check_number
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
-from fsdp_compose.base.torch_private import clipped_parameters, raw
-from fsdp_compose.base.torch_stack import clipping_under_way
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.base.torch_stack import clipped_parameters, clipping_under_way
 from fsdp_compose.base.wording import describe_clipping
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
@@ -323,14 +323,14 @@ def _combine_local(norms: torch.Tensor, order: float) -> torch.Tensor:
 
 def _describe_norm(grads: list[Gradient], norm: _Norm) -> str:
     """What ranks that combine norms compare; only where they are counted does the order matter."""
-    return _describe_norm_of(tuple([tuple(grad.names) for grad in grads]), norm)
+    shown = _join_names(tuple([tuple(grad.names) for grad in grads]), norm.order == 0)
+    return f"take the norm of order {norm.order:g}{norm.use} of the gradients of {shown}"
 
 
 @lru_cache(maxsize=16)
-def _describe_norm_of(gradients: tuple[tuple[str, ...], ...], norm: _Norm) -> str:
+def _join_names(gradients: tuple[tuple[str, ...], ...], in_order: bool) -> str:
     names = chain.from_iterable(gradients)
-    shown = ", ".join(names if norm.order == 0 else sorted(names))
-    return f"take the norm of order {norm.order:g}{norm.use} of the gradients of {shown}"
+    return ", ".join(names if in_order else sorted(names))
 
 
 def _combine_over_groups(

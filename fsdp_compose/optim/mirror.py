@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from operator import is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import raw
+from fsdp_compose.base.torch_private import leaf_hooks, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import mark_entry, refusal_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -79,6 +79,16 @@ def source_of(param: torch.Tensor) -> Source | None:
     return param.__dict__.get(_SOURCE_KEY)
 
 
+def buckets_under(params: Iterable[torch.Tensor]) -> list[Callable[[], Bucket | None]]:
+    """What gives the buckets that plain parameters among ``params`` are over; None for one gone."""
+    sources = map(dict.get, map(_get_attributes, params), repeat(_SOURCE_KEY))
+    return list(dict.fromkeys(map(_get_bucket, filter(None, sources))))
+
+
+_get_attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
+_get_bucket = attrgetter("bucket")
+
+
 class Mirror:
     """The plain parameters over one bucket; they belong to whoever asked for them.
 
@@ -88,11 +98,13 @@ class Mirror:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = weakref.ref(bucket)
+        hash(self.bucket)  # it remembers this, and has none any more when the bucket is gone
         unit_of(bucket).engine.mirrors.add(self)
         self.plain: dict[Entry | None, weakref.ref[nn.Parameter]] = {}  # None: the flat one
         self.noted_plain: dict[Entry | None, Note] = {}
         self.noted: dict[Entry, Note] = {}
-        self.notes: list[Callable[[], Grad]] = []  # the same, by entry
+        self.ids: list[int] = []  # of all that was noted: the plain ones' and the sharded ones'
+        self.gone: list[object] = []  # gets an item when a noted gradient is deleted
 
     def make(self, entry: Entry | None) -> nn.Parameter:
         """The plain parameter over an entry's slice, or over the whole shard."""
@@ -145,9 +157,11 @@ class Mirror:
         if bucket is None or not self.plain:
             return
         with raw():
-            if not converted and self._agree(bucket):
+            if not converted and _agree([self]):
                 return
         with raw(), torch.no_grad():
+            gone: list[object] = []
+            self.gone = gone
             alive = [
                 (entry, plain) for entry, ref in self.plain.items() if (plain := ref()) is not None
             ]
@@ -159,22 +173,13 @@ class Mirror:
                         self._send(own, grad, converted)
             for entry, plain in sorted(alive, key=lambda pair: pair[0] is not None):
                 self._fetch(bucket, entry, plain, flat)
-                self.noted_plain[entry] = _note(plain.grad)
-            self.noted = {entry: _note(get_grad(entry.param)) for entry in bucket.entries}
-            self.notes = [note or _nothing for note in self.noted.values()]
+                self.noted_plain[entry] = _note(plain.grad, gone)
+            self.noted = {e: _note(get_grad(e.param), gone) for e in bucket.entries}
+            self.ids = list(map(id, map(get_grad, self.list_parameters(bucket))))
 
-    def _agree(self, bucket: Bucket) -> bool:
-        """Whether no gradient is another than when both sides agreed."""
-        for entry, ref in self.plain.items():
-            plain = ref()
-            if entry not in self.noted_plain or plain is None:
-                return False
-            if not _is_noted(plain.grad, self.noted_plain[entry]):
-                return False
-        grads = list(map(get_grad, bucket.views.params))
-        if sum(map(is_, grads, repeat(None))) != sum(map(is_, self.notes, repeat(_nothing))):
-            return False
-        return all(map(is_, grads, map(_read, self.notes)))
+    def list_parameters(self, bucket: Bucket) -> list[Any]:
+        """Those of both sides; None for a plain one that is being deleted."""
+        return [*[ref() for ref in self.plain.values()], *bucket.views.params]
 
     def _send(self, entry: Entry, grad: Grad, converted: bool) -> None:
         """Give a sharded parameter what was changed, unless it was given something else since."""
@@ -220,6 +225,7 @@ class Mirror:
     def bury(self, entry: Entry | None) -> None:
         """Clear gradients that were cleared through a plain parameter, which is gone now."""
         del self.plain[entry]
+        self.ids = []
         bucket, note = self.bucket(), self.noted_plain.pop(entry, None)
         if bucket is None or note is None or note() is not None:
             return
@@ -229,11 +235,30 @@ class Mirror:
                     set_grad(own.param, None)
 
 
-def settle_gradients() -> None:
-    """Settle the gradients of all plain parameters, before they are read."""
-    for engine in here.engines.values():
-        for mirror in tuple(engine.mirrors):
-            mirror.settle()
+def settle_gradients(mirrors: Sequence[Mirror] | None = None) -> None:
+    """Settle the gradients of these plain parameters, or of all, before they are read."""
+    if mirrors is None:
+        mirrors = [mirror for engine in here.engines.values() for mirror in engine.mirrors]
+    with raw():
+        if _agree(mirrors):
+            return
+    for mirror in mirrors:
+        mirror.settle()
+
+
+def _agree(mirrors: Iterable[Mirror]) -> bool:
+    """Whether no gradient is another than when both sides of each agreed."""
+    params: list[Any] = []
+    noted: list[int] = []
+    for mirror in mirrors:
+        bucket = mirror.bucket()
+        if mirror.gone or bucket is None:
+            return False
+        params += mirror.list_parameters(bucket)
+        noted += mirror.ids
+    if len(params) != len(noted) or any(map(is_, params, repeat(None))):
+        return False
+    return list(map(id, map(get_grad, params))) == noted
 
 
 def leaves_of(param: torch.Tensor) -> Sequence[Any]:
@@ -263,11 +288,8 @@ def _bury(mirror: weakref.ref[Mirror], entry: Entry | None, _: Any) -> None:
         found.bury(entry)
 
 
-def _note(grad: Grad) -> Note:
-    return None if grad is None else weakref.ref(grad)
-
-
-_read = methodcaller("__call__")
+def _note(grad: Grad, gone: list[object]) -> Note:
+    return None if grad is None else weakref.ref(grad, gone.append)
 
 
 def _is_noted(grad: Grad, note: Note) -> bool:
@@ -325,7 +347,7 @@ def _refuse_frozen(bucket: Bucket) -> None:
 
 def _refuse_hooks(bucket: Bucket, plain: nn.Parameter) -> None:
     """Autograd delivers nothing to a plain parameter, so its hooks would never run."""
-    if plain._backward_hooks or plain._post_accumulate_grad_hooks:
+    if any(leaf_hooks(plain)):
         raise RuntimeError(
             f"a hook was registered on a plain parameter of unit {bucket.entries[0].spec.unit!r} "
             "(flat_parameters, local_parameters), where it would never run; register it on the "

@@ -9,7 +9,11 @@ other when the next gradient arrives, at the optimizer's step, and where this li
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,8 +33,8 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.mirror import Mirror, list_frozen, source_of
-from fsdp_compose.scopes.unshard import check_stepped
+from fsdp_compose.optim.mirror import Mirror, buckets_under, list_frozen, settle_gradients
+from fsdp_compose.scopes.unshard import check_stepped, is_open
 from fsdp_compose.sharded import is_sharded
 
 
@@ -164,19 +168,14 @@ def _mirror_of(bucket: Bucket) -> Mirror:
     return bucket.history.mirror
 
 
-def _list_buckets_of(optimizer: Any) -> list[Bucket | None]:
-    """The buckets that the optimizer's plain parameters are over; None for one that is gone."""
-    sources = [
-        source.bucket
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if type(param) is nn.Parameter and (source := source_of(param))
-    ]
-    return [bucket() for bucket in {id(bucket): bucket for bucket in sources}.values()]
+_stepped: WeakKeyDictionary[Any, list[Callable[[], Bucket | None]]] = WeakKeyDictionary()
+"""By optimizer, the buckets that its plain parameters are over, from before a step until after."""
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    buckets = _list_buckets_of(optimizer)
+    params = chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
+    stepped = _stepped[optimizer] = buckets_under(params)
+    buckets = [ref() for ref in stepped]
     if buckets and isinstance(optimizer, _OF_WHOLE):
         raise RuntimeError(
             f"{type(optimizer).__name__} computes with norms and sums of whole parameters, and "
@@ -203,9 +202,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "...) between backward and step, and the plain parameters in "
                 f"{type(optimizer).__name__} are over its former memory; convert after step."
             )
-        check_stepped(bucket, f"{type(optimizer).__name__}.step()")
-        if bucket.history.mirror is not None:
-            bucket.history.mirror.settle()
+        if is_open(bucket):
+            check_stepped(bucket, f"{type(optimizer).__name__}.step()")
+    settle_gradients([_mirror_of(bucket) for bucket in buckets if bucket is not None])
 
 
 _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)
@@ -213,9 +212,8 @@ _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
-    for bucket in _list_buckets_of(optimizer):
-        if bucket is not None:
-            increment_version(shard_of(bucket))
+    stepped = _stepped.pop(optimizer, ())
+    increment_version([shard_of(b) for ref in stepped if (b := ref()) is not None])
 
 
 def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:

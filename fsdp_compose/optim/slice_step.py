@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -57,6 +58,7 @@ _ELEMENTWISE: dict[Callable[..., Any], type[Optimizer]] = {
 }
 """By their step, the optimizers whose element k depends on elements k of what they are given."""
 
+_get_params = itemgetter("params")
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _plans: WeakKeyDictionary[Optimizer, Plan] = WeakKeyDictionary()
 
@@ -64,10 +66,12 @@ _plans: WeakKeyDictionary[Optimizer, Plan] = WeakKeyDictionary()
 def hook_slice_step(optimizer: Optimizer) -> None:
     """Let the step that begins now run on slices, once the optimizer's own hooks have been called.
 
-    Those run after the hooks that all optimizers share, from one of which this is called.
+    Those run after the hooks that all optimizers share, from one of which this is called. One over
+    plain tensors takes its own step.
     """
     unhook_slice_step(optimizer)
-    if _find_kind(optimizer) is not None:
+    params = chain.from_iterable(map(_get_params, optimizer.param_groups))
+    if not _SHARDED.isdisjoint(map(type, params)) and _find_kind(optimizer) is not None:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_step_slices)
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard, gathered
 
 from harness import run_ranks
 from laws import check_two_graphs, slope_of
-from models import Tower, Twin, assert_at_rest, data, units
+from models import Tower, Twin, assert_at_rest, data, seeded, units
 
 
 def frozen_in_the_middle() -> nn.Module:
@@ -118,5 +122,34 @@ def test_a_dropped_graph_and_a_step_release_units() -> None:
         with torch.no_grad():
             twin.model(data(1, rank))
         assert_at_rest(twin.model)
+
+    run_ranks(run, 2)
+
+
+def test_a_frozen_part_is_recomputed_in_a_second_backward() -> None:
+    """Its weights are those that the first forward read until every graph over them has run."""
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    def run(rank: int) -> None:
+        plain = seeded(Recomputed)
+        model = fully_shard(copy.deepcopy(plain))
+        slopes = []
+        for each in (plain, model):
+            x = data(0, rank).requires_grad_()
+            loss = each(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            slopes.append(x.grad)
+        assert_close(*slopes)
+        with torch.no_grad():
+            model(data(1, rank))
+        assert_at_rest(model)
 
     run_ranks(run, 2)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.attributes import ABOUT_SHAPES, get_grad, set_grad
 from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.core.state import Unit
 
@@ -32,18 +32,13 @@ class StandIn(Tensor):
         if func in (Tensor.zero_, Tensor.detach_, Tensor.requires_grad_):
             args[0]._is_zeroed |= func is Tensor.zero_
             return args[0]
-        if func in _HARMLESS:
+        if func in ABOUT_SHAPES:
             return call_raw(func, types, args, kwargs or {})
         stand_in = next(arg for arg in args if isinstance(arg, StandIn))
         raise RuntimeError(stand_in._unread)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn({tuple(self.shape)})"
-
-
-_HARMLESS = frozenset(
-    getattr(Tensor, name).__get__ for name in "device dtype grad_fn requires_grad shape".split()
-) | {Tensor.dim, Tensor.numel, Tensor.size}
 
 
 def show_stand_ins(unit: Unit) -> None:

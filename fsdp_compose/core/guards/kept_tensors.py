@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_compose.base.torch_private import graph_task_id, made_at, untraced
+from fsdp_compose.base.torch_private import graph_task_id, leaf_hooks, made_at, untraced
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
@@ -54,7 +54,7 @@ def watch_inside(units: Iterable[Unit]) -> None:
             continue
         made = made_at(node)
         for start, end, unit in spans:
-            hooks = (value._backward_hooks or {}).values()
+            hooks = (leaf_hooks(value)[0] or {}).values()
             if (
                 start <= made <= end
                 and unit.checks.trigger is not None

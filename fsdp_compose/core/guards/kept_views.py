@@ -16,7 +16,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.attributes import ABOUT_SHAPES
 from fsdp_compose.base.parts import kept_views
 from fsdp_compose.base.torch_private import (
     buffer_slots,
@@ -80,13 +81,7 @@ def _is_released(view: Any) -> bool:
     return not storage.nbytes()
 
 
-_HARMLESS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(Tensor, name).__get__
-    for name in "device dtype grad_fn is_leaf ndim requires_grad shape".split()
-) | {
-    *(Tensor.dim, Tensor.numel, Tensor.size, Tensor.storage_offset, Tensor.stride),
-    Tensor.untyped_storage,
-}
+_HARMLESS = ABOUT_SHAPES | {Tensor.storage_offset, Tensor.stride, Tensor.untyped_storage}
 
 
 def guard_attributes(unit: Unit) -> None:

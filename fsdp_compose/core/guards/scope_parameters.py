@@ -27,12 +27,16 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_compose.base.attributes import get_grad, set_grad, set_requires_grad
 from fsdp_compose.base.torch_private import (
     call_raw,
-    is_asked_for_node,
     make_subclass,
     swap_contents,
     swap_dtensor_slots,
 )
-from fsdp_compose.base.torch_stack import is_asked_for_gradient, is_called_by_parameter, is_in_call
+from fsdp_compose.base.torch_stack import (
+    is_asked_for_gradient,
+    is_asked_for_node,
+    is_called_by_parameter,
+    is_in_call,
+)
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import find_entry, give_slice
 from fsdp_compose.sharded import EDGE, Handler, ShardedWeightError, part_of, refuse_export
