@@ -355,7 +355,6 @@ class Engine:
     host_reads: Any = None  # the mark behind the last copy of a shard from the host
     retained: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for their readers
     inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for kept_views.py
-    mirrors: weakref.WeakSet[Mirror] = field(default_factory=weakref.WeakSet)
     surveyed: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
     logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist

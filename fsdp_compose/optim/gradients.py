@@ -32,7 +32,7 @@ from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_once
 from fsdp_compose.core.state import owner_of, unit_of
-from fsdp_compose.optim.mirror import leaves_of, settle_gradients
+from fsdp_compose.optim.mirror import Mirror, leaves_of, mirror_of, settle_gradients
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import (
@@ -116,12 +116,18 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
     found, left = join_buckets(sharded) if joins else ([], sharded)
     firsts = [*[gradient.param for gradient in found], *left]
-    if any(map(_get_shared, map(_get_residence, firsts))):
-        settle_gradients()
+    if settle_gradients(_list_mirrors(firsts)):
         found, left = join_buckets(sharded) if joins else ([], sharded)
         firsts = [*[gradient.param for gradient in found], *left]
     _check_reduced(firsts, caller)
     return found + _take_one_by_one(params, [*left, *others])
+
+
+def _list_mirrors(params: Sequence[Any]) -> list[Mirror]:
+    """Of the plain parameters over the buckets of ``params``."""
+    shared = [param for param in params if param._shard_spec.residence.is_shared]
+    mirrors = [mirror_of(owner_of(find_entry(param))) for param in shared]
+    return list(dict.fromkeys(mirror for mirror in mirrors if mirror is not None))
 
 
 def join_buckets(params: Sequence[Any]) -> tuple[list[Gradient], list[Any]]:
@@ -201,7 +207,6 @@ def describe(spec: ShardSpec) -> str:
 
 
 _get_residence = attrgetter("_shard_spec.residence")
-_get_shared = attrgetter("is_shared")
 
 
 def _check_reduced(params: Sequence[Any], caller: str) -> None:

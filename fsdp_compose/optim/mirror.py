@@ -21,12 +21,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad
-from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import leaf_hooks, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import mark_entry, refusal_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.state import unit_of
 from fsdp_compose.sharded import tag, to_local
 
 Grad: TypeAlias = torch.Tensor | None
@@ -99,7 +97,6 @@ class Mirror:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = weakref.ref(bucket)
         hash(self.bucket)  # it remembers this, and has none any more when the bucket is gone
-        unit_of(bucket).engine.mirrors.add(self)
         self.plain: dict[Entry | None, weakref.ref[nn.Parameter]] = {}  # None: the flat one
         self.noted_plain: dict[Entry | None, Note] = {}
         self.noted: dict[Entry, Note] = {}
@@ -235,15 +232,21 @@ class Mirror:
                     set_grad(own.param, None)
 
 
-def settle_gradients(mirrors: Sequence[Mirror] | None = None) -> None:
-    """Settle the gradients of these plain parameters, or of all, before they are read."""
-    if mirrors is None:
-        mirrors = [mirror for engine in here.engines.values() for mirror in engine.mirrors]
+def mirror_of(bucket: Bucket) -> Mirror | None:
+    """The plain parameters over a bucket, if somebody asked for them."""
+    known = bucket.history.mirror
+    assert known is None or isinstance(known, Mirror)
+    return known
+
+
+def settle_gradients(mirrors: Sequence[Mirror]) -> bool:
+    """Settle the gradients of these plain parameters before they are read; whether any changed."""
     with raw():
-        if _agree(mirrors):
-            return
+        if not mirrors or _agree(mirrors):
+            return False
     for mirror in mirrors:
         mirror.settle()
+    return True
 
 
 def _agree(mirrors: Iterable[Mirror]) -> bool:

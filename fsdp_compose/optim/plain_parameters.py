@@ -33,7 +33,13 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.mirror import Mirror, buckets_under, list_frozen, settle_gradients
+from fsdp_compose.optim.mirror import (
+    Mirror,
+    buckets_under,
+    list_frozen,
+    mirror_of,
+    settle_gradients,
+)
 from fsdp_compose.scopes.unshard import check_stepped, is_open
 from fsdp_compose.sharded import is_sharded
 
@@ -162,10 +168,10 @@ def _mirror_of(bucket: Bucket) -> Mirror:
     once(_hook_steps)
     if bucket.residence.moved:
         renew_bucket(bucket)
-    if bucket.history.mirror is None:
-        bucket.history.mirror = Mirror(bucket)
-    assert isinstance(bucket.history.mirror, Mirror)
-    return bucket.history.mirror
+    known = mirror_of(bucket)
+    if known is None:
+        bucket.history.mirror = known = Mirror(bucket)
+    return known
 
 
 _stepped: WeakKeyDictionary[Any, list[Callable[[], Bucket | None]]] = WeakKeyDictionary()
