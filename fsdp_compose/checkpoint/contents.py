@@ -20,7 +20,8 @@ from fsdp_compose.checkpoint.values import gather_whole
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.state import iter_units, owner_of
+from fsdp_compose.core.state import Unit, iter_units, owner_of
+from fsdp_compose.scopes.open_scope import Scope
 from fsdp_compose.sharded import is_sharded
 
 CHECKPOINTED = "_checkpoint_wrapped_module."
@@ -70,6 +71,7 @@ class Contents:
 
 def contents_of(module: nn.Module) -> Contents:
     """Walk ``module`` as its own ``state_dict`` does; parameters are leaves even while gathered."""
+    require_written(iter_units(module))
     with without_our_hooks():
         native = module.state_dict(keep_vars=True)
     check_declared(native)
@@ -138,6 +140,24 @@ def require_released(what: str, module: nn.Module) -> None:
             f"{what}: {type(module).__name__} is gathered now; leave the scope or the forward "
             "first."
         )
+
+
+def require_written(units: Iterable[Unit]) -> None:
+    """Raise inside ``gathered(writeback=True)``, whose edits are not in the slices yet.
+
+    Raises:
+        RuntimeError: naming the first unit whose scope that is.
+    """
+    for unit in units:
+        scope = unit.opened
+        while scope is not None:
+            if isinstance(scope, Scope) and scope.options.writeback:
+                raise RuntimeError(
+                    f"the state of unit {unit.name!r} was asked for inside "
+                    "gathered(writeback=True), whose edits reach the slices when the scope ends, "
+                    "so they would be left out; leave the scope first."
+                )
+            scope = scope.outer
 
 
 def visit_full(

@@ -24,6 +24,7 @@ from fsdp_compose.checkpoint.contents import (
     CHECKPOINTED,
     are_our_hooks_off,
     copy_tensor,
+    require_written,
     slots_to_load,
     visit_full,
 )
@@ -155,7 +156,9 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
                 state_dict[key] = show_whole(leaf)
             elif unit.entries[index].spec.parallel is not None:
                 state_dict[key] = show_whole(leaf)  # torch took the whole DTensor
-    elif wanted.kind == "local":
+        return
+    require_written([unit])
+    if wanted.kind == "local":
         for key in [*places, *_slices_elsewhere(unit, places, prefix, state_dict)]:
             del state_dict[key]
         if unit.modules[0]() is module:

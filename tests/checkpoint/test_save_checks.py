@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,41 @@ def test_a_save_stays_in_the_folder_of_the_call(tmp_path: Path) -> None:
         equal(fc.state_dict(loaded), fc.state_dict(net(0)))
 
     run_ranks(run, 1)
+
+
+def full_from_hooks(model: nn.Module, folder: Path) -> None:
+    with fc.state_dict_type(model, "full"):
+        model.state_dict()
+
+
+SAVES: dict[str, Callable[[nn.Module, Path], Any]] = {
+    **{kind: partial(lambda kind, model, folder: fc.state_dict(model, kind), kind)
+       for kind in ("full", "sharded", "local")},
+    "hooks": full_from_hooks,
+    "save_checkpoint": lambda model, folder: fc.save_checkpoint(folder / "new", model),
+    "save_full": lambda model, folder: fc.save_full(folder / "new.safetensors", model),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_inside_a_scope_that_writes_raises(tmp_path: Path, name: str) -> None:
+    """Of edits of rank 0 alone, too; a scope that only reads is nothing to a save."""
+
+    def run(rank: int) -> None:
+        model = net()
+        fc.fully_shard(model[0])
+        fc.fully_shard(model)
+        for rank0_only in (False, True):
+            with torch.no_grad(), fc.gathered(model, writeback=True, rank0_only=rank0_only):
+                if not rank0_only or rank == 0:
+                    model[2].weight.mul_(2)
+                with (
+                    fc.gathered(model, rank0_only=rank0_only),
+                    pytest.raises(RuntimeError, match="was asked for inside gathered"),
+                ):
+                    SAVES[name](model, tmp_path)
+        with fc.gathered(model):
+            SAVES[name](model, tmp_path)
+        assert torch.equal(fc.state_dict(model)["2.weight"], 4 * net()[2].weight)
+
+    simulate_ranks(run, 2)

@@ -126,7 +126,7 @@ def test_a_dropped_graph_and_a_step_release_units() -> None:
     run_ranks(run, 2)
 
 
-def test_a_frozen_part_is_recomputed_in_a_second_backward() -> None:
+def test_a_frozen_part_is_recomputed_twice() -> None:
     """Its weights are those that the first forward read until every graph over them has run."""
 
     class Recomputed(nn.Module):
