@@ -50,6 +50,8 @@ def test_all_ranks_step_without_reducing() -> None:
         reduce_grads(twin.model)
         twin.step()
         twin.check()
+        for _ in range(2):
+            twin.train()
 
     simulate_ranks(ranks)
 

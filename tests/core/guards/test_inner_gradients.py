@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,9 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "assigned": assign,
     "clipped": clip,
     "kept": lambda module: None,
+    "detached": lambda module: [
+        p.grad.detach_().requires_grad_(False) for p in module.parameters()
+    ],
 }
 
 
@@ -83,7 +87,9 @@ def test_gradients_edited_in_a_forward(options: dict[str, Any], edit: str) -> No
                 model.rounds = 1 + seed % 2
             x = data(seed, 0)  # alike on all ranks: an inner backward averages over them
             for model in (twin.model, twin.reference):
-                square(model, x).backward()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    square(model, x).backward()
             twin.check_grads()
             if seed:
                 twin.step()
@@ -115,6 +121,7 @@ def test_a_stand_in_tells_its_shape() -> None:
     def look(module: nn.Module) -> None:
         for p in module.parameters():
             grad = p.grad
+            assert grad.size(dim=0) == len(p)
             found.append(
                 (grad.shape == p.shape, grad.dtype, grad.device == p.device, grad.requires_grad)
             )
