@@ -32,6 +32,7 @@ from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
 from fsdp_compose.core.guards.compared_units import forget_orders
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
+from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
@@ -161,6 +162,7 @@ def skippable_step(
     units = require_units(module, "skippable_step")
     links, step = _Links.of(units), SkippableStep()
     clear_failed_steps(units)
+    settle_plain_gradients(units)
     before = _State.of(module, units)
     disagreed = links.disagreements()
     try:
