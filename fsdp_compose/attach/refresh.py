@@ -38,6 +38,7 @@ from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remem
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
@@ -85,6 +86,7 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     """
     units = require_units(module, "refresh")
     clear_failed_steps(units)
+    settle_plain_gradients(units)
     problem: Exception | None = None
     survey: list[_Change] = []
     try:

@@ -16,6 +16,7 @@ from fsdp_compose.buckets.entries import forget_entry
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import require_units
@@ -51,6 +52,7 @@ def undo(module: M) -> M:
         drain(engine)
         # An undone unit may live on, on some ranks only: until garbage of theirs is collected.
         engine.schedule.forget_orders(engine.units)
+    settle_plain_gradients(units)
     check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
         check_slots(unit)

@@ -217,7 +217,7 @@ def check_fusable(mesh: Mesh, given: MeshLike | None) -> None:
     if mesh.shard.size == 1 or mesh.replicate.size == 1:
         return
     if isinstance(given, DeviceMesh):
-        ranks = given.mesh.T.flatten().tolist()
+        ranks = _list_by_shard(given)
         if not KEEPS_RANK_ORDER and ranks != sorted(ranks):
             raise ValueError(
                 "fully_shard: HYBRID_SHARD_OPTIMIZER needs the ranks of one replicate axis to "
@@ -242,13 +242,20 @@ def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
     if shard.size == 1:
         return replace(mesh, shard=replicate, replicate=SELF, axes=(shard, replicate))
     assert isinstance(given, DeviceMesh) and shard.pg is not None
-    ranks = tuple(given.mesh.T.flatten().tolist())
+    ranks = tuple(_list_by_shard(given))
     known = _subgroups.setdefault(shard.pg, {})
     if ranks not in known:
         pg = ordered_group(ranks)
         known[ranks] = group_of(pg, mesh.device)
     both = with_transport(known[ranks], shard.transport)
     return replace(mesh, shard=both, replicate=SELF, axes=(shard, replicate))
+
+
+def _list_by_shard(mesh: DeviceMesh) -> list[int]:
+    """Ranks by their numbers in the shard and the replicate group, which torch gives by size."""
+    numbered = mesh.mesh.sort(dim=1).values.sort(dim=0).values
+    found: list[int] = numbered.T.flatten().tolist()
+    return found
 
 
 QUEUES = ("nccl",)

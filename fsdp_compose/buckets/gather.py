@@ -168,13 +168,20 @@ def keep_part(bucket: Bucket) -> None:
     bucket.inner.stamp = stamp_of(bucket)
 
 
-def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new buffer with the ``shard`` of every rank, in ``dtype``."""
+def gather_flat(
+    bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, caller: comm.Caller | None = None
+) -> torch.Tensor:
+    """A new buffer with the ``shard`` of every rank, in ``dtype``.
+
+    Args:
+        caller: what compares the ranks ahead of the data; None: nothing does.
+    """
     group = bucket.mesh.shard
     full = shard.new_empty(bucket.layout.numel, dtype=dtype)
     if full.numel():
         whole = full.view(torch.uint8)
         full.view(group.size, -1)[group.rank].copy_(shard)
         parts = cut_by_rank(whole, group.size)
-        comm.gather_parts(whole, parts, parts[group.rank], group, purpose_of(bucket)).wait()
+        part, purpose = parts[group.rank], purpose_of(bucket)
+        comm.gather_parts(whole, parts, part, group, purpose, caller).wait()
     return full

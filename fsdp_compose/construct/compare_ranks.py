@@ -68,6 +68,7 @@ def compare_plans(
     values = [] if problem else [value for plan in plans for value in values_of(plan)]
     meta = frozenset(value.key for value in values if value.tensor.is_meta)
     groups = _find_groups(mesh)
+    problem = problem or _find_other_slices(groups)
     if groups:
         real = [v for v in values if v.key not in meta]
         structure = [] if problem else [_describe_structure(plan) for plan in plans]
@@ -296,6 +297,28 @@ def _find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
             except (TypeError, ValueError, RuntimeError):  # also a mesh without groups
                 continue
     return ()
+
+
+def _find_other_slices(groups: tuple[Group, ...]) -> Exception | None:
+    """The error of a mesh whose replicas, as their groups number them, hold other slices.
+
+    A group may number its ranks otherwise than the mesh lists them: torch's do so by size.
+    """
+    if len(groups) < 2:
+        return None
+    shard, replicate = groups
+    places = gather_objects_or_differ((shard.rank, shard.ranks), replicate, "fully_shard")
+    for rank, (number, ranks) in zip(replicate.ranks, places, strict=True):
+        if number != places[0][0]:
+            return ValueError(
+                f"fully_shard: ranks {list(replicate.ranks)} of the mesh are to hold copies of the "
+                f"same slices, but rank {replicate.ranks[0]} is number {places[0][0]} of the ranks "
+                f"{list(places[0][1])} that it shards over, and rank {rank} number {number} of "
+                f"{list(ranks)}. torch numbers the ranks of a group by size unless told otherwise, "
+                "whatever the order in a DeviceMesh. List the ranks of each shard group in "
+                "ascending order: init_device_mesh(device, (replicas, shards)) does."
+            )
+    return None
 
 
 def _exchange_reports(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:

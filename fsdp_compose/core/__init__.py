@@ -29,6 +29,7 @@ Files, each importing only from those above it:
     reducing                    packs gradients, reduces them, hands them to the parameters
     guards/compared_units       which units ranks compare; what is forgotten where they differed
     guards/divisors             units over different numbers of ranks
+    guards/plain_gradients      gradients that an optimizer over plain parameters cleared
     guards/waiting_gradients    gradients that wait when a backward fails: dropped with a word
     passes                      begins and ends a forward or backward pass
     guards/failed_steps         what a failed step left is cleared before it is taken for more

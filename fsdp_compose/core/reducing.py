@@ -141,6 +141,7 @@ def reduce_apart(
     bucket: Bucket, grads: Sequence[torch.Tensor | None], trained: int
 ) -> torch.Tensor:
     """Average ``grads`` over all ranks now, without what waits for a later reduction."""
+    drain(unit_of(bucket).engine)  # a reduction under way may read the bucket's buffer
     switches = unit_of(bucket).switches
     packed, buffer, partial = bucket.arriving.packed, bucket.grads, bucket.arriving.partial
     used, all_reduces = (bucket.arriving.used, bucket.arriving.trained), switches.all_reduce

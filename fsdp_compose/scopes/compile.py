@@ -268,7 +268,12 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
         events.note((code, "gather", unit.name, "a compiled graph"))
     with torch.no_grad():
         return [
-            gather_flat(bucket, shard_of(bucket).to(bucket.mesh.device), bucket.full.dtype)
+            gather_flat(
+                bucket,
+                shard_of(bucket).to(bucket.mesh.device),
+                bucket.full.dtype,
+                bucket.users.caller,
+            )
             for bucket in unit.gathered
         ]
 

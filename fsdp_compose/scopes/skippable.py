@@ -28,9 +28,11 @@ from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import parameter_names
+from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
 from fsdp_compose.core.guards.compared_units import forget_orders
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
+from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
@@ -129,8 +131,11 @@ def skippable_step(
     and, inside an accumulation, of the gradients so far.
 
     On backends other than gloo a rank cannot be told while it waits in a kernel: there an exception
-    leaves the scope as it is, and the other reasons work. With parameters over several groups of
-    ranks (replicas, experts) every rank of the default process group must run the scope.
+    leaves the scope as it is, and the other reasons work. Nor can one while it waits for another
+    part of a layer (tensor or pipeline parallelism): there all ranks of a layer raise, or it is
+    an error at the timeout. With parameters over several groups of
+    ranks (replicas, experts) every rank of the default process group must run the scope. Ranks
+    with other stages of a pipeline are not asked.
 
     Args:
         module: a unit, or a module that contains units.
@@ -157,6 +162,7 @@ def skippable_step(
     units = require_units(module, "skippable_step")
     links, step = _Links.of(units), SkippableStep()
     clear_failed_steps(units)
+    settle_plain_gradients(units)
     before = _State.of(module, units)
     disagreed = links.disagreements()
     try:
@@ -176,7 +182,7 @@ def skippable_step(
         # Python 3.12 keeps the error until garbage is collected, and with it the frames of what
         # failed: their memory and, before torch 2.13, hooks of an interrupted checkpoint().
         error.__traceback__ = None
-    _agree(step, links)
+    _agree(step, links, tensor_parallel_groups([module]))
     if step.skipped:
         links.forget()
         before.restore()
@@ -251,8 +257,11 @@ class _Links:
             forget_orders(engine)  # some ranks may have run the step to its end
 
 
-def _agree(step: SkippableStep, links: _Links) -> None:
+def _agree(step: SkippableStep, links: _Links, beside: list[Group]) -> None:
     """Tell every group whether this rank keeps the step, then find out whether all do.
+
+    Args:
+        beside: the groups whose ranks hold other parts of the parameters.
 
     Raises:
         RuntimeError: ranks ran different units.
@@ -275,8 +284,9 @@ def _agree(step: SkippableStep, links: _Links) -> None:
             except StepDiscarded as found:
                 step._hear(found)
     if len(links.epochs) > 1 or (links.epochs and not links.can_tell):
-        everyone = group_of(dist.group.WORLD, links.engines[0].streams.device)
-        for reasons in comm.gather_objects(step.reasons, everyone, "skippable_step"):
+        beside = [group_of(dist.group.WORLD, links.engines[0].streams.device)]
+    for group in beside:
+        for reasons in comm.gather_objects(step.reasons, group, "skippable_step"):
             step.reasons.update(reasons)
     step.skipped = bool(step.reasons)
 

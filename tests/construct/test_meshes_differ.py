@@ -1,20 +1,22 @@
-"""Ranks that are given different meshes raise, all that wait, long before the timeout."""
+"""Different meshes on the ranks, or one whose replicas do not fit, raise on every rank at once."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compose import declare_tensor_parallel, fully_shard, refresh
+from fsdp_compose import ShardingStrategy, declare_tensor_parallel, fully_shard, refresh
+from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER
 
-from harness import rank_errors, run_ranks
-from models import units
+from harness import rank_errors, run_ranks, simulate_ranks
+from models import Tower, Twin, by_block, units
 
 Make = Callable[[int], Any]
 
@@ -66,7 +68,7 @@ def test_different_meshes_are_told_on_every_rank(case: str) -> None:
 
     for text in rank_errors(ranks, world):
         assert text is not None and "ValueError" in text, text
-        assert "given a mesh or a group over ranks (0, 1" in text and "mesh['dp']" in text, text
+        assert "given a mesh or a group over ranks (0, " in text and "mesh['dp']" in text, text
 
 
 def test_ranks_that_wait_for_late_ones_do_not_differ() -> None:
@@ -101,3 +103,39 @@ def test_exchanges_in_time_touch_no_store(monkeypatch: pytest.MonkeyPatch) -> No
         "fsdp_compose.comm.meeting.default_store", lambda: pytest.fail("used the store")
     )
     run_ranks(lambda rank: len(units(fully_shard(nn.Linear(2, 2)))), 2)
+
+
+HYBRIDS = (
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.HYBRID_SHARD_ZERO2,
+    ShardingStrategy.HYBRID_SHARD_OPTIMIZER,
+)
+
+
+@pytest.mark.parametrize("strategy", HYBRIDS, ids=lambda s: s.name)
+@pytest.mark.parametrize("ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[3, 1], [2, 0]]], ids=str)
+def test_meshes_in_another_order_train(ranks: list[list[int]], strategy: ShardingStrategy) -> None:
+    """As in one process, wherever the groups number replicas of a slice alike."""
+    if strategy is ShardingStrategy.HYBRID_SHARD_OPTIMIZER and not KEEPS_RANK_ORDER:
+        pytest.skip("refused on this torch")
+
+    def train(rank: int) -> None:
+        mesh = DeviceMesh("cpu", ranks)
+        Twin(rank, 4, Tower, partial(by_block, mesh=mesh, strategy=strategy)).train()
+
+    simulate_ranks(train, 4)
+
+
+@pytest.mark.parametrize("is_pair", [False, True], ids=["mesh", "pair"])
+def test_replicas_of_other_slices_are_refused(is_pair: bool) -> None:
+    """On every rank, also on those whose own copies fit; the gradients summed other slices."""
+
+    def shard(rank: int) -> str:
+        mesh = DeviceMesh("cpu", [[0, 1, 2], [3, 5, 4]])
+        given: Any = (mesh.get_group(1), mesh.get_group(0)) if is_pair else mesh
+        with pytest.raises(ValueError, match="are to hold copies of the same slices") as caught:
+            fully_shard(nn.Linear(2, 2), mesh=given)
+        return str(caught.value)
+
+    for text in simulate_ranks(shard, 6):
+        assert "ascending order" in text

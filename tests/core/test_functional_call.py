@@ -25,7 +25,7 @@ from fsdp_compose import (
 from fsdp_compose.base.process import here
 
 from autograd_steps import STRATEGIES, agree, fulls
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     SHARDS,
     WIDTH,
@@ -136,6 +136,31 @@ def test_inner_step_on_shards(shard: str, strategy: ShardingStrategy) -> None:
 
 def open_if_sharded(model: nn.Module) -> Any:
     return gathered(model) if is_fully_sharded(model) else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("names", ["up.weight", "weight", "head"])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_inner_step_on_some_slices(shard: str, names: str) -> None:
+    """The rest of a unit is reduced in the same backward, beside the slices that were updated."""
+
+    def adapt(model: nn.Module, inner: Tensor) -> dict[str, Tensor]:
+        named = {name: p for name, p in model.named_parameters() if names in name}
+        grads = torch.autograd.grad(inner, list(named.values()))
+        return {name: p - 0.1 * g for (name, p), g in zip(named.items(), grads)}
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
+        for seed in range(2):
+            inner, plain = twin.losses(square, seed)
+            fast, full = adapt(twin.model, inner), adapt(twin.reference, plain)
+            xs = twin.inputs(seed + 10)
+            functional_call(twin.model, fast, (xs[rank],)).square().mean().backward()
+            outer = [functional_call(m, full, (x,)).square().mean() for m, x in zip(twin.plain, xs)]
+            torch.stack(outer).mean().backward()
+            twin.step()
+        twin.check()
+
+    simulate_ranks(ranks)
 
 
 @pytest.mark.parametrize("way", ["autograd", "func"])

@@ -27,7 +27,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.scopes.unreduced import UnreducedGradient
 from fsdp_compose.sharded import ShardedWeightError, as_own_file
 
-from harness import TORCH, run_ranks
+from harness import TORCH, run_ranks, simulate_ranks
 from tp_models import (
     MLP,
     STEPS,
@@ -265,6 +265,32 @@ def test_a_gradient_penalty_sees_through_both_axes() -> None:
         assert_grads_equal(model, reference)
 
     run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["all", "some"])
+def test_functional_call_on_updated_parts(full: bool) -> None:
+    """MAML with the inner step on slices of DTensors, of which the forward reads DTensors."""
+
+    def adapt(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        named = {n: p for n, p in net.named_parameters() if full or "bias" not in n}
+        inner = net(x).square().mean()
+        grads = torch.autograd.grad(inner, [*named.values()], create_graph=True)
+        return {n: p - 0.1 * g for (n, p), g in zip(named.items(), grads)}
+
+    def check(rank: int) -> None:
+        mesh = mesh_of(dp=2, tp=2)
+        torch.manual_seed(0)
+        model = MLP(4, 6).double()
+        reference = copy.deepcopy(model)
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        torch.manual_seed(1)
+        xs = torch.randn(2, 3, 4, dtype=torch.float64)
+        for net, x in ((model, xs[mesh["dp"].get_local_rank()]), (reference, xs.flatten(0, 1))):
+            torch.func.functional_call(net, adapt(net, x), x).square().mean().backward()
+        assert_grads_equal(model, reference)
+
+    simulate_ranks(check, 4)
 
 
 def test_norms_are_global_over_both_axes() -> None:

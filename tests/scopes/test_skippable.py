@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
@@ -30,6 +31,9 @@ from models import (
     trainable,
     whole,
 )
+from tp_models import MLP, mesh_of
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 class Fragile(Tower):
@@ -144,6 +148,38 @@ def test_earlier_microbatches_stay(keep: Any, at: Any) -> None:
         twin.train(steps=1)
 
     run_ranks(ranks, 4 if keep == "no_all_reduce" else 2)
+
+
+@pytest.mark.parametrize("reason", ["discard", "loss", "gradient", "error"])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
+def test_ranks_with_other_parts_skip_too(shape: tuple[int, int], reason: str) -> None:
+    """A reason that one rank has after its backward reaches those that hold the rest of a layer."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of(dp=shape[0], tp=shape[1])
+        model = parallelize_module(MLP(6, 8).double(), mesh["tp"], PLAN)
+        fc.fully_shard(model, mesh=mesh["dp"])
+        for bad in range(shape[0] * shape[1]):
+            with skippable_step(model, finite_gradients=True) as step:
+                loss = square(model, data(bad, mesh.get_local_rank("dp")))
+                loss.backward()
+                if rank == bad and reason == "error":
+                    raise ValueError("bad batch")
+                if rank == bad and reason == "discard":
+                    step.discard("bad batch")
+                if rank == bad and reason == "loss":
+                    step.check(float("nan"))
+                if rank == bad and reason == "gradient":
+                    for param in model.parameters():  # of some this rank has no element
+                        param.grad.fill_(float("nan"))
+            assert step.skipped and bad in step.reasons
+            assert all(p.grad is None for p in model.parameters())
+            assert_at_rest(model)
+        with skippable_step(model, finite_gradients=True) as step:
+            square(model, data(0, rank)).backward()
+        assert not step.skipped
+
+    simulate_ranks(ranks, shape[0] * shape[1])
 
 
 def test_values_that_are_not_finite() -> None:

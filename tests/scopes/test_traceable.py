@@ -435,3 +435,16 @@ def test_inductor(prepare: Any) -> None:
             compare("parameter", whole(p), whole(q), Tolerance())
 
     run_ranks(run, 2, timeout=300)
+
+
+def test_a_rank_that_runs_uncompiled_is_told_at_once() -> None:
+    """As one does that has met a limit on compiled shapes; no rank waits for the timeout."""
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(seeded(Tower), units=fc.wrap.by_class({Block}))
+        fc.set_traceable(model)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if rank else model
+        call(data(0, rank)).square().mean().backward()
+
+    for error in rank_errors(run, 2):
+        assert error is not None and "ranks run different units" in error, error

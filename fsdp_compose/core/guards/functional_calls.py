@@ -30,7 +30,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.state import Unit, owner_of, resting
-from fsdp_compose.sharded import ShardedTensor, is_sharded, spec_of
+from fsdp_compose.sharded import ShardedTensor, ShardSpec, is_sharded, spec_of
 
 GivenTensors = dict[int, torch.Tensor]
 """Tensors in the place of parameters, by entry."""
@@ -73,8 +73,7 @@ def _check(unit: Unit, index: int, value: torch.Tensor) -> None:
     what = f"parameter {spec.fqn!r} of unit {unit.name!r}: functional_call was given"
     if is_sharded(value):
         other = spec_of(value)
-        mine = spec.shape, spec.offset, spec.shard_numel, spec.group
-        if (other.shape, other.offset, other.shard_numel, other.group) != mine:
+        if _find_place(other) != _find_place(spec):
             raise RuntimeError(
                 f"{what} a tensor that is sharded in another way: a slice of shape "
                 f"{tuple(other.shape)} from {other.fqn!r} of unit {other.unit!r}; wanted a slice "
@@ -88,6 +87,12 @@ def _check(unit: Unit, index: int, value: torch.Tensor) -> None:
             "p in model.named_parameters()}, or differentiate with torch.autograd.grad, which "
             "takes sharded parameters."
         )
+
+
+def _find_place(spec: ShardSpec) -> tuple[object, ...]:
+    """What two slices have in common that one can be read in the place of the other."""
+    part = None if spec.parallel is None else spec.parallel.key
+    return spec.shape, spec.offset, spec.shard_numel, spec.group, part
 
 
 def open_functional_call(
@@ -169,5 +174,7 @@ def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
         slices = [tensor.to_local() for tensor in given]
         with outside_transforms():
             whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
-        fulls.update(zip(indices, whole, strict=True))
+        for index, entry, full in zip(indices, entries, whole, strict=True):
+            parallel = entry.spec.parallel
+            fulls[index] = full if parallel is None else parallel.wrap(full)
     return fulls
