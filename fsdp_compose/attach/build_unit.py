@@ -205,6 +205,7 @@ def _cut_shard(
             group=mesh.shard,
             residence=residence,
             parallel=item.parallel,
+            replicas=mesh.replicate,
             answers=ANSWERS,
         )
         kind = nn.Parameter if spec.is_dtensor else type(item.param)

@@ -39,6 +39,7 @@ from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.static_buffers import choose_buffers_again
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
@@ -118,6 +119,7 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         _apply_change(change, meta, at_home)
     for unit in units:
         remember(unit)
+    choose_buffers_again(units)
     if meta.keys:
         leave_for_loading(meta, units[0].options.mesh, [module])
     return module

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.utils import stateless
+from torch.utils import _python_dispatch as _modes
+from torch.utils import checkpoint as _checkpoint
 
 from fsdp_compose.base.wording import describe_clipping
 
@@ -72,6 +74,39 @@ def load_under_way() -> dict[str, Any]:
 def is_in_call(frame: FrameType | None) -> bool:
     """Whether a module's call is on the stack that ends with ``frame``."""
     return _is_running(torch.nn.Module._call_impl, frame)
+
+
+_SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
+
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes see the operators of this thread; costs next to nothing."""
+
+
+def in_selective() -> bool:
+    """Whether a selective checkpoint saves operators, or looks for those that it saved."""
+    return any(isinstance(mode, _SELECTIVE) for mode in _modes._get_current_dispatch_mode_stack())
+
+
+def outside_selective(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` where selective checkpoints neither save nor look for its operators.
+
+    They expect those of the forward again when it is recomputed, where other units are gathered.
+    """
+    stack = _modes._get_current_dispatch_mode_stack()
+    others = [mode for mode in stack if not isinstance(mode, _SELECTIVE)]
+    _replace_modes(stack, others)
+    try:
+        return function(*args)
+    finally:
+        _replace_modes(others, stack)
+
+
+def _replace_modes(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Have other modes see operators, without entering or leaving any."""
+    for _ in found:
+        _modes._pop_mode()
+    for mode in wanted:
+        _modes._push_mode(mode)
 
 
 def calling_modules() -> Iterator[torch.nn.Module]:

@@ -19,6 +19,7 @@ from fsdp_compose.base.torch_private import (
     untraced,
     untraced_itself,
 )
+from fsdp_compose.base.torch_stack import count_modes, in_selective, outside_selective
 from fsdp_compose.core.forward import NORMAL, Mode
 from fsdp_compose.core.guards.added_parameters import check_copy
 from fsdp_compose.core.guards.callers import (
@@ -59,6 +60,8 @@ def detach(module: nn.Module) -> None:
 @untraced
 def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Choose how this call computes, and enter that mode."""
+    if count_modes() and in_selective():
+        return outside_selective(before_forward, module, args, kwargs)
     unit: Unit = module.__dict__[STATE_KEY].unit
     check_caller(unit)
     unit.run.modes.append(REFUSED)  # until the call has begun: ``after_forward`` runs in any case
@@ -75,6 +78,8 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 @untraced
 def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """Leave the mode that the call entered."""
+    if count_modes() and in_selective():
+        return outside_selective(after_forward, module, args, output)
     unit: Unit = module.__dict__[STATE_KEY].unit
     engine = unit.engine
     if not unit.run.modes or (engine.thread != get_ident() and is_foreign(engine)):

@@ -22,7 +22,12 @@ from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
-from fsdp_compose.sharded.reduce import REDUCTIONS, foreach_reduce, name_of
+from fsdp_compose.sharded.reduce import (
+    REDUCTIONS,
+    average_over_replicas,
+    foreach_reduce,
+    name_of,
+)
 from fsdp_compose.sharded.spec import (
     Handler,
     ShardedWeightError,
@@ -254,7 +259,9 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     require_group(spec, getattr(func, "__name__", "a reduction"))
     named = spec if tensor._is_parameter else replace(spec, fqn=name_of(tensor, spec))
     out = REDUCTIONS[func](tensor.to_local(), named, *rest, **kwargs)
-    return refuse(func, spec, "along a dimension") if out is NotImplemented else out
+    if out is NotImplemented:
+        refuse(func, spec, "along a dimension")
+    return average_over_replicas([out], [spec])[0]
 
 
 _EXTREMES = ops.functions("max min", torch, Tensor)
@@ -393,6 +400,7 @@ def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         2 * spec.shard_numel,
         spec.group,
         spec.residence,
+        replicas=spec.replicas,
         answers=spec.answers,
     )
     return tag(call_raw(func, (), args, kwargs).view(-1), real)

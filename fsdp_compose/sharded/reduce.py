@@ -2,8 +2,9 @@
 
 Each takes a plain local slice (possibly empty) and its spec, and returns what torch returns for the
 whole, the same on every rank. It does one collective over one number per rank (``var`` does two).
-Where autograd records, the gradient is averaged over the group, as data-parallel gradients are. A
-reduction along a dimension returns ``NotImplemented``.
+Where autograd records, the gradient is averaged over the group, as data-parallel gradients are, and
+``average_over_replicas`` averages it over the other ranks that hold the same slice. A reduction
+along a dimension returns ``NotImplemented``.
 
 Half precision is accumulated in fp32 and rounded once, as torch does on one device.
 """
@@ -25,7 +26,7 @@ from fsdp_compose.comm.uneven import all_gather_uneven
 from fsdp_compose.sharded.ops import functions
 from fsdp_compose.sharded.spec import ShardSpec
 
-__all__ = ["REDUCTIONS", "foreach_reduce", "name_of"]
+__all__ = ["REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_of"]
 
 Reduction = Callable[..., Any]
 dtype_of: Callable[[Tensor], torch.dtype] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -47,6 +48,40 @@ class _GatherRanks(torch.autograd.Function):
         group: Group = ctx.group
         total = all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
         return total[group.rank] / group.size, None, None
+
+
+class _AverageReplicas(torch.autograd.Function):
+    """Return what it is given; backward averages over the replicas, so that they stay alike."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        group: Group = ctx.group
+        return all_reduce(
+            grad.clone(memory_format=torch.contiguous_format), group
+        ) / group.size, None
+
+
+def average_over_replicas(
+    values: Sequence[Tensor], specs: Sequence[ShardSpec | None]
+) -> list[Tensor]:
+    """The same reduced values, whose gradients are averaged over replicas: one collective each."""
+    out = list(values)
+    alike: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, (value, spec) in enumerate(zip(out, specs, strict=True)):
+        if spec is not None and spec.replicas.size > 1 and _is_recorded(value):
+            alike.setdefault((id(spec.replicas), value.dtype), []).append(i)
+    for members in alike.values():
+        first = specs[members[0]]
+        assert first is not None
+        vector = torch.stack([out[i] for i in members])
+        for i, value in zip(members, _AverageReplicas.apply(vector, first.replicas), strict=True):
+            out[i] = value
+    return out
 
 
 def _across(partial: Tensor, op: str, spec: ShardSpec, what: str = "") -> Tensor:
@@ -362,7 +397,7 @@ def foreach_reduce(
     wanted = [dtype or kind for kind in kinds] if half or by_group or dtype else ()
     for i, kind in enumerate(wanted):
         out[i] = out[i].to(_real(kind))
-    return out
+    return average_over_replicas(out, specs)
 
 
 _TABLE: tuple[tuple[str, Reduction], ...] = (

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import resolve_name
 
-from fsdp_compose.base.group import Group
+from fsdp_compose.base.group import SELF, Group
 from fsdp_compose.base.torch_stack import is_called_by_dtensor
 from fsdp_compose.sharded.advice import EXPORT, SAVING, TENSOR_PARALLEL_FIRST, advise, is_exporting
 from fsdp_compose.sharded.parallel import Parallel
@@ -110,6 +110,8 @@ class ShardSpec:
     residence: Residence
     hooks: Hooks = field(default_factory=Hooks)
     parallel: Parallel | None = None
+    replicas: Group = SELF
+    """The ranks that hold the same slice, over which gradients are averaged too."""
     is_own_file: bool = False
     """Whether the user asked for this rank's own slice (``kind="local"``): pickle may store it."""
     is_copy: bool = False

@@ -109,7 +109,7 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
         )
         spread = None if spread is None else _regroup(spread, device)
         for entry in bucket.entries:
-            entry.spec = replace(entry.spec, group=mesh.shard)
+            entry.spec = replace(entry.spec, group=mesh.shard, replicas=mesh.replicate)
     fresh = make_bucket(
         bucket.entries, bucket.layout, mesh, shard, bucket.mp, bucket.offload, spread
     )

@@ -1,6 +1,7 @@
 """Units that are gathered at fixed addresses take turns: one never overwrites another's weights.
 
-Which buffer a unit has is decided when the first unit of its model is gathered, once all are known.
+Which buffer a unit has is decided when the first unit of its model is gathered, once all are known,
+and again where ``refresh`` changed what units gather.
 A unit whose buffer another one is in is not gathered ahead; where it must be gathered, a unit that
 was gathered ahead makes room for it, and any other is an error.
 """
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fsdp_compose.base.torch_private import graph_task_id
+from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.static import Place, Turns, place_full
 from fsdp_compose.core.autograd import EngineWork
@@ -20,14 +23,22 @@ from fsdp_compose.core.state import Engine, Unit, iter_units
 from fsdp_compose.layout.static_buffers import Member, offsets, place_gathered, place_packed
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """A unit's buffer, those that it packs gradients into, and what was known of its model."""
+
+    place: Place | None
+    lenders: list[Place]
+    members: list[Member]
+
+
 class StaticWork(EngineWork):
     """As ``EngineWork``, of a device on which some units have static buffers."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.places: weakref.WeakKeyDictionary[Unit, tuple[Place | None, list[Place]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.choices: weakref.WeakKeyDictionary[Unit, _Choice] = weakref.WeakKeyDictionary()
+        self.homes: weakref.WeakKeyDictionary[Unit, Place] = weakref.WeakKeyDictionary()
 
     def announce(self, unit: Unit, reason: Hold) -> None:
         """As ``EngineWork.announce``, after the unit's buffer was made free for it."""
@@ -35,6 +46,8 @@ class StaticWork(EngineWork):
             place = self._place_of(unit)
             if place is not None:
                 self._make_room(unit, place, reason)
+        for lender in _lenders(unit):
+            self._place_of(lender)  # before a graph reads what it lends
         EngineWork.announce(unit, reason)
 
     def gather(self, unit: Unit, is_first: bool) -> None:
@@ -58,6 +71,13 @@ class StaticWork(EngineWork):
         place = self._place_of(unit)
         return place is None or _user_of(place, unit) is None
 
+    def choose_again(self, unit: Unit) -> None:
+        """Choose other buffers for the unit's model if its units gather other things by now."""
+        choice, units = self.choices.get(unit), static_units_around(unit)
+        if choice is not None and choice.members != describe(units):
+            for other in units:
+                self.choices.pop(other, None)
+
     def _make_room(self, unit: Unit, place: Place, reason: Hold) -> None:
         """Release a unit that was gathered ahead in ``place``; raise where another one is used."""
         other = _user_of(place, unit)
@@ -68,16 +88,20 @@ class StaticWork(EngineWork):
         place.user = weakref.ref(unit)
 
     def _place_of(self, unit: Unit) -> Place | None:
-        """The unit's buffer, into which its buckets are put; None where nothing is gathered."""
-        if unit not in self.places:
+        """The unit's buffer, into which its buckets are put; None where nothing is gathered.
+
+        It is the former one as long as a graph reads the buckets there.
+        """
+        if unit not in self.choices:
             self._decide(unit)
-        place, lenders = self.places[unit]
+        choice = self.choices[unit]
         for bucket in unit.buckets:
             if bucket.residence.moved or bucket.fill.is_superseded:
                 renew_bucket(bucket)  # which may build it again, without a place
-        if any(bucket.static is None for bucket in _gathering(unit)):
-            self._put(unit, place, lenders)
-        return place
+        is_new = self.homes.get(unit) is not choice.place
+        if is_new or any(bucket.static is None for bucket in _gathering(unit)):
+            self._put(unit, choice)
+        return self.homes.get(unit, choice.place)
 
     def _decide(self, unit: Unit) -> None:
         """Choose buffers for all units of the model that ``unit`` is in."""
@@ -90,12 +114,15 @@ class StaticWork(EngineWork):
             turn = max(first, 0)
             turns = lenders[turn:] + lenders[:turn]
             place = places[own] if own >= 0 else None
-            self.places.setdefault(member, (place, turns))  # some may have been used before
+            choice = _Choice(place, turns, members)
+            self.choices.setdefault(member, choice)  # some may have been used before
 
-    def _put(self, unit: Unit, place: Place | None, lenders: list[Place]) -> None:
+    def _put(self, unit: Unit, choice: _Choice) -> None:
         """Put the unit's buckets into its buffers; also those that were built again since."""
-        if graph_task_id() != -1 or any(unit.graphs.nodes):
+        readers = {unit, *(user for b in unit.buckets for user in b.users.borrowers)}
+        if graph_task_id() != -1 or any(any(user.graphs.nodes) for user in readers):
             return  # a graph reads them where they are
+        place = choice.place
         if place is None or any(b.phase is not Phase.SHARDED for b in unit.buckets):
             return
         starts = offsets([_gathered_nbytes(bucket) for bucket in unit.buckets])
@@ -107,7 +134,8 @@ class StaticWork(EngineWork):
             if _gathered_nbytes(bucket):
                 with streams.on(streams.gather):  # which alone writes there
                     place_full(bucket, place, start)
-                bucket.static = Turns(lenders, pack)
+                bucket.static = Turns(choice.lenders, pack)
+        self.homes[unit] = place
 
 
 def is_static(unit: Unit) -> bool:
@@ -119,6 +147,16 @@ def use_static_buffers(engine: Engine) -> None:
     """Have the engine look after units with static buffers, too."""
     if not isinstance(engine.schedule.work, StaticWork):
         engine.schedule.work = StaticWork(engine)
+
+
+def choose_buffers_again(units: Sequence[Unit]) -> None:
+    """After ``refresh``: have units that read parameters of others share no buffer with them."""
+    for unit in units:
+        unit.graphs.nodes = WeakList()  # a backward over them is refused
+    for unit in units:
+        work = unit.engine.schedule.work
+        if isinstance(work, StaticWork) and is_static(unit):
+            work.choose_again(unit)
 
 
 def static_units_around(unit: Unit) -> list[Unit]:
@@ -156,6 +194,13 @@ def _units_inside(unit: Unit) -> list[Unit]:
     modules = [module for ref in unit.modules if (module := ref()) is not None]
     found = dict.fromkeys(inner for module in modules for inner in iter_units(module))
     return [inner for inner in found if inner is not unit and is_static(inner)]
+
+
+def _lenders(unit: Unit) -> list[Unit]:
+    """The other units with static buffers whose buckets the unit gathers."""
+    owners = (bucket.users.unit for bucket in unit.gathered[len(unit.buckets) :])
+    found = dict.fromkeys(owner for ref in owners if ref is not None and (owner := ref()))
+    return [owner for owner in found if owner is not unit and is_static(owner)]
 
 
 def _gathering(unit: Unit) -> list[Bucket]:
