@@ -61,14 +61,19 @@ def run_hook(
     with torch.no_grad():
         grad = hook(state, given)
     wanted = given.parts[0].numel()
-    if getattr(grad, "numel", int)() != wanted:
+    is_real = isinstance(grad, torch.Tensor) and grad.is_floating_point()
+    if not is_real or grad.numel() != wanted:
         raise ValueError(
-            f"communication hook of unit {given.unit!r} returned "
-            f"{type(grad).__name__} {tuple(getattr(grad, 'shape', ()))}; wanted this rank's part "
-            f"of the averaged gradient, {wanted} elements."
+            f"communication hook of unit {given.unit!r} returned {type(grad).__name__} "
+            f"{tuple(getattr(grad, 'shape', ()))}{_name_dtype(grad)}; wanted this rank's part of "
+            f"the averaged gradient, {wanted} elements in a floating-point dtype."
         )
     grad = grad.reshape(-1)
     if over_both:
         return cut_by_rank(grad, given.replicate.size)[given.replicate.rank].clone()
     is_shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
     return grad.clone() if is_shared and given.shard.size > 1 else grad
+
+
+def _name_dtype(value: object) -> str:
+    return f" of {value.dtype}" if isinstance(value, torch.Tensor) else ""

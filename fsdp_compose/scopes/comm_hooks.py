@@ -229,23 +229,28 @@ def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> tor
     A quarter of the bytes of float32, and 4 bytes for each block besides.
     What rounding takes away is added to the next step's gradient (error feedback: Seide et al.,
     "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD",
-    2019). Sums are formed in float32.
+    2019). Sums are formed in float32. Of gradients that are not finite nothing is added later.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> register_comm_hook(model, Int8ErrorFeedback(), int8_error_feedback_hook)
     """
-    wanted = grads.flat.float()
-    if grads.key in state.errors:
-        wanted = wanted + state.errors[grads.key].to(wanted.device)
-    numel = grads.parts[0].numel()
-    packed = [encode_blocks(part, torch.int8, state.block) for part in wanted.split(numel)]
+    wanted, ranks = grads.flat.float(), grads.shard.size
+    earlier = state.errors.get(grads.key)
+    if earlier is None or earlier.numel() != wanted.numel():  # the unit was sharded otherwise since
+        earlier = torch.zeros_like(wanted)
+    earlier = earlier.to(wanted.device)
+    wanted = wanted + earlier
+    packed = [encode_blocks(part, torch.int8, state.block) for part in cut_by_rank(wanted, ranks)]
     decoded = torch.empty_like(wanted)
-    for part, into in zip(packed, decoded.split(numel), strict=True):
+    for part, into in zip(packed, cut_by_rank(decoded, ranks), strict=True):
         decode_blocks(part, into, torch.int8, state.block)
-    state.errors[grads.key] = wanted - decoded
+    error = wanted - decoded
+    # A gradient that is not finite ends its step, and would be in every later one.
+    state.errors[grads.key] = torch.where(error.isfinite().all(), error, earlier)
     received = comm.exchange_parts(packed, grads.shard)
-    total, one = torch.zeros_like(decoded[:numel]), decoded[:numel]
+    one = cut_by_rank(decoded, ranks)[0]
+    total = torch.zeros_like(one)
     for part in received:
         decode_blocks(part, one, torch.int8, state.block)
         total += one

@@ -11,7 +11,8 @@ of the gathered weights with its shard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -85,6 +86,16 @@ def forget_written(unit: Unit) -> None:
     unit.run.live = None
     for bucket in unit.gathered:
         bucket.fill.stamp = object()
+
+
+@contextmanager
+def count_writes() -> Iterator[None]:
+    """Make tensors that count what is written into them, which those of inference mode do not."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # the first alone enables gradients
+        yield
 
 
 def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:

@@ -119,7 +119,7 @@ def open_functional_call(
     try:
         given = _gather_given(unit, found)
         if not complete:
-            unit.opened.given = given
+            unit.opened.given = {i: t.to(_dtype_read(unit, i, stored)) for i, t in given.items()}
             return None
         if scoped:
             given = {**dict(enumerate(held)), **given}
@@ -130,15 +130,17 @@ def open_functional_call(
         unit.opened = outer
         raise
     shown = [given[i] if i in given else own[entry] for i, entry in enumerate(unit.entries)]
-    buckets = [owner_of(entry) for entry in unit.entries]
-    read = [
-        tensor.to(shard_of(bucket).dtype if stored else bucket.full.dtype)
-        for tensor, bucket in zip(shown, buckets, strict=True)
-    ]
+    read = [tensor.to(_dtype_read(unit, index, stored)) for index, tensor in enumerate(shown)]
     for index in unit.links.with_attributes:
         if index not in found and read[index] is not held[index]:
             copy_attributes(read[index], unit.entries[index])
     return read
+
+
+def _dtype_read(unit: Unit, index: int, stored: bool) -> torch.dtype:
+    """The dtype in which a forward reads the parameter of an entry."""
+    bucket = owner_of(unit.entries[index])
+    return shard_of(bucket).dtype if stored else bucket.full.dtype
 
 
 def close_functional_call(unit: Unit) -> None:

@@ -24,6 +24,7 @@ from fsdp_compose.core.forward import (
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.forward_writes import (
     check_scope_is_current,
+    count_writes,
     find_lost_copies,
     note_copies,
     raise_lost,
@@ -38,17 +39,20 @@ from fsdp_compose.core.state import Unit
 
 
 def _enter_scope(unit: Unit, module: nn.Module) -> None:
-    """Inside ``gathered``: compute on the scope's tensors, in the compute dtype."""
+    """Inside ``gathered``: compute on the scope's tensors, in the dtype of a forward outside."""
     opened = unit.opened
     assert opened is not None
+    stored = computes_as_stored(unit, module)
     given = {} if opened.calls else find_given_tensors(unit)
     if given:
-        return _enter_apart(unit, given, stored=False)
+        return _enter_apart(unit, given, stored)
     if not opened.calls:
         if opened.leaf_versions:
             check_scope_is_current(unit, opened)
+        opened.stored = stored
         pairs = zip(opened.tensors, unit.links.aliases, strict=True)
-        tensors = [tensor.to(alias.dtype) for tensor, alias in pairs]
+        with count_writes():
+            tensors = [t if stored else t.to(alias.dtype) for t, alias in pairs]
         note_copies(opened, tensors)
         for index in unit.links.with_attributes:
             if tensors[index] is not opened.tensors[index]:
@@ -93,7 +97,8 @@ def _enter_functional(unit: Unit, module: nn.Module) -> None:
     """Compute on tensors that the caller gave in the place of some or all parameters."""
     trained = begin_call(unit)
     given = find_given_tensors(unit)
-    shown = open_functional_call(unit, given) if given else None
+    with count_writes():
+        shown = open_functional_call(unit, given) if given else None
     if shown is None:
         enter_gathered(unit, trained)
     else:
@@ -119,7 +124,8 @@ def _enter_apart(unit: Unit, given: GivenTensors, stored: bool) -> None:
     if graph_task_id() == -1:
         with outside_transforms():
             take_over_changes(unit)
-    shown = open_functional_call(unit, given, stored)
+    with count_writes():
+        shown = open_functional_call(unit, given, stored)
     assert shown is not None
     _enter_shown(unit, shown)
 

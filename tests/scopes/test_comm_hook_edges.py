@@ -1,0 +1,129 @@
+"""Communication hooks where gradients are not finite, or a unit is empty or sharded anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose.comm.grad_bucket import GradBucket
+
+from harness import rank_errors, simulate_ranks
+from models import data
+
+F32 = torch.float32
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that a parameter of any size gives."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.scale.sum())
+
+
+def coded(model: nn.Module, state: fc.Int8ErrorFeedback | None = None, **options: object) -> None:
+    """Shards the model, whose gradients travel as int8."""
+    fc.fully_shard(model, init="broadcast", **options)
+    state = state or fc.Int8ErrorFeedback(block=8)
+    fc.register_comm_hook(model, state, fc.int8_error_feedback_hook)
+
+
+def close_to_plain(model: nn.Module, plain: nn.Module, seed: int) -> None:
+    """The next gradients of the model are the plain ones, but for rounding."""
+    xs = [data(seed, rank, 3, 6, dtype=F32) for rank in range(2)]
+    model(xs[torch.distributed.get_rank()]).square().mean().backward()
+    torch.stack([plain(x).square().mean() for x in xs]).mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        gap = (p.grad.full_tensor() - q.grad).abs().max()
+        assert gap < 0.05 * q.grad.abs().max()
+        q.grad = None
+
+
+@pytest.mark.parametrize("how", ["scaler", "skippable"])
+def test_int8_goes_on_after_an_overflow(how: str) -> None:
+    """A step whose gradients are not finite is skipped, and leaves nothing in later ones."""
+
+    def check(rank: int) -> None:
+        torch.manual_seed(0)
+        model, plain = nn.Linear(6, 4), nn.Linear(6, 4)
+        coded(model)
+        plain.load_state_dict(fc.state_dict(model))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        bad = torch.full((3, 6), float("inf") if rank else 1.0)
+        if how == "scaler":
+            scaler = fc.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(model(bad).square().mean()).backward()
+            scaler.step(optim)
+            scaler.update()
+            assert scaler.get_scale() == 2.0
+        else:
+            with fc.skippable_step(model, finite_gradients=True) as step:
+                model(bad).square().mean().backward()
+            assert step.skipped
+        for seed in range(2):
+            optim.zero_grad()
+            close_to_plain(model, plain, seed)
+
+    simulate_ranks(check, 2)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_int8_with_fewer_elements_than_ranks(size: int) -> None:
+    """A unit of no or one element is reduced like others."""
+
+    def check(rank: int) -> None:
+        model = nn.Sequential(Scaled(size), nn.Linear(2, 1, bias=False))
+        coded(model, units=fc.wrap.by_class(Scaled))
+        model(torch.ones(2, 2)).sum().backward()
+        wanted = torch.full((1, 2), 2.0 * (1 + size))
+        torch.testing.assert_close(model[1].weight.grad.full_tensor(), wanted, rtol=0.02, atol=0)
+
+    simulate_ranks(check, 3)
+
+
+def test_int8_state_after_sharding_anew() -> None:
+    """What rounding took from other buckets is not added to those of the same name."""
+
+    def check(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        state = fc.Int8ErrorFeedback(block=8)
+        coded(model, state)
+        model(data(0, rank, 3, 6, dtype=F32)).square().mean().backward()
+        fc.undo(model)
+        coded(model, state, units=fc.wrap.by_name("1"))
+        model.zero_grad()
+        plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        plain.load_state_dict(fc.state_dict(model))
+        close_to_plain(model, plain, seed=1)
+
+    simulate_ranks(check, 2)
+
+
+WRONG: list[Callable[[Tensor], object]] = [Tensor.int, lambda part: part + 0j, lambda part: None]
+
+
+@pytest.mark.parametrize("make", WRONG)
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_hook_that_returns_no_real_numbers(make: Callable[[Tensor], object], size: int) -> None:
+    """Integers, complex numbers and None are refused by name, for empty units too."""
+
+    def hook(state: None, grads: GradBucket) -> object:
+        return make(fc.default_hook(state, grads))
+
+    def train(rank: int) -> None:
+        model = fc.fully_shard(Scaled(size))
+        fc.register_comm_hook(model, None, hook)
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+
+    for error in rank_errors(train, 2):
+        assert error is not None
+        assert "communication hook of unit 'Scaled' returned" in error
+        assert "in a floating-point dtype" in error
