@@ -149,15 +149,15 @@ def test_results_of_tensor_parallel_layers_are_sent() -> None:
     def send() -> Tensor:
         mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
         part = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
-        total = part.redistribute(placements=[Replicate()]).to_local()
+        total = part.redistribute(placements=[Replicate()], async_op=True).to_local()
         received = torch.zeros(3)
         if rank == 0:
             dist.send(total, 1)
         else:
             dist.recv(received, 0)
-        return received
+        return received + total
 
-    assert simulate(send, 2)[1].tolist() == [3.0, 3.0, 3.0]
+    assert simulate(send, 2)[1].tolist() == [6.0, 6.0, 6.0]
 
 
 def test_every_engine_trains_alike() -> None:
