@@ -86,6 +86,7 @@ def resolve_mesh(
             or does not contain this rank.
         TypeError: ``mesh`` is none of the above.
     """
+    refuse_ended(mesh, "fully_shard")
     if not isinstance(mesh, DeviceMesh) and is_outside(mesh):
         raise ValueError(_outside())
     if mesh is None:
@@ -284,9 +285,39 @@ def is_outside(mesh: object) -> bool:
     members = mesh if isinstance(mesh, tuple) else (mesh,)
     return any(
         member == dist.GroupMember.NON_GROUP_MEMBER
-        or (isinstance(member, dist.ProcessGroup) and dist.get_rank(member) < 0)
+        or (
+            isinstance(member, dist.ProcessGroup)
+            and not _has_ended(member)
+            and dist.get_rank(member) < 0
+        )
         for member in members
     )
+
+
+def refuse_ended(mesh: object, what: str) -> None:
+    """Raise ValueError where a process group of ``mesh`` was destroyed.
+
+    Args:
+        what: the function that was given it.
+    """
+    if any(map(_has_ended, mesh if isinstance(mesh, tuple) else (mesh,))):
+        raise ValueError(
+            f"{what}: a process group of the mesh or group that was passed was destroyed "
+            "(destroy_process_group), so that its ranks cannot reach each other. After "
+            "init_process_group make another: init_device_mesh(...), new_group(...); what was "
+            "sharded over the former goes there by undo(model) and fully_shard(model, ...)."
+        )
+
+
+def _has_ended(mesh: object) -> bool:
+    try:
+        if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:
+            mesh.get_all_groups()
+        elif isinstance(mesh, dist.ProcessGroup):
+            dist.get_rank(mesh)
+    except (RuntimeError, ValueError):
+        return True
+    return False
 
 
 def check_subgroup(group: Group, size: int) -> None:

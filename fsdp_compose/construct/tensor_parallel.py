@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.mesh import Mesh, group_of
+from fsdp_compose.base.mesh import Mesh, group_of, refuse_ended
 from fsdp_compose.base.strides import contiguous_strides, storage_order
 from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
 from fsdp_compose.comm.meeting import gather_objects_or_differ
@@ -124,6 +124,7 @@ def _spell(parts: list[Any]) -> list[str]:
 
 def _check_group(mesh: TPGroup) -> Group:
     cpu = torch.device("cpu")
+    refuse_ended(mesh, "declare_tensor_parallel")
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(

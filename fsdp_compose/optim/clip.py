@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compose.base.arguments import check_flag, check_kind, check_number
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.mesh import group_of
+from fsdp_compose.base.mesh import group_of, refuse_ended
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.torch_stack import clipped_parameters, clipping_under_way
 from fsdp_compose.base.wording import describe_clipping
@@ -149,6 +149,7 @@ def _check_arguments(caller: str, norm_type: object, expert_mesh: object) -> Non
         wanted = "a DeviceMesh or process group over the experts' ranks, such as mesh['ep']"
         kinds = (DeviceMesh, dist.ProcessGroup)
         check_kind(caller, "expert_mesh", expert_mesh, kinds, wanted)
+        refuse_ended(expert_mesh, caller)
 
 
 def _by_kind(

@@ -131,7 +131,7 @@ class SimulatedGroup(_ProcessGroup):
     # Messages between two ranks
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> SimulatedWork:
-        return self._message(tensors, peer, tag, is_sender=True)
+        return self._message(list(map(_arrived, tensors)), peer, tag, is_sender=True)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> SimulatedWork:
         return self._message(tensors, peer, tag, is_sender=False)
@@ -311,6 +311,15 @@ class SimulatedGroup(_ProcessGroup):
 def sizes(tensors: Tensors) -> tuple[object, ...]:
     """What all ranks of a collective must agree on, as words."""
     return tuple(f"{tensor.numel()} x {tensor.dtype}" for tensor in tensors)
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """What is sent: of a tensor that waits for a collective of torch's, the result.
+
+    Such a tensor (DTensor's ``to_local()`` may be one) has no memory of its own.
+    """
+    waits = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return tensor.detach().clone() if waits else tensor
 
 
 def _move_message(parts: dict[int, Part]) -> None:

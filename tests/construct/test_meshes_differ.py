@@ -8,11 +8,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compose import ShardingStrategy, declare_tensor_parallel, fully_shard, refresh
+from fsdp_compose import (
+    ShardingStrategy,
+    clip_grad_norm_,
+    declare_tensor_parallel,
+    fully_shard,
+    refresh,
+)
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER
 
 from harness import rank_errors, run_ranks, simulate_ranks
@@ -139,3 +146,26 @@ def test_replicas_of_other_slices_are_refused(is_pair: bool) -> None:
 
     for text in simulate_ranks(shard, 6):
         assert "ascending order" in text
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["group", "all groups"])
+def test_a_destroyed_mesh_is_named(everything: bool) -> None:
+    """As one is that a program keeps over an elastic restart; torch names a number of a group."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+        group = dist.new_group([0, 1])
+        given = [(mesh, mesh["ep"]), (group, group)]
+        model = fully_shard(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        for ended in (None,) if everything else (group, mesh.get_group("ep")):
+            dist.destroy_process_group(ended)
+        for data, experts in given:
+            with pytest.raises(ValueError, match=r"fully_shard: .* was destroyed"):
+                fully_shard(nn.Linear(2, 2), mesh=data)
+            with pytest.raises(ValueError, match=r"declare_tensor_parallel: .* was destroyed"):
+                declare_tensor_parallel(nn.Linear(2, 2).weight, experts, 0)
+            with pytest.raises(ValueError, match=r"clip_grad_norm_: .* was destroyed"):
+                clip_grad_norm_(model, 1.0, expert_mesh=experts)
+
+    run_ranks(ranks, 2)

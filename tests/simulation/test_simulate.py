@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compose as fc
@@ -141,6 +141,23 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
     return bool(first == second)
+
+
+def test_results_of_tensor_parallel_layers_are_sent() -> None:
+    """As a pipeline sends them: they wait for their sum, and have no memory of their own."""
+
+    def send() -> Tensor:
+        mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+        part = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
+        total = part.redistribute(placements=[Replicate()], async_op=True).to_local()
+        received = torch.zeros(3)
+        if rank == 0:
+            dist.send(total, 1)
+        else:
+            dist.recv(received, 0)
+        return received + total
+
+    assert simulate(send, 2)[1].tolist() == [6.0, 6.0, 6.0]
 
 
 def test_every_engine_trains_alike() -> None:
