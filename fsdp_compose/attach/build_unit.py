@@ -172,7 +172,8 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         spread,
     )
     for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
-        param.grad = grad  # a sharded parameter keeps this rank's slice of it
+        if grad is not None:  # a sharded parameter keeps this rank's slice of it
+            param.grad = grad.to(bucket.dtypes.grad)
         take_over_hooks(param, find_entry(param).spec, *taken)
     return bucket
 
