@@ -209,7 +209,9 @@ def _cut_shard(
             answers=ANSWERS,
         )
         kind = nn.Parameter if spec.is_dtensor else type(item.param)
-        entries.append(Entry(item.param, spec, tuple(item.names), item.slots, kind=kind))
+        names, asked = tuple(item.names), item.param.grad_dtype
+        grad_dtype = None if asked == part.dtype else asked
+        entries.append(Entry(item.param, spec, names, item.slots, kind=kind, grad_dtype=grad_dtype))
     return shard, entries
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -88,5 +90,28 @@ def test_kept_gradients_of_before_sharding(kept: torch.dtype) -> None:
         check_grads(model, kept, 1)
         run(model, rank)
         check_grads(model, kept, 2)
+
+    simulate_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_undo_ends_kept_gradients(kept: torch.dtype) -> None:
+    """After undo gradients have the dtype that they had before fully_shard, old ones too."""
+
+    def check(rank: int) -> None:
+        model = build()
+        model[0].bias.grad_dtype = kept
+        shard(model, kept)
+        run(model, rank)
+        copied = fc.undo(copy.deepcopy(model))
+        assert copied[0].bias.grad_dtype is kept
+        assert copied[2].weight.grad_dtype is torch.float32
+        fc.undo(model)
+        for name, p in model.named_parameters():
+            assert p.grad_dtype is p.grad.dtype is (kept if name == "0.bias" else torch.float32)
+        for p, wanted in zip(model.parameters(), plain_grads()):
+            torch.testing.assert_close(p.grad.float(), wanted, rtol=0.03, atol=3e-3)
+        model[0].bias.grad_dtype = None
+        run(fc.fully_shard(model), rank)
 
     simulate_ranks(check, 2)
