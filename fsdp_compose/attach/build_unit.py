@@ -172,7 +172,8 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         spread,
     )
     for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
-        param.grad = grad  # a sharded parameter keeps this rank's slice of it
+        if grad is not None:  # a sharded parameter keeps this rank's slice of it
+            param.grad = grad.to(bucket.dtypes.grad)
         take_over_hooks(param, find_entry(param).spec, *taken)
     return bucket
 
@@ -209,7 +210,9 @@ def _cut_shard(
             answers=ANSWERS,
         )
         kind = nn.Parameter if spec.is_dtensor else type(item.param)
-        entries.append(Entry(item.param, spec, tuple(item.names), item.slots, kind=kind))
+        names, asked = tuple(item.names), item.param.grad_dtype
+        grad_dtype = None if asked == part.dtype else asked
+        entries.append(Entry(item.param, spec, names, item.slots, kind=kind, grad_dtype=grad_dtype))
     return shard, entries
 
 

@@ -130,7 +130,9 @@ def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> N
             else:
                 param.__class__ = entry.kind  # type: ignore[assignment]
                 param.data = part
-        param.grad = grad
+            if bucket.dtypes.grad != bucket.stored.dtype:
+                param.grad_dtype = entry.grad_dtype or part.dtype
+        param.grad = None if grad is None else grad.to(param.grad_dtype or grad.dtype)
         forget_entry(param)
         take_leaf_hooks(param)
         tables = give_back_hooks(spec)

@@ -1,7 +1,8 @@
 """Tensors inside whatever a module takes and returns, found and rebuilt through optree.
 
 Beyond optree's own containers: dataclasses, mappings that subclass dict (the outputs of Hugging
-Face models are both), and, for finding only, the attributes of plain objects.
+Face models are both), subclasses of list and tuple, and, for finding only, the attributes of plain
+objects.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def find_tensors(tree: Any) -> tuple[list[torch.Tensor], bool]:
 
 
 def _register_leaves(tree: Any) -> None:
-    """Teach optree the dataclasses and dict subclasses in ``tree``, outermost first."""
+    """Teach optree the dataclasses and subclasses of containers in ``tree``, outermost first."""
     fresh = True
     while fresh:
         fresh = False
@@ -71,6 +72,8 @@ def _register_leaves(tree: Any) -> None:
                 _register_mapping(kind)
             elif dataclasses.is_dataclass(kind):
                 _register_dataclass(kind)
+            elif isinstance(leaf, list | tuple):
+                _register_sequence(kind)
             else:
                 continue
             here.pytrees.add(kind)
@@ -89,6 +92,26 @@ def _register_mapping(kind: type) -> None:
         return rebuilt
 
     optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)  # type: ignore[arg-type]
+
+
+def _register_sequence(kind: type) -> None:
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        return list(value), _Same(value)
+
+    def unflatten(same: Any, children: Any) -> Any:
+        before, items = same.value, list(children)
+        if all(item is old for item, old in zip(items, before, strict=True)):
+            return before  # such as a torch.Size, which is made in its own way
+        if isinstance(before, list):
+            rebuilt = copy.copy(before)
+            rebuilt[:] = items
+            return rebuilt
+        made: Any = tuple.__new__(kind, items)
+        if vars_of(before):
+            vars(made).update(vars(before))
+        return made
+
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)
 
 
 def _register_dataclass(kind: type) -> None:

@@ -84,6 +84,7 @@ class Entry:
     pin: weakref.ref[nn.Parameter] | None = None  # torch.utils.swap_tensors refuses what has one
     index: int = 0  # within the owner
     kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
+    grad_dtype: torch.dtype | None = None  # of gradients before; None: the parameter's own
     held: nn.Parameter = field(init=False)
     layers: list[Any] = field(default_factory=list)  # what scopes show in its place
 

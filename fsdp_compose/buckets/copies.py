@@ -31,7 +31,9 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         spec = replace(entry.spec, residence=residence, hooks=Hooks())
         if entry.kind is not torch.nn.Parameter:
             param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
-        entries.append(Entry(param, spec, entry.names, [], kind=entry.kind))
+        entries.append(
+            Entry(param, spec, entry.names, [], kind=entry.kind, grad_dtype=entry.grad_dtype)
+        )
     given = [to_local(entry.param) for entry in entries]
     copied = make_bucket(
         entries,

@@ -25,7 +25,7 @@ from fsdp_compose.core.guards.scope_parameters import (
     show,
 )
 from fsdp_compose.core.records import Opened
-from fsdp_compose.core.state import Unit
+from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.scopes.unshard import reconnect
 from fsdp_compose.sharded import part_of, to_local
 
@@ -179,6 +179,9 @@ def _make_leaf(
     entry: Entry, full: torch.Tensor, trained: bool, options: ScopeOptions
 ) -> nn.Parameter:
     leaf = nn.Parameter(full.detach(), trained)
+    bucket = owner_of(entry)
+    if bucket.dtypes.grad != bucket.stored.dtype:
+        leaf.grad_dtype = bucket.dtypes.grad
     if trained and not (options.with_grads and options.writeback):
         leaf.register_hook(_LostGradient(entry.spec.fqn))
     return leaf

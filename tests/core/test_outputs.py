@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import fully_shard, wrap
+from fsdp_compose import MixedPrecision, fully_shard, wrap
 from fsdp_compose.core.schedule import Hold
 
 from harness import run_ranks
@@ -83,6 +83,18 @@ class Plain:
         self.first, self.second = first, second
 
 
+class Items(list):
+    """A list of a class of its own, with an attribute."""
+
+    source: str = ""
+
+
+class Point(tuple):
+    """A tuple of a class of its own, with an attribute."""
+
+    source: str = ""
+
+
 class Sealed:
     """No tensor in it can be found: it hides behind a closure."""
 
@@ -107,6 +119,9 @@ PACK: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Ten
     "model": (lambda a, b: TextOutput(first=a, second=(b,)), lambda o: (o["first"], o.second[0])),
     "default": (lambda a, b: collections.defaultdict(list, a=a, b=b), lambda o: (o["a"], o["b"])),
     "deque": (lambda a, b: collections.deque([a, b]), tuple),
+    "own list": (lambda a, b: Items([a, Items([b])]), lambda o: (o[0], o[1][0])),
+    "own tuple": (lambda a, b: Point((a, {"x": Point([b, a.shape])})),
+                  lambda o: (o[0], o[1]["x"][0])),
     "object": (Plain, lambda o: (o.first, o.second)),
     "object in list": (lambda a, b: [Plain(a, {"x": Plain(b)})],
                        lambda o: (o[0].first, o[0].second["x"].first)),
@@ -179,6 +194,28 @@ def test_structures_are_released_on_time(kind: str) -> None:
         assert not middle.holds and not first.holds
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("kind", [Items, Point])
+def test_own_lists_and_tuples_are_cast(kind: type[Items] | type[Point]) -> None:
+    """Tensors in them are cast on the way in and out; class, attributes and the rest stay."""
+
+    class Passes(nn.Linear):
+        def forward(self, given: Any) -> Any:
+            assert type(given) is kind and given.source == "loader"
+            assert given[1] == "text" and type(given[2]) is torch.Size
+            made = kind([super().forward(given[0]), given[2]])
+            made.source = "model"
+            return made
+
+    policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = fully_shard(Passes(2, 3), mp_policy=policy)
+    given = kind([torch.ones(1, 2), "text", torch.Size([3])])
+    given.source = "loader"
+    out = model(given)
+    assert type(out) is kind and out.source == "model"
+    assert out[0].dtype is torch.float64 and out[1] == (3,)
+    assert given[0].dtype is torch.float32
 
 
 def test_structures_that_hide_their_tensors() -> None:

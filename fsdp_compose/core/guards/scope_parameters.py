@@ -120,7 +120,7 @@ class _Whole(_Base):
     @property
     def grad_dtype(self) -> Any:
         """As of a leaf. Compilers ask for it."""
-        return self.dtype
+        return find_entry(self).param.grad_dtype
 
     @property
     def retains_grad(self) -> bool:
