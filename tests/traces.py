@@ -186,8 +186,8 @@ class _Recorder:
     def __init__(self, work: Any, trace: Trace) -> None:
         self.work, self.trace = work, trace
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # what isinstance asks
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what isinstance asks
         return type(self.work)
 
     def __getattr__(self, name: str) -> Any:
