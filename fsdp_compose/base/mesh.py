@@ -315,8 +315,8 @@ def _has_ended(mesh: object) -> bool:
             mesh.get_all_groups()
         elif isinstance(mesh, dist.ProcessGroup):
             dist.get_rank(mesh)
-    except (RuntimeError, ValueError):
-        return True
+    except (RuntimeError, ValueError) as error:
+        return "groups not initialized" not in str(error)  # of a mesh that never had any
     return False
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, MeshLike, is_outside, resolve_mesh
@@ -68,7 +69,9 @@ def compare_plans(
     values = [] if problem else [value for plan in plans for value in values_of(plan)]
     meta = frozenset(value.key for value in values if value.tensor.is_meta)
     groups = _find_groups(mesh)
-    problem = problem or _find_other_slices(groups)
+    if len(groups) > 1 and not _is_ascending(mesh):
+        found = _find_other_slices(groups)  # whose ranks all send, those with a problem too
+        problem = problem or found
     if groups:
         real = [v for v in values if v.key not in meta]
         structure = [] if problem else [_describe_structure(plan) for plan in plans]
@@ -299,13 +302,16 @@ def _find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
     return ()
 
 
+def _is_ascending(mesh: MeshLike | None) -> bool:
+    """Whether a mesh lists the ranks of each shard group as the group numbers them in any case."""
+    return isinstance(mesh, DeviceMesh) and bool(mesh.mesh.diff(dim=-1).gt(0).all())
+
+
 def _find_other_slices(groups: tuple[Group, ...]) -> Exception | None:
     """The error of a mesh whose replicas, as their groups number them, hold other slices.
 
     A group may number its ranks otherwise than the mesh lists them: torch's do so by size.
     """
-    if len(groups) < 2:
-        return None
     shard, replicate = groups
     places = gather_objects_or_differ((shard.rank, shard.ranks), replicate, "fully_shard")
     for rank, (number, ranks) in zip(replicate.ranks, places, strict=True):
