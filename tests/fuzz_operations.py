@@ -61,12 +61,14 @@ def _shard_one(
     case: Case, module: nn.Module, strategy: str, inside: list[nn.Module], init: Init
 ) -> nn.Module:
     chosen = set(map(id, inside))
+    sharers = case.world // 2 if strategy in HYBRID else case.world
+    fits = strategy in RELEASING and (case.release != 2 or (sharers > 2 and sharers % 2 == 0))
     return fully_shard(
         module,
-        mesh=mesh_of_replicas(2, case.world // 2) if strategy in HYBRID else None,
+        mesh=mesh_of_replicas(2, sharers) if strategy in HYBRID else None,
         units=wrap.by_fn(lambda _, m: id(m) in chosen) if chosen else None,
         strategy=ShardingStrategy[strategy],
-        reshard_after_forward=case.release if strategy in RELEASING else None,
+        reshard_after_forward=case.release if fits else None,
         prefetch=Prefetch(*case.prefetch),
         granularity=case.granularity,
         static_buffers=case.static or False,
