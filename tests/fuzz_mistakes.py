@@ -215,10 +215,9 @@ def _count_uses(run: Run, weight: Tensor, seed: int) -> int:
 def _copies_drift(run: Run, n: int, seed: int) -> None:
     """Copies that differ between replicas are named on every rank; equal ones are not."""
     fc.verify_replicas(run.twin.model)
-    if run.case.world == 1 or run.case.strategy not in ("NO_SHARD", *HYBRID[:2]):
+    param = run.twin.model.get_parameter(run.name_of(n))
+    if sharded.spec_of(param).replicas.size == 1:  # units differ with ``mixed``
         return
-    name = run.name_of(n)
-    param = run.twin.model.get_parameter(name)
     before, drifts = param.detach().clone(), run.rank == n % run.case.world
     if drifts:
         with torch.no_grad():

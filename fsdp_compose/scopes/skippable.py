@@ -131,11 +131,11 @@ def skippable_step(
     and, inside an accumulation, of the gradients so far.
 
     On backends other than gloo a rank cannot be told while it waits in a kernel: there an exception
-    leaves the scope as it is, and the other reasons work. Nor can one while it waits for another
-    part of a layer (tensor or pipeline parallelism): there all ranks of a layer raise, or it is
-    an error at the timeout. With parameters over several groups of
-    ranks (replicas, experts) every rank of the default process group must run the scope. Ranks
-    with other stages of a pipeline are not asked.
+    leaves the scope as it is, and the other reasons work. A rank cannot be told either while it
+    waits for another part of a layer (tensor or pipeline parallelism): there all ranks of a layer
+    must raise, or the others wait until the timeout. With parameters over several groups of ranks
+    (replicas, experts) every rank of the default process group must run the scope. Ranks with
+    other stages of a pipeline are not asked.
 
     Args:
         module: a unit, or a module that contains units.

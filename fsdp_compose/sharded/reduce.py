@@ -71,15 +71,13 @@ def average_over_replicas(
 ) -> list[Tensor]:
     """The same reduced values, whose gradients are averaged over replicas: one collective each."""
     out = list(values)
-    alike: dict[tuple[int, torch.dtype], list[int]] = {}
+    alike: dict[tuple[Group, torch.dtype], list[int]] = {}
     for i, (value, spec) in enumerate(zip(out, specs, strict=True)):
         if spec is not None and spec.replicas.size > 1 and _is_recorded(value):
-            alike.setdefault((id(spec.replicas), value.dtype), []).append(i)
-    for members in alike.values():
-        first = specs[members[0]]
-        assert first is not None
+            alike.setdefault((spec.replicas, value.dtype), []).append(i)
+    for (replicas, _), members in alike.items():
         vector = torch.stack([out[i] for i in members])
-        for i, value in zip(members, _AverageReplicas.apply(vector, first.replicas), strict=True):
+        for i, value in zip(members, _AverageReplicas.apply(vector, replicas), strict=True):
             out[i] = value
     return out
 

@@ -1,9 +1,9 @@
 """Units that are gathered at fixed addresses take turns: one never overwrites another's weights.
 
 Which buffer a unit has is decided when the first unit of its model is gathered, once all are known,
-and again where ``refresh`` changed what units gather.
-A unit whose buffer another one is in is not gathered ahead; where it must be gathered, a unit that
-was gathered ahead makes room for it, and any other is an error.
+and again where ``refresh`` changed what units gather. A unit whose buffer another one is in is not
+gathered ahead; where it must be gathered, a unit that was gathered ahead makes room for it, and any
+other is an error.
 """
 
 from __future__ import annotations
