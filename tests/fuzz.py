@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 import fuzz_calls  # noqa: F401 - its operations
+import fuzz_losses  # noqa: F401 - its operations
 import torch
 import torch.distributed as dist
 

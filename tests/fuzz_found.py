@@ -286,6 +286,14 @@ FOUND = {
         prefetch=(0, 0),
     ),
     "gradients are asked for in a scope": Case(TWO, 2, "FULL_SHARD", (("scope grad", 0),)),
+    "a backward through gradients reads frozen weights": Case(
+        Node((Leaf("scalar", unit=True), Leaf("low rank", frozen=True))), 2, "FULL_SHARD",
+        (("second order", 0),), prefetch=(0, 0),
+    ),
+    "a scaler over groups whose parameters ranks list in other orders": Case(
+        TWO, 4, "FULL_SHARD", (("scaler", 0),), prefetch=(0, 0), reordered=True,
+        mixed="HYBRID_SHARD_OPTIMIZER",
+    ),
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),
     ),

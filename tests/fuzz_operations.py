@@ -183,6 +183,8 @@ def _crossed(run: Run, n: int, seed: int) -> None:
 
 @operation("retain")
 def _retain(run: Run, n: int, seed: int) -> None:
+    if is_read_once(run):
+        return
     for loss in run.twin.pair(seed):
         loss.backward(retain_graph=True)
         loss.backward()
@@ -316,6 +318,11 @@ def recomputes_reentrantly(run: Run) -> bool:
     return any(node.node.recompute == "reentrant" for node in nodes(run.twin.model))
 
 
+def is_read_once(run: Run) -> bool:
+    """Whether torch refuses a second backward over a graph of this model."""
+    return any(node.node.recompute == "selective" for node in nodes(run.twin.model))
+
+
 @operation("grad")
 def _autograd_grad(run: Run, n: int, seed: int) -> None:
     if recomputes_reentrantly(run):
@@ -336,9 +343,8 @@ def _autograd_grad(run: Run, n: int, seed: int) -> None:
 
 @operation("penalty")
 def _gradient_penalty(run: Run, n: int, seed: int) -> None:
-    if recomputes_reentrantly(run):
+    if recomputes_reentrantly(run) or is_read_once(run):
         return
-
     run.twin.train_on(seed, penalised_losses)
     if n % 2:  # two graphs over gradients at once, one of them read twice
         first, second = (run.twin.pair(seed + part, penalised_losses) for part in (20, 40))
@@ -361,6 +367,8 @@ def _gathered(run: Run, n: int, seed: int) -> None:
 @operation("gathered loss")
 def _loss_in_a_scope(run: Run, n: int, seed: int) -> None:
     """A loss of the scope's tensors; its backward comes inside the scope or after it."""
+    if is_read_once(run) and not n % 2:
+        return  # it would be recomputed with casts that the forward did not make
     with fc.gathered(run.twin.model):
         ours, plain = run.twin.pair(seed)
         if n % 2:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compose import participate
 from fsdp_compose.simulation import (
@@ -58,7 +59,7 @@ class Node:
 
     children: tuple[Spec, ...]
     unit: bool = False
-    recompute: str = "no"  # no | saved | reentrant
+    recompute: str = "no"  # no | saved | selective | reentrant
     calls: int = 1
 
 
@@ -98,7 +99,7 @@ OPS = (
     "hook after", "inputs", "scope clip", "scope grad", "divide", "own reduction", "switch",
     "refresh", "cleared in no_sync", "one cleared", "not last", "fail in no_sync",
     "scope gradients", "plain optimizer", "convert", "ahead", "apply", "stream", "own gradient",
-    "hook on units",
+    "hook on units", "outside loss", "second order", "scaler", "module hook", "half a graph",
 )  # fmt: skip
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
@@ -160,11 +161,21 @@ class NodeModule(nn.Module):
             if self.node.recompute == "no" or not torch.is_grad_enabled():
                 y = self.run(y)
             else:
-                y = checkpoint(self.run, y, use_reentrant=self.node.recompute == "reentrant")
+                y = self.recomputed(y)
         return (x + y) * 0.5
+
+    def recomputed(self, x: Tensor) -> Tensor:
+        if self.node.recompute == "reentrant":
+            return checkpoint(self.run, x, use_reentrant=True)
+        chosen = {"context_fn": _keep_products} if self.node.recompute == "selective" else {}
+        return checkpoint(self.run, x, use_reentrant=False, **chosen)
 
     def double(self) -> NodeModule:
         return self
+
+
+_keep_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+"""Of a checkpointed part, products of matrices are kept and the rest is computed again."""
 
 
 def _raise(grad: Tensor) -> None:
@@ -277,7 +288,7 @@ def _draw_node(rng: random.Random, depth: int, budget: list[int]) -> Node:
     return Node(
         children=tuple(children),
         unit=rng.random() < 0.5,
-        recompute=rng.choice(("no", "no", "no", "saved", "reentrant")),
+        recompute=rng.choice(("no", "no", "no", "saved", "selective", "reentrant")),
         calls=rng.choice((1, 1, 1, 2)),
     )
 

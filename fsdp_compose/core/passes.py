@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.loops import exhaust
-from fsdp_compose.base.torch_private import graph_is_kept, graph_task_id, on_backward_end, untraced
+from fsdp_compose.base.torch_private import (
+    graph_is_kept,
+    graph_task_id,
+    node_will_run,
+    on_backward_end,
+    untraced,
+)
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors
@@ -103,8 +109,8 @@ def end_task(engine: Engine, task_id: int) -> None:
     for unit in list(task.open):
         if unit.run.task is task or unit.run.task is None:
             close_backward(unit, ended=True)
-    for unit, reader in task.consumed:
-        unit.graphs.readers.discard(reader)
+    for unit in engine.retained if task.consumed else ():
+        unit.graphs.readers.difference_update(task.consumed)
     drop_unread(engine)
     if not engine.tasks:
         if len(engine.logs) > len(engine.reached):
@@ -148,10 +154,21 @@ def open_backward(unit: Unit, task: Task) -> None:
     note_opened(unit, task)
     schedule.enter_backward(unit)
     if torch.is_grad_enabled():
-        retain(unit, *unit.graphs.nodes)
+        retain(unit, *_list_readers(unit))
     if unit.run.live is not None and not unit.run.calls:
         install(unit, unit.run.live.tensors)
     schedule.look_back(unit)
+
+
+def _list_readers(unit: Unit) -> list[Any]:
+    """What lives as long as a graph over the unit's backward: nodes that this backward will reach.
+
+    Those of other units too, for whose gradients frozen weights are read. Where there are none, as
+    for plain parameters inside a frozen unit, the unit stays gathered until its next forward.
+    """
+    nodes = [node for other in list(unit.engine.units) for node in tuple(other.graphs.nodes)]
+    found = [*unit.graphs.nodes, *filter(node_will_run, nodes)]
+    return found or list(filter(None, [unit.run.live]))
 
 
 def retain(unit: Unit, *readers: Any) -> None:
@@ -168,7 +185,7 @@ def retain(unit: Unit, *readers: Any) -> None:
 def consume(unit: Unit, reader: Any) -> None:
     """Remember that a backward has read the weights for a graph that ``retain`` was called for."""
     if reader in unit.graphs.readers and not graph_is_kept():
-        running_task(unit).consumed.append((unit, reader))
+        running_task(unit).consumed.append(reader)
 
 
 def drop_unread(engine: Engine) -> None:

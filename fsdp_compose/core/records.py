@@ -28,7 +28,7 @@ class Route:
         return list(map((*grads, None).__getitem__, self.sources))
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False)
 class Live:
     """The parameters a unit's last forward computed with, connected to autograd."""
 

@@ -326,8 +326,8 @@ class Task:
     open: dict[Unit, None] = field(default_factory=dict)  # units whose backward is running
     reached: set[Unit] = field(default_factory=set)
     packed: list[Bucket] = field(default_factory=list)  # to reduce when it ends, or before
-    consumed: list[tuple[Unit, Any]] = field(default_factory=list)
-    """Units whose weights it was the last to read for a graph over an earlier backward."""
+    consumed: list[Any] = field(default_factory=list)
+    """Readers of graphs over earlier backwards that it was the last to run; see ``Graphs``."""
     mirrors: list[Mirror] = field(default_factory=list)  # of gradients that are not slices
     results: dict[Entry, torch.Tensor] = field(default_factory=dict)
     """Gradients with a graph over them, for ``.grad`` at its end (create_graph)."""

@@ -214,6 +214,7 @@ def _compute_norm(grads: list[Gradient], norm: _Norm, experts: _Experts | None) 
         )
     if not grads and experts is None:
         return torch.zeros(())
+    grads = _order_alike(grads)
     device = grads[0].local.device if grads else torch.device("cpu")
     wide = torch.float64 if device.type != "mps" else torch.float32
     result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
@@ -235,6 +236,16 @@ def _compute_norm(grads: list[Gradient], norm: _Norm, experts: _Experts | None) 
             return (total != 0).sum().to(result)
         total = _combine(total, order)
         return (total if math.isinf(order) else total.pow(1.0 / order)).to(result)
+
+
+def _order_alike(grads: list[Gradient]) -> list[Gradient]:
+    """The gradients of several groups by name, however each rank's caller ordered parameters."""
+    is_one = len({grad.groups for grad in grads}) <= 1
+    return grads if is_one else sorted(grads, key=_names_of)
+
+
+def _names_of(grad: Gradient) -> tuple[str, ...]:
+    return tuple(grad.names)
 
 
 def _adds_in_tree(params: Iterable[nn.Parameter]) -> bool:
@@ -370,7 +381,8 @@ def _combine_over_ranks(
 
 def _first_nonfinite(params: Params, expert_mesh: DeviceMesh | dist.ProcessGroup | None) -> str:
     """Name the first parameter whose gradient is not finite, on whatever rank."""
-    grads = collect_gradients(params, "clip_grad_norm_", joins=False)
+    found = collect_gradients(params, "clip_grad_norm_", joins=False)
+    grads = sorted(found, key=_names_of)
     experts = _experts_of(grads, expert_mesh)
     flags = [not bool(torch.isfinite(grad.local).all()) for grad in grads]
     for group in dict.fromkeys(group for grad in grads for group in grad.groups):

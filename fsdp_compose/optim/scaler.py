@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import owner_of
+from fsdp_compose.optim.gradients import describe, groups_of_several
 from fsdp_compose.optim.mirror import leaves_of
 from fsdp_compose.sharded import is_sharded_parameter, spec_of
 
@@ -58,14 +60,22 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
     """Groups of the optimizer's parameters and their device, small ones first.
 
     What a small group found must reach the large one that contains it, in the same order on every
-    rank.
+    rank, whatever the order in which the optimizer lists parameters.
     """
-    groups: dict[Group, torch.device] = {}
-    for param_group in optimizer.param_groups:
-        shown = map(leaf_of, param_group["params"])
-        for param in chain.from_iterable(map(leaves_of, shown)):
-            if is_sharded_parameter(param):
-                mesh = owner_of(find_entry(param)).mesh
-                found = (*mesh.groups, *spec_of(param).whole_groups)
-                groups.update((g, mesh.device) for g in found if g.size > 1 and g not in groups)
+    given = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    leaves = chain.from_iterable(map(leaves_of, map(leaf_of, given)))
+    sharded = list(filter(is_sharded_parameter, leaves))
+    groups = _groups_of(sharded)
+    if len(groups) > 1:
+        groups = _groups_of(sorted(sharded, key=lambda param: describe(spec_of(param))))
     return dict(sorted(groups.items(), key=lambda item: item[0].size))
+
+
+def _groups_of(params: Iterable[Any]) -> dict[Group, torch.device]:
+    """Groups of more than one rank and their device, as the parameters come."""
+    groups: dict[Group, torch.device] = {}
+    for param in params:
+        mesh = owner_of(find_entry(param)).mesh
+        for group in groups_of_several((*mesh.groups, *spec_of(param).whole_groups)):
+            groups.setdefault(group, mesh.device)
+    return groups

@@ -376,15 +376,17 @@ def foreach_reduce(
         return _local_norm(local, order, options["dtype"]) if is_norm else _limit(local, "max")
 
     out = [next(values) if n else empty(t) for t, n in zip(tensors, held, strict=True)]
-    by_group: dict[tuple[int, ...], list[int]] = {}
+    by_group: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     for i, spec in enumerate(specs):
         if spec is not None and (spec.group.size > 1 or spec.reads_whole):
-            by_group.setdefault(tuple(map(id, spec.groups)), []).append(i)
-    for members in by_group.values():
+            named = name_of(tensors[i], spec), i
+            by_group.setdefault(tuple(map(id, spec.groups)), []).append(named)
+    for found in sorted(map(sorted, by_group.values())):  # alike, however each rank orders its list
+        members = [i for _, i in found]
         first = specs[members[0]]
         assert first is not None
         vector = torch.stack([out[i] for i in members])
-        names = ", ".join([name_of(tensors[i], s) for i in members if (s := specs[i]) is not None])
+        names = ", ".join([name for name, _ in found])
         if is_norm:
             what = f"take the norms of order {order:g}{clipping_under_way()} of {names}"
             total = _combine_norms(vector, order, first.groups, what)

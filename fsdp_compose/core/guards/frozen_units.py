@@ -32,6 +32,7 @@ def _retain_frozen(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         if grad is not None and grad.requires_grad:
             grad.register_hook(reached)
     retain(unit, reader)
+    unit.graphs.readers.discard(unit.run.live)
 
 
 class Boundary(torch.autograd.Function):
