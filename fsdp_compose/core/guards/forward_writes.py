@@ -19,10 +19,11 @@ from operator import is_
 import torch
 
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import read_version
+from fsdp_compose.base.torch_private import gradient_hooks, read_version
 from fsdp_compose.buckets.bucket import Entry, alias
 from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.collective_log import code_of
+from fsdp_compose.core.guards.hooked_weights import find_hooked
 from fsdp_compose.core.guards.kept_views import guard_attributes
 from fsdp_compose.core.guards.rank_differences import WRITE
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
@@ -66,6 +67,8 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
         placed = shown if links.in_order else map(shown.__getitem__, links.indices)
         if not all(map(is_, map(dict.get, links.tables, links.names), placed)):
             lost = lost or _find_replaced(unit)
+        if [*filter(None, map(gradient_hooks, shown))] and (problem := find_hooked(unit, shown)):
+            return problem
     try:
         if links.pointers != []:  # None: not looked for yet
             kept += _keep_assigned(unit, _shown_by(unit))
