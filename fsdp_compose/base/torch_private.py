@@ -258,6 +258,9 @@ def leaf_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
+gradient_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+
+
 def take_leaf_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:
     """A leaf's tables of both kinds; autograd keeps reading the latter."""
     gradient, post = leaf_hooks(parameter)

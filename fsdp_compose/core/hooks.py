@@ -30,6 +30,7 @@ from fsdp_compose.core.guards.callers import (
     refuse_script,
 )
 from fsdp_compose.core.guards.inner_backward import unwatch
+from fsdp_compose.core.guards.interrupts import find_uncleared
 from fsdp_compose.core.guards.other_forwards import (
     AGAIN,
     FUNCTIONAL,
@@ -108,9 +109,14 @@ def clear_failed(unit: Unit, module: nn.Module) -> None:
     """Clear up after a forward or a backward that was interrupted."""
     engine, active = unit.engine, unit.engine.schedule.active
     is_left = active and active[0] is unit and not is_running(unit, module)
+    if not active and unit.run.task is None and unit.opened is None:
+        is_left = unit.run.showing is not None  # interrupted while it put its leaves back
+    uncleared = find_uncleared(engine) if is_left else None
     if is_left or (not active and engine.has_failed):
         with outside_transforms():
             recover(engine)
+    if uncleared is not None:
+        raise RuntimeError(uncleared)
 
 
 @untraced_itself

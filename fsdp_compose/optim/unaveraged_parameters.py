@@ -22,7 +22,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.entries import entry_of
-from fsdp_compose.core.guards.surroundings import UNAVERAGED
+from fsdp_compose.core.guards.surroundings import UNAVERAGED, look_again
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.sharded import ShardedParameter, is_sharded_parameter
@@ -45,6 +45,7 @@ def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _check_params(params, f"{type(optimizer).__name__}.step()", "trains", "an optimizer"):
         _known[optimizer] = counts
+        look_again()
 
 
 def check_clipped(params: Sequence[torch.Tensor]) -> None:

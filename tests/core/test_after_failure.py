@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from fsdp_compose import MixedPrecision, state_dict
+from fsdp_compose import MixedPrecision, ShardingStrategy, state_dict
+from fsdp_compose.core import forward
 
-from harness import run_ranks
-from models import Tower, by_block, data, seeded, square
+from harness import run_ranks, simulate_ranks
+from models import Tower, Twin, by_block, data, seeded, square
 
 
 class OnPurpose(Exception):
@@ -73,3 +76,56 @@ def test_conversion_after_a_failure(world: int) -> None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
     run_ranks(ranks, world)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of zero_grad
+@pytest.mark.parametrize("where", ["blocks.1.down", "head"])
+def test_gradients_from_before_an_interrupt(where: str) -> None:
+    """``model.zero_grad()`` did not reach them, so the next forward raises; then it does."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.train()
+        for cleared_by in (twin.model, twin.optim):
+            square(twin.model, data(0, rank)).backward()
+            handle = twin.model.get_submodule(where).register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                twin.model(data(1, rank))
+            handle.remove()
+            cleared_by.zero_grad()
+            if cleared_by is twin.model:
+                with pytest.raises(RuntimeError, match=r"was interrupted.*\.weight"):
+                    twin.model(data(1, rank))
+                twin.model.zero_grad()
+            twin.train()
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO1"])
+def test_an_interrupt_while_leaves_are_put_back(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the outermost forward: the next one does not read what modules held then."""
+    install, left = forward.install_leaves, set[int]()
+
+    def interrupted(unit: Any) -> None:
+        if unit.name == "Tower" and dist.get_rank() in left:
+            left.discard(dist.get_rank())
+            raise KeyboardInterrupt
+        install(unit)
+
+    monkeypatch.setattr(forward, "install_leaves", interrupted)
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower, partial(by_block, strategy=ShardingStrategy[strategy]))
+        twin.train()
+        left.add(rank)
+        with pytest.raises(KeyboardInterrupt):
+            twin.model(data(1, rank))
+        twin.train()
+
+    simulate_ranks(ranks)

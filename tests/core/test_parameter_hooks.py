@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.flop_counter
 from torch import Tensor, nn
 
-from fsdp_compose import fully_shard, undo
+from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     SHARDS,
     WIDTH,
@@ -86,6 +88,60 @@ def test_hooks_on_parameters_can_be_removed() -> None:
         assert log == ["hook", "post"]
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO1", "NO_SHARD"])
+def test_hooks_registered_in_their_forward_raise(strategy: str) -> None:
+    """They would see this rank's gradient, once; in later forwards too. What follows is right."""
+
+    def ranks(rank: int) -> None:
+        shard = partial(by_block, strategy=ShardingStrategy[strategy])
+        twin = Twin(rank, 2, lambda: Tower(1), shard)
+        up = twin.model.blocks[0].up
+        for seed in range(2):
+            twin.train(square, seed + 1)
+            clamp = up.register_forward_pre_hook(
+                lambda module, _: module.weight.register_hook(lambda g: g.clamp(max=0)) and None
+            )
+            with pytest.raises(RuntimeError, match="weight' inside the forward of"):
+                twin.model(twin.inputs(0)[rank])
+            clamp.remove()
+            twin.train()
+
+    simulate_ranks(ranks)
+
+
+class Bank(nn.Module):
+    """Returns its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.bank() @ self.bank()
+
+
+def test_a_unit_that_returns_its_weight_runs_twice() -> None:
+    """Hooks of the library and of torch's tools on what it returns are not taken for the user's."""
+
+    def ranks(rank: int) -> None:
+        shard = partial(fully_shard, units=wrap.by_class(Bank))
+        twin = Twin(rank, 2, Reader, shard)
+        twin.train()
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            twin.train()
+
+    simulate_ranks(ranks)
 
 
 def test_hooks_from_before_sharding_can_be_removed() -> None:

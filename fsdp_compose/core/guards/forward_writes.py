@@ -3,9 +3,10 @@
 A forward reads gathered weights, and what it writes into them is lost when they are released. A
 write stays, as in a plain module, only where the gathered buffer is the shard itself (a world of
 one, ``NO_SHARD``); replicas then compare what they wrote. Operators count their writes in a
-tensor's version, which is looked at after every forward. Writes through ``.data`` are not counted:
-for those the first forward of each kind, and in debug mode every forward, compares this rank's part
-of the gathered weights with its shard.
+tensor's version, which is looked at after every forward, and so is whether modules hold another
+tensor in a weight's place. Writes through ``.data`` are not counted: for those the first forward of
+each kind, and in debug mode every forward, compares this rank's part of the gathered weights with
+its shard.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import read_version
+from fsdp_compose.base.torch_private import gradient_hooks, read_version
 from fsdp_compose.buckets.bucket import Entry, alias
 from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.collective_log import code_of
+from fsdp_compose.core.guards.hooked_weights import find_hooked
 from fsdp_compose.core.guards.kept_views import guard_attributes
 from fsdp_compose.core.guards.rank_differences import WRITE
 from fsdp_compose.core.guards.replaced_parameters import is_shown_by_another
@@ -33,11 +36,12 @@ from fsdp_compose.sharded import part_of
 
 _LOST = (
     "parameter {fqn!r} of unit {unit!r} was written while it was gathered for a forward: in place "
-    "under no_grad (clamp_, copy_, nn.Embedding(max_norm=...)), or through .data. Every rank keeps "
-    "only a part of it, so the write would be lost. Write the parameter after optimizer.step() "
-    "instead: under torch.no_grad() elementwise functions such as p.clamp_() act on the sharded "
-    "parameter, and `with fsdp_compose.gathered(module, writeback=True):` gives a whole one to "
-    "write. Or leave the parameter whole, with fully_shard(..., ignored=[module])."
+    "under no_grad (clamp_, copy_, nn.Embedding(max_norm=...)), through .data, or by another "
+    "tensor in its place. Every rank keeps only a part of it, so the write would be lost. Write "
+    "the parameter after optimizer.step() instead: under torch.no_grad() elementwise functions "
+    "such as p.clamp_() act on the sharded parameter, and `with fsdp_compose.gathered(module, "
+    "writeback=True):` gives a whole one to write. Or leave the parameter whole, with "
+    "fully_shard(..., ignored=[module])."
 )
 Problem = str
 
@@ -58,8 +62,15 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
                 kept += written
             else:
                 lost = lost or written[0]
+    links, shown = unit.links, unit.run.showing
+    if shown is not None:
+        placed = shown if links.in_order else map(shown.__getitem__, links.indices)
+        if not all(map(is_, map(dict.get, links.tables, links.names), placed)):
+            lost = lost or _find_replaced(unit)
+        if [*filter(None, map(gradient_hooks, shown))] and (problem := find_hooked(unit, shown)):
+            return problem
     try:
-        if unit.links.pointers != []:  # None: not looked for yet
+        if links.pointers != []:  # None: not looked for yet
             kept += _keep_assigned(unit, _shown_by(unit))
         if kept:
             _compare_replicas(unit, kept)
@@ -152,13 +163,20 @@ def raise_lost(problem: Problem | None) -> None:
         raise RuntimeError(problem)
 
 
+def _find_replaced(unit: Unit) -> Entry | None:
+    """A weight in whose place a forward put another tensor, if it read the unit's own."""
+    shown = _shown_by(unit)
+    if unit.run.showing is not shown:
+        return None
+    for values, name, index in unit.links.places:
+        if values.get(name) is not shown[index] and not is_shown_by_another(unit, values, name):
+            return unit.entries[index]
+    return None
+
+
 def _find_unseen(unit: Unit, shown: Sequence[torch.Tensor]) -> Entry | None:
-    """A weight whose values, memory or object were exchanged without any version showing it."""
+    """A weight whose values or memory were exchanged without any version showing it."""
     lost: Entry | None = None
-    if unit.run.showing is shown:
-        for values, name, index in unit.links.places:
-            if values.get(name) is not shown[index] and not is_shown_by_another(unit, values, name):
-                return unit.entries[index]
     for index, entry in enumerate(unit.entries):
         bucket = owner_of(entry)
         gathered = bucket.full.untyped_storage()

@@ -2,7 +2,8 @@
 
 Nothing reduces their gradients, so every rank would train them on its own data. A unit does not
 know the model around it. Its first forward finds that model on the stack, as the outermost module
-whose call is under way, and its first backward looks through it, once for each such module.
+whose call is under way, and its first backward looks through it, once for each such module. They
+look again after the first step of another optimizer, which may train what was added around it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import child_slots, parameter_slots
 from fsdp_compose.base.torch_stack import calling_modules
 from fsdp_compose.base.wording import quote_names
@@ -33,6 +35,14 @@ def find_surroundings(unit: Unit) -> None:
     for module in outermost:
         if find_state(module) is None and module not in unit.engine.surveyed:
             unit.checks.surroundings = weakref.ref(module)
+
+
+def look_again() -> None:
+    """Have each unit look for the model around it in its next forward and backward."""
+    for engine in here.engines.values():
+        engine.surveyed.clear()
+        for unit in engine.units:
+            unit.checks.looked_around = False
 
 
 def check_noted(unit: Unit) -> None:

@@ -56,6 +56,9 @@ class Writer(nn.Module):
             self.lin.weight.data = torch.full_like(weight, float(x.flatten()[0]))
         elif self.how == "replace":
             self.lin.weight = nn.Parameter(weight.detach() * 0.5)
+        elif self.how == "delete":
+            del self.lin.weight
+            return self.emb(x)
         self.emb.max_norm = 0.5 if self.how == "max_norm" else None
         return self.lin(self.emb(x))
 
@@ -206,6 +209,31 @@ def test_values_are_compared_once_for_each_kind(monkeypatch: pytest.MonkeyPatch)
             with torch.no_grad():
                 model.eval()(tokens(0))
             assert len(looks) == 3
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO1", "NO_SHARD"])
+def test_parameters_replaced_in_later_forwards_raise(strategy: str) -> None:
+    """Also one that is replaced from some step on, as a codebook by its average; others go on."""
+
+    def ranks(rank: int) -> None:
+        model = build("", strategy=ShardingStrategy[strategy])
+        train(model, 2, rank)
+        for model.how in ("replace", "delete"):
+            for is_training in (True, False):
+                with (
+                    torch.set_grad_enabled(is_training),
+                    pytest.raises(RuntimeError, match=TEXT.format("lin.weight")),
+                ):
+                    model.train(is_training)(tokens(rank))
+        model.how = ""
+        plain = build("")
+        model.load_state_dict(plain.state_dict())
+        train(model, 2)
+        train(plain, 2)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(whole(model.get_parameter(name)), param.detach())
+
+    simulate_ranks(ranks)
 
 
 def test_training_goes_on_after_such_an_error() -> None:

@@ -182,6 +182,29 @@ def test_clipping_units_and_plain_parts_is_an_error(how: str) -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("change", ["wrapped", "unfrozen"])
+def test_plain_parts_that_are_trained_later(change: str) -> None:
+    """A head around a model that was trained before, with an optimizer of its own, raises."""
+
+    def ranks(rank: int) -> None:
+        encoder, head = fully_shard(seeded(Block)), seeded(lambda: nn.Linear(6, 2))
+        model = nn.Sequential(nn.Sequential(encoder), head)
+        head.requires_grad_(False)
+        first = model[0] if change == "wrapped" else model
+        own = sgd(encoder.parameters())
+        for step in range(2):
+            square(first, data(step, rank)).backward()
+            own.step()
+        head.requires_grad_(True)
+        later = sgd(head.parameters())
+        square(model, data(2, rank)).backward()
+        later.step()
+        with pytest.raises(RuntimeError, match=r"backward: .* in no unit: '1\.weight', '1\.bias'"):
+            square(model, data(3, rank)).backward()
+
+    simulate_ranks(ranks)
+
+
 def of_one_rank() -> DeviceMesh:
     """A mesh of this rank alone, where nothing drifts."""
     return init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "alone"))["alone"]
