@@ -25,6 +25,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     OptimLike,
     Part,
     members_of,
+    names_of,
     optimizers_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
@@ -116,7 +117,7 @@ class _Holding:
     """What one optimizer has: its own state dict, and what its numbers stand for."""
 
     plain: dict[str, Any]
-    groups: list[list[Member]]
+    names: list[list[str]]
     held: list[tuple[Member, dict[Any, Any]]]
     rows: set[str]
 
@@ -156,7 +157,8 @@ def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
             values = plain["state"].get(number, {})
             _check_values(one, member, values)
             held.append((member, flatten(values)))
-        found.append(_Holding(plain, groups, held, find_row_keys(held)))
+        names = names_of(module, groups)
+        found.append(_Holding(plain, names, held, find_row_keys(held)))
     return found
 
 
@@ -220,9 +222,8 @@ def _collect(holdings: list[_Holding]) -> Found:
             for part, own in _split_member(member, values, holding.rows):
                 if own:
                     state[part.name] = own
-        for group, members in zip(holding.plain["param_groups"], holding.groups, strict=True):
+        for group, names in zip(holding.plain["param_groups"], holding.names, strict=True):
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            names = [part.name for member in members for part in member.parts]
             found.result["param_groups"].append({**hyper, "params": names})
         extra = {k: v for k, v in holding.plain.items() if k not in ("state", "param_groups")}
         found.result.update(extra)

@@ -27,6 +27,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     OptimLike,
     Part,
     members_of,
+    names_of,
     optimizers_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, map_tensors, unflatten
@@ -72,9 +73,9 @@ def load_optim_state_dict(
     Args:
         optim: one optimizer over ``module``'s parameters, or several.
         state_dict: of ``optim_state_dict`` in any kind, from any world size; or of a plain
-            optimizer, whose numbers are read in the order of ``optim``'s groups. Tensors may be
-            plain and full, sharded and cut in any way, or DTensors. An empty state is that of an
-            optimizer before its first step.
+            optimizer, whose numbers are read in the order of ``optim``'s groups (a group of flat
+            parameters: in the module's order). Tensors may be plain and full, sharded and cut in
+            any way, or DTensors. An empty state is that of an optimizer before its first step.
         broadcast_from_rank0: only rank 0's ``state_dict`` is read, with full tensors; one at a time
             is sent, and each rank keeps its slices.
 
@@ -180,12 +181,8 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
             + "; wanted a dictionary with 'state' and 'param_groups'."
         )
     if has_numbers(state_dict):
-        order = [
-            [part.name for member in group for part in member.parts]
-            for _, groups in targets
-            for group in groups
-        ]
-        state_dict = to_names(state_dict, order)
+        groups_of_all = [group for _, groups in targets for group in groups]
+        state_dict = to_names(state_dict, names_of(module, groups_of_all))
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
     clean = name_cleaner(module)
     state = {
