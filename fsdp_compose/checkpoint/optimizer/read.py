@@ -324,7 +324,7 @@ def _full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, A
         entry = parts[name].entry
         for key in sorted(sharded[name], key=str):
             value = sharded[name][key]
-            if is_sharded(value) and entry is not None and value._shard_spec.key == entry.spec.key:
+            if is_sharded(value) and entry and entry.spec.is_cut_like(value._shard_spec):
                 bucket = owner_of(entry)
                 run = runs.setdefault((id(bucket), key, str(value.dtype)), (bucket, {}))
                 run[1][name] = value
