@@ -78,15 +78,18 @@ class Member:
         return bool(self.parts) and self.parts[0].span is not None
 
 
+Targets: TypeAlias = "list[tuple[Optimizer, list[list[Member]]]]"
+
+
 def optimizers_of(optim: OptimLike) -> list[Optimizer]:
-    """One optimizer or several, as a list.
+    """One optimizer or several, as a list; each once, though it may be given by parameter.
 
     Raises:
         TypeError: something in it is not an optimizer.
     """
     given: Any = optim
     is_one = isinstance(given, Optimizer) or not isinstance(given, Iterable)
-    found = [given] if is_one else list(given)
+    found = [given] if is_one else list({id(one): one for one in given}.values())
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(
@@ -96,7 +99,30 @@ def optimizers_of(optim: OptimLike) -> list[Optimizer]:
     return found
 
 
-def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
+def list_members(module: nn.Module, optim: OptimLike) -> Targets:
+    """Each optimizer with its parameters, group by group, in its order.
+
+    Raises:
+        TypeError: something in ``optim`` is not an optimizer.
+        ValueError: one holds a tensor that is neither a parameter of ``module`` nor a piece of its
+            shards, or two hold the same parameter, whose state has one name.
+    """
+    found = [(one, _members_of(module, one)) for one in optimizers_of(optim)]
+    holders: dict[str, Optimizer] = {}
+    for one, groups in found:
+        for part in (part for members in groups for member in members for part in member.parts):
+            other = holders.setdefault(part.name, one)
+            if other is not one:
+                raise ValueError(
+                    f"optimizer state: {part.name!r} is a parameter of two of the optimizers "
+                    f"({type(other).__name__}, {type(one).__name__}), and state by name has room "
+                    "for one. Save and load each of the two with a call of its own, in a folder "
+                    "of its own."
+                )
+    return found
+
+
+def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
     """The optimizer's parameters, group by group, in its order.
 
     Raises:

@@ -24,9 +24,8 @@ from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
     Part,
-    members_of,
+    list_members,
     names_of,
-    optimizers_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
     find_object,
@@ -76,7 +75,8 @@ def optim_state_dict(
     Raises:
         RuntimeError: with ``"full"``, on every rank: the ranks' optimizers have other parameters,
             settings or numbers that are not cut, which is named.
-        ValueError: the optimizer holds tensors that are not ``module``'s, or options that do not
+        ValueError: an optimizer holds tensors that are not ``module``'s, two optimizers hold the
+            same parameter, or options do not
             go together.
         TypeError: ``optim`` is not an optimizer, or keeps an object, or state that belongs to no
             parameter, which is named. With ``"full"`` on every rank.
@@ -145,10 +145,9 @@ def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
         TypeError, ValueError: as for ``optim_state_dict``.
     """
     found: list[_Holding] = []
-    for one in optimizers_of(optim):
+    for one, groups in list_members(module, optim):
         plain = one.state_dict()
         _check_format(one, plain)
-        groups = members_of(module, one)
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         flat = [member for group in groups for member in group]
         _check_keys(one, plain["state"], numbers)

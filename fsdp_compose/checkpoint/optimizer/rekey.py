@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_compose.checkpoint.optimizer.members import OptimLike, members_of, names_of, optimizers_of
+from fsdp_compose.checkpoint.optimizer.members import OptimLike, list_members, names_of
 from fsdp_compose.construct.names import name_cleaner, parameter_names
 
 
@@ -46,7 +46,7 @@ def rekey_optim_state_dict(
     if not has_numbers(state_dict):
         return dict(state_dict)
     if optim is not None:
-        groups = [group for one in optimizers_of(optim) for group in members_of(module, one)]
+        groups = [group for _, groups in list_members(module, optim) for group in groups]
         order = names_of(module, groups)
     else:
         order = _default_order(state_dict, module)

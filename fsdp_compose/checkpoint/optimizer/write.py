@@ -12,7 +12,7 @@ of (``owner_step``), which only that rank lists; everything else is the same on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,9 @@ from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
     Part,
-    members_of,
+    Targets,
+    list_members,
     names_of,
-    optimizers_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, map_tensors, unflatten
 from fsdp_compose.checkpoint.optimizer.read import WORLD, describe_object, layout_of
@@ -82,7 +82,7 @@ def load_optim_state_dict(
     Raises:
         RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; two ranks were
             given different state; or ``module`` is gathered now.
-        ValueError: the optimizer holds tensors that are not ``module``'s.
+        ValueError: an optimizer holds tensors that are not ``module``'s, or two hold the same.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
 
     Example:
@@ -99,7 +99,7 @@ def load_optim_state_dict(
     targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):
         require_released("load_optim_state_dict", module)
-        targets = targets_of(module, optim)
+        targets = list_members(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast_state(module, state_dict, targets)
     given: dict[str, Any] = {}
@@ -115,14 +115,6 @@ def load_optim_state_dict(
     if WORLD not in given:  # there each rank's file is its own
         agree_on_given(given, parts_of(targets), groups)
     write_optim(targets, given)
-
-
-Targets: TypeAlias = "list[tuple[Optimizer, list[list[Member]]]]"
-
-
-def targets_of(module: nn.Module, optim: OptimLike) -> Targets:
-    """Each optimizer with what its parameters are."""
-    return [(one, members_of(module, one)) for one in optimizers_of(optim)]
 
 
 def parts_of(targets: Targets) -> dict[str, Part]:
