@@ -331,8 +331,9 @@ def _load(
     values = {name: source.values[key] for name, key in staged.items()}
     with SharedErrors(group):
         write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
-    if targets is not None:
-        write_optim(targets, given)
+    with SharedErrors(group):
+        if targets is not None:
+            write_optim(targets, given)
     if remembered is None:
         fits = not comm_hooks.remembers(module)
     else:

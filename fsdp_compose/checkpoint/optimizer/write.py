@@ -114,7 +114,8 @@ def load_optim_state_dict(
         _check_readable(targets, given)
     if WORLD not in given:  # there each rank's file is its own
         agree_on_given(given, parts_of(targets), groups)
-    write_optim(targets, given)
+    with SharedErrors(*groups, what="load_optim_state_dict"):
+        write_optim(targets, given)
 
 
 def parts_of(targets: Targets) -> dict[str, Part]:
