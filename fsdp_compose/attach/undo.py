@@ -116,7 +116,10 @@ def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> N
     """Gather the parameters of a bucket, or those of ``only``, and make them plain again."""
     shard = shard_of(bucket)
     full = gather_flat(bucket, shard, shard.dtype)
-    for entry in bucket.entries if only is None else only:
+    entries = bucket.entries if only is None else only
+    if bucket.history.mirror is not None:
+        bucket.history.mirror.unwatch(entries)
+    for entry in entries:
         param, spec = entry.param, entry.spec
         grad = None if param.grad is None else gather_part(param.grad)
         part = torch.empty_strided(spec.shape, spec.stride, dtype=full.dtype, device=full.device)

@@ -45,8 +45,11 @@ def check_path(where: str, path: object) -> None:
 
     Raises:
         TypeError: it is something else.
+        ValueError: it is empty, which would be the working directory.
     """
     check_kind(where, "path", path, (str, PathLike), "a path")
+    if path == "":
+        raise ValueError(f"{where}: path is ''; wanted a path, or '.' for the working directory.")
 
 
 def check_timeout(where: str, timeout: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -145,6 +145,9 @@ class Mirror(Protocol):
 
     def settle(self, flat: torch.Tensor | None = None, converted: bool = False) -> None:
         """Have both sides' gradients be the same memory; new ones are slices of ``flat``."""
+
+    def unwatch(self, entries: Iterable[Entry]) -> None:
+        """Let go of where autograd adds to the gradients of parameters that become plain."""
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,14 @@ from fsdp_compose.checkpoint.contents import (
 from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import state_dict, write
-from fsdp_compose.checkpoint.optimizer.members import OptimLike
+from fsdp_compose.checkpoint.optimizer.members import OptimLike, Targets, list_members
 from fsdp_compose.checkpoint.optimizer.read import Found, read_optim
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.optimizer.write import (
-    Targets,
     check_read,
     check_saved,
     is_elementwise,
     parts_of,
-    targets_of,
     write_optim,
 )
 from fsdp_compose.checkpoint.ranks import (
@@ -124,7 +122,7 @@ def save_checkpoint(
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did
             not come, which is named; ranks pass other options; or ranks call different parameters
             by the same name.
-        ValueError: the optimizer holds tensors that are not ``module``'s.
+        ValueError: an optimizer holds tensors that are not ``module``'s, or two hold the same.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -320,7 +318,7 @@ def _load(
     with SharedErrors(group):
         source = Source(root, metadata)
         staged, unknown = _request_model(source, contents, strict, stages)
-        targets = None if optim is None else targets_of(module, optim)
+        targets = None if optim is None else list_members(module, optim)
         given = {} if targets is None else _request_optim(source, module, targets, stages)
         key = _extra_key(source, group)
         hooks_key = _comm_hooks_key(source, module, group)
@@ -333,8 +331,9 @@ def _load(
     values = {name: source.values[key] for name, key in staged.items()}
     with SharedErrors(group):
         write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
-    if targets is not None:
-        write_optim(targets, given)
+    with SharedErrors(group):
+        if targets is not None:
+            write_optim(targets, given)
     if remembered is None:
         fits = not comm_hooks.remembers(module)
     else:

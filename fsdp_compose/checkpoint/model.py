@@ -224,11 +224,11 @@ def load_state_dict(
     matched = match(module, contents.values, state_dict, strict and not custom, versions)
     problem = matched.problem or find_unreadable(matched, contents.values)
     raise_on_all(problem, groups, matched.facts, "load_state_dict")
-    if matched.local is not None:
-        local.write_local(module, matched.local)
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
     with SharedErrors(*groups, what="load_state_dict"):
         found = write(contents, matched.values, extra if custom else {}, strict, versions)
+        if matched.local is not None:
+            local.write_local(module, matched.local)
     return found if custom else IncompatibleKeys(matched.missing, matched.unexpected)
 
 

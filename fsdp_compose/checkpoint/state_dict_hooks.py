@@ -247,6 +247,10 @@ def _places(
                     break
 
 
+_raw_shards: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""What a load under way has of ``kind="local"``, by the module whose hook has checked it."""
+
+
 def before_load(
     module: nn.Module,
     state_dict: Any,
@@ -262,6 +266,7 @@ def before_load(
     With ``assign=True`` sharded parameters are written here, or in ``after_load``, and stay the
     same objects.
     """
+    _raw_shards.pop(module, None)  # of a load that failed
     if are_our_hooks_off():
         return
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
@@ -282,7 +287,7 @@ def before_load(
     unreadable = None if custom else find_unreadable(matched, written)
     raise_on_all(matched.problem or unreadable, groups, matched.facts, "load_state_dict")
     if matched.local is not None:
-        local.write_local(module, matched.local)
+        _raw_shards[module] = matched.local
     forget_steps(module)
     clean = name_cleaner(module)
     for key in given:
@@ -321,9 +326,13 @@ def _to_assign(value: Any, current: Any, is_cast: bool, units: Iterable[Unit]) -
 def after_load(module: nn.Module, _incompatible_keys: Any) -> None:
     """Load-state-dict post-hook of a unit's module: parameters stay the same objects.
 
-    With ``assign=True`` torch puts what a hook of the user's made into the module.
+    With ``assign=True`` torch puts what a hook of the user's made into the module. Raw shards are
+    written last: hooks of ``state_dict`` have not changed them, so those of loading must not.
     """
     unit = get_state(module).unit
+    raw_shards = _raw_shards.pop(module, None)
+    if raw_shards is not None:
+        local.write_local(module, raw_shards)
     if are_our_hooks_off() or unit.opened is not None or not load_under_way().get("assign"):
         return
     for values, name, index in replaced(unit):

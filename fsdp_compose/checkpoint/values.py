@@ -31,7 +31,7 @@ _READY = "_fsdp_compose_ready"
 def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
     """Whether fitting ``value`` to ``spec`` (None: to a plain tensor) is a collective."""
     if is_sharded(value):
-        return spec is None or value._shard_spec.key != spec.key
+        return spec is None or not spec.is_cut_like(value._shard_spec)
     return isinstance(value, DTensor)
 
 
@@ -71,7 +71,7 @@ def fit(value: Tensor, spec: ShardSpec) -> Any:
         value: plain and of shape ``spec.whole_shape``, a sharded tensor of that global shape cut
             in any way, or a DTensor of it. What is cut differently is gathered: a collective.
     """
-    if is_sharded(value) and value._shard_spec.key == spec.key:
+    if is_sharded(value) and spec.is_cut_like(value._shard_spec):
         local = to_local(value)
     elif needs_gather(value, spec):
         local = whole_slice(gather_whole(value).detach(), spec).clone()

@@ -142,6 +142,14 @@ class Mirror:
                 nodes[-1].register_prehook(partial(_refuse_arrival, refusal))
         return nodes
 
+    def unwatch(self, entries: Iterable[Entry]) -> None:
+        """Let go of the nodes of ``entries``, of which autograd wants gradients of slices."""
+        with raw():
+            gone = {id(entry.param) for entry in entries}
+            alive = [plain for ref in self.plain.values() if (plain := ref()) is not None]
+            for source in filter(None, map(source_of, alive)):
+                source.nodes[:] = [n for n in source.nodes if id(n.variable) not in gone]
+
     def settle(self, flat: Grad = None, converted: bool = False) -> None:
         """Have both sides' gradients be the same memory, as of now.
 

@@ -122,7 +122,7 @@ class ShardSpec:
     start: int = field(init=False)
     stop: int = field(init=False)
     key: tuple[object, ...] = field(init=False)
-    """Equal for two specs exactly when their slices hold the same elements on every rank."""
+    """Equal for two specs over the same ranks exactly when their slices hold the same elements."""
     seen: torch.Size = field(init=False)
     """The shape that the parameter reports: of a DTensor the whole shape, else ``shape``."""
 
@@ -140,6 +140,15 @@ class ShardSpec:
             ("seen", self.whole_shape if self.reads_whole else self.shape),
         ):
             object.__setattr__(self, name, value)
+
+    def is_cut_like(self, other: ShardSpec) -> bool:
+        """Whether their slices hold the same elements here and on every other rank.
+
+        Over other ranks, or ranks in another order, they may do so on some ranks alone. A slice
+        out of a rank's own file does not tell which ranks those were.
+        """
+        is_own = self.group.pg is None or other.group.pg is None
+        return self.key == other.key and (is_own or self.group.ranks == other.group.ranks)
 
     @property
     def is_dtensor(self) -> bool:

@@ -152,9 +152,10 @@ def check_loaded(spec: ShardSpec, key: Any, value: Tensor) -> None:
     """
     other = value.__dict__.get("_shard_spec")
     if isinstance(other, ShardSpec):
-        if other.key == spec.key:
+        if spec.is_cut_like(other):
             return
-        found = f"{other.held}, cut over {other.group.size} ranks"
+        mesh = " of another mesh" if other.key == spec.key else ""
+        found = f"{other.held}, cut over {other.group.size} ranks{mesh}"
     elif isinstance(value, DTensor) or (value.numel() > 1 and value.shape == spec.whole_shape):
         found = f"a whole tensor of shape {tuple(value.shape)}"
     else:

@@ -15,11 +15,12 @@ from fsdp_compose import (
     load_optim_state_dict,
     local_parameters,
     optim_state_dict,
+    rekey_optim_state_dict,
     save_checkpoint,
 )
 
-from harness import run_ranks
-from models import Tower
+from harness import run_ranks, simulate_ranks
+from models import Tower, by_block, data, seeded, square
 
 
 def batch(ranks: int) -> torch.Tensor:
@@ -99,3 +100,61 @@ def test_different_steps_have_no_place_in_a_buffer(way: str, tmp_path: Path) -> 
         assert [float(values["step"]) for values in local.state.values()][-2:] == [3.0, 1.0]
 
     run_ranks(check, 2)
+
+
+class Alike(nn.Module):
+    """Layers of one shape; of three units, the outermost has the first and the last of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, *self.blocks, self.last):
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("make", [flat_parameters, local_parameters])
+def test_numbers_go_by_the_order_of_the_model(make) -> None:
+    """State by number of a plain optimizer loads, and is given back, parameter by parameter."""
+
+    def check(rank: int) -> None:
+        plain = seeded(Alike)
+        plain_optim = torch.optim.Adam(plain.parameters())
+        square(plain, data(0, 0)).backward()
+        plain_optim.step()
+        wanted = plain_optim.state_dict()
+        model = seeded(Alike)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optim = torch.optim.Adam(make(model))
+        load_optim_state_dict(model, optim, wanted)
+        found = rekey_optim_state_dict(optim_state_dict(model, optim), "id", model)
+        for number, state in wanted["state"].items():
+            torch.testing.assert_close(found["state"][number], state)
+        by_name = rekey_optim_state_dict(wanted, "name", model, optim)
+        first = wanted["state"][2]["exp_avg"]
+        assert torch.equal(by_name["state"]["blocks.0.weight"]["exp_avg"], first)
+
+    simulate_ranks(check)
+
+
+@pytest.mark.parametrize("make", [flat_parameters, local_parameters])
+def test_state_of_two_models_is_refused_for_one(make) -> None:
+    """Parameters of the two have the same names, and state of one would go by the other's."""
+
+    def check(rank: int) -> None:
+        model, other = by_block(build()), by_block(build())
+        optim = torch.optim.Adam([*make(model), *make(other)])
+        saved = optim_state_dict(nn.ModuleList([model, other]), optim)
+        assert {"0.first.weight", "1.first.weight"} <= set(saved["param_groups"][0]["params"])
+        with pytest.raises(ValueError, match="is not a parameter of the module"):
+            optim_state_dict(model, optim)
+        with pytest.raises(ValueError, match="is not a parameter of the module"):
+            load_optim_state_dict(model, torch.optim.Adam(make(other)), saved)
+
+    simulate_ranks(check)

@@ -138,3 +138,46 @@ def test_state_loaded_for_inference_trains(kind: Any, tmp_path: Path) -> None:
         assert other.state_dict()["state"].keys() == optim.state_dict()["state"].keys()
 
     simulate_ranks(body)
+
+
+def test_a_parameter_of_two_optimizers_is_refused(tmp_path: Path) -> None:
+    """State by name has room for one; one optimizer that is given twice is no other."""
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank, MAKES["adam"])
+        other = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+        saved = fc.optim_state_dict(model, [optim, optim])
+        assert len(saved["param_groups"]) == 1
+        text = "'head.weight' is a parameter of two of the optimizers"
+        with pytest.raises(ValueError, match=text):
+            fc.optim_state_dict(model, [optim, other])
+        with pytest.raises(ValueError, match=text):
+            fc.load_optim_state_dict(model, [optim, other], saved)
+        with pytest.raises(ValueError, match=text):
+            fc.save_checkpoint(tmp_path / "both", model, [optim, other])
+        assert not (tmp_path / "both").exists()
+
+    simulate_ranks(body)
+
+
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+def test_a_rank_that_cannot_load_is_told_of(way: str, tmp_path: Path) -> None:
+    """Out of memory, or a load hook that fails, on one rank is an error on every rank."""
+
+    def fail(optim: Optimizer) -> None:
+        raise MemoryError("no room for the state")
+
+    def body(rank: int) -> None:
+        model, optim = stepped(rank, MAKES["adam"])
+        saved = fc.optim_state_dict(model, optim)
+        fc.save_checkpoint(tmp_path / "saved", model, optim)
+        if rank == 1:
+            optim.register_load_state_dict_post_hook(fail)
+        load = {
+            "state dict": lambda: fc.load_optim_state_dict(model, optim, saved),
+            "checkpoint": lambda: fc.load_checkpoint(tmp_path / "saved", model, optim),
+        }[way]
+        with pytest.raises((MemoryError, RuntimeError), match="no room for the state"):
+            load()
+
+    simulate_ranks(body)

@@ -228,3 +228,29 @@ def test_what_a_load_hook_leaves_wrong_is_torchs() -> None:
             model.load_state_dict(given)
 
     simulate_ranks(body)
+
+
+def halve(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("units", [True, False])
+def test_local_shards_pass_by_load_hooks(units: bool, ours: bool) -> None:
+    """Hooks on saving have not changed them; the next state dict goes through both again."""
+
+    def body(rank: int) -> None:
+        model = shard(seeded(lambda: Two(POST["twice"], halve)), units)
+        other = shard(seeded(lambda: Two(POST["twice"], halve), 1), units)
+        if ours:
+            fc.load_state_dict(other, fc.state_dict(model, "local"))
+        else:
+            with fc.state_dict_type(model, "local"):
+                saved = model.state_dict()
+            other.load_state_dict(saved)
+        assert_same(values_of(other), values_of(model))
+        other.load_state_dict(fc.state_dict(model))
+        assert_same(values_of(other)[0], values_of(model)[0])
+        assert_same(values_of(other)[1], values_of(model)[1] * 2)  # nothing halves a bias
+
+    simulate_ranks(body)

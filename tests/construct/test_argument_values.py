@@ -58,6 +58,8 @@ WRONG = [
     Wrong(lambda m: fc.load_optim_state_dict(m, None, {}), TypeError, "got a NoneType"),
     *(Wrong(lambda m, f=f: f(None, m), TypeError, "path is None; wanted a path")
       for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)),
+    *(Wrong(lambda m, f=f: f("", m), ValueError, "path is ''; wanted a path")
+      for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)),
     *(Wrong(lambda m, f=f, v=v: f("never", m, timeout=v), kind, f"timeout is {v!r}; wanted seconds")
       for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)
       for v, kind in (("x", TypeError), (-1, ValueError), (0, ValueError))),

@@ -19,6 +19,7 @@ from fsdp_compose import (
     Offload,
     ShardingStrategy,
     fully_shard,
+    refresh,
     set_reshard_after_backward,
     undo,
 )
@@ -387,3 +388,26 @@ def test_state_is_at_rest_after_all_that() -> None:
     square(model, data(0, 0)).backward()
     optim.step()
     assert_at_rest(model)
+
+
+@ways
+@pytest.mark.parametrize("how", ["undo", "refresh"])
+def test_what_became_plain_again_trains(how: str, way: str) -> None:
+    """Also while the optimizer over plain parameters, which are of no use then, is kept."""
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        kept = torch.optim.SGD(WAYS[way](model), lr=0.1)
+        square(model, data(0, rank)).backward()
+        kept.zero_grad()
+        head, model.head = model.head, nn.Identity()
+        if how == "refresh":
+            refresh(model)
+        else:
+            model.head = head
+            undo(model)
+        square(head, data(1, 0)).backward()
+        square(plain.head, data(1, 0)).backward()
+        assert torch.equal(head.weight.grad, plain.head.weight.grad)
+
+    simulate_ranks(ranks)

@@ -62,10 +62,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter of an optimizer, and what it consists of."""
+    """A parameter of an optimizer, and what it consists of.
+
+    Attributes:
+        is_flat: whether it may stand for several parameters, which nobody has put in an order.
+    """
 
     param: Tensor
     parts: tuple[Part, ...]
+    is_flat: bool = False
 
     @property
     def is_raw(self) -> bool:
@@ -73,15 +78,18 @@ class Member:
         return bool(self.parts) and self.parts[0].span is not None
 
 
+Targets: TypeAlias = "list[tuple[Optimizer, list[list[Member]]]]"
+
+
 def optimizers_of(optim: OptimLike) -> list[Optimizer]:
-    """One optimizer or several, as a list.
+    """One optimizer or several, as a list; each once, though it may be given by parameter.
 
     Raises:
         TypeError: something in it is not an optimizer.
     """
     given: Any = optim
     is_one = isinstance(given, Optimizer) or not isinstance(given, Iterable)
-    found = [given] if is_one else list(given)
+    found = [given] if is_one else list({id(one): one for one in given}.values())
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(
@@ -91,7 +99,30 @@ def optimizers_of(optim: OptimLike) -> list[Optimizer]:
     return found
 
 
-def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
+def list_members(module: nn.Module, optim: OptimLike) -> Targets:
+    """Each optimizer with its parameters, group by group, in its order.
+
+    Raises:
+        TypeError: something in ``optim`` is not an optimizer.
+        ValueError: one holds a tensor that is neither a parameter of ``module`` nor a piece of its
+            shards, or two hold the same parameter, whose state has one name.
+    """
+    found = [(one, _members_of(module, one)) for one in optimizers_of(optim)]
+    holders: dict[str, Optimizer] = {}
+    for one, groups in found:
+        for part in (part for members in groups for member in members for part in member.parts):
+            other = holders.setdefault(part.name, one)
+            if other is not one:
+                raise ValueError(
+                    f"optimizer state: {part.name!r} is a parameter of two of the optimizers "
+                    f"({type(other).__name__}, {type(one).__name__}), and state by name has room "
+                    "for one. Save and load each of the two with a call of its own, in a folder "
+                    "of its own."
+                )
+    return found
+
+
+def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
     """The optimizer's parameters, group by group, in its order.
 
     Raises:
@@ -123,13 +154,30 @@ def members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
     return found
 
 
+def names_of(module: nn.Module, groups: Iterable[Iterable[Member]]) -> list[list[str]]:
+    """The names of each group's parameters, in the order in which a plain optimizer numbers them.
+
+    A group with flat tensors has its parameters in the order of ``module``.
+    """
+    order = {names[0]: place for place, names in enumerate(parameter_names(module).values())}
+    found: list[list[str]] = []
+    for members in groups:
+        held = list(members)
+        names = [part.name for member in held for part in member.parts]
+        if any(member.is_flat for member in held):
+            names.sort(key=lambda name: order.get(name, len(order)))
+        found.append(names)
+    return found
+
+
 def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: str) -> Member:
     marked = None if is_sharded(param) else getattr(param, "_fsdp_compose_entry", None)
     entry = marked() if callable(marked) else None
-    if entry is not None:
+    if entry is not None and entry.held in names:
         owned = entry.spec.stop - entry.spec.start
         return Member(param, (_part(entry, names, slice(0, owned)),))
-    bucket = None if is_sharded(param) else pieces.get(param.untyped_storage().data_ptr())
+    is_piece = entry is None and not is_sharded(param)
+    bucket = pieces.get(param.untyped_storage().data_ptr()) if is_piece else None
     if bucket is None or param.ndim != 1:
         known = sorted(name for all_names in names.values() for name in all_names)
         raise ValueError(
@@ -152,7 +200,7 @@ def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: s
         ):
             span = slice(start, start + own.numel) if own.numel else slice(0, 0)
             parts.append(_part(entry, names, span))
-    return Member(param, tuple(parts))
+    return Member(param, tuple(parts), is_flat=True)
 
 
 def _part(entry: Entry, names: Names, span: slice) -> Part:

@@ -24,8 +24,8 @@ from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
     Part,
-    members_of,
-    optimizers_of,
+    list_members,
+    names_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
     find_object,
@@ -75,7 +75,8 @@ def optim_state_dict(
     Raises:
         RuntimeError: with ``"full"``, on every rank: the ranks' optimizers have other parameters,
             settings or numbers that are not cut, which is named.
-        ValueError: the optimizer holds tensors that are not ``module``'s, or options that do not
+        ValueError: an optimizer holds tensors that are not ``module``'s, two optimizers hold the
+            same parameter, or options do not
             go together.
         TypeError: ``optim`` is not an optimizer, or keeps an object, or state that belongs to no
             parameter, which is named. With ``"full"`` on every rank.
@@ -116,7 +117,7 @@ class _Holding:
     """What one optimizer has: its own state dict, and what its numbers stand for."""
 
     plain: dict[str, Any]
-    groups: list[list[Member]]
+    names: list[list[str]]
     held: list[tuple[Member, dict[Any, Any]]]
     rows: set[str]
 
@@ -144,10 +145,9 @@ def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
         TypeError, ValueError: as for ``optim_state_dict``.
     """
     found: list[_Holding] = []
-    for one in optimizers_of(optim):
+    for one, groups in list_members(module, optim):
         plain = one.state_dict()
         _check_format(one, plain)
-        groups = members_of(module, one)
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         flat = [member for group in groups for member in group]
         _check_keys(one, plain["state"], numbers)
@@ -156,7 +156,8 @@ def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
             values = plain["state"].get(number, {})
             _check_values(one, member, values)
             held.append((member, flatten(values)))
-        found.append(_Holding(plain, groups, held, find_row_keys(held)))
+        names = names_of(module, groups)
+        found.append(_Holding(plain, names, held, find_row_keys(held)))
     return found
 
 
@@ -220,9 +221,8 @@ def _collect(holdings: list[_Holding]) -> Found:
             for part, own in _split_member(member, values, holding.rows):
                 if own:
                     state[part.name] = own
-        for group, members in zip(holding.plain["param_groups"], holding.groups, strict=True):
+        for group, names in zip(holding.plain["param_groups"], holding.names, strict=True):
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            names = [part.name for member in members for part in member.parts]
             found.result["param_groups"].append({**hyper, "params": names})
         extra = {k: v for k, v in holding.plain.items() if k not in ("state", "param_groups")}
         found.result.update(extra)
@@ -323,7 +323,7 @@ def _full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, A
         entry = parts[name].entry
         for key in sorted(sharded[name], key=str):
             value = sharded[name][key]
-            if is_sharded(value) and entry is not None and value._shard_spec.key == entry.spec.key:
+            if is_sharded(value) and entry and entry.spec.is_cut_like(value._shard_spec):
                 bucket = owner_of(entry)
                 run = runs.setdefault((id(bucket), key, str(value.dtype)), (bucket, {}))
                 run[1][name] = value

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_compose.checkpoint.optimizer.members import OptimLike, members_of, optimizers_of
+from fsdp_compose.checkpoint.optimizer.members import OptimLike, list_members, names_of
 from fsdp_compose.construct.names import name_cleaner, parameter_names
 
 
@@ -46,11 +46,8 @@ def rekey_optim_state_dict(
     if not has_numbers(state_dict):
         return dict(state_dict)
     if optim is not None:
-        order = [
-            [part.name for member in group for part in member.parts]
-            for one in optimizers_of(optim)
-            for group in members_of(module, one)
-        ]
+        groups = [group for _, groups in list_members(module, optim) for group in groups]
+        order = names_of(module, groups)
     else:
         order = _default_order(state_dict, module)
     return to_names(state_dict, order)

@@ -12,7 +12,7 @@ of (``owner_step``), which only that rank lists; everything else is the same on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,9 @@ from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
     Part,
-    members_of,
-    optimizers_of,
+    Targets,
+    list_members,
+    names_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, map_tensors, unflatten
 from fsdp_compose.checkpoint.optimizer.read import WORLD, describe_object, layout_of
@@ -72,16 +73,16 @@ def load_optim_state_dict(
     Args:
         optim: one optimizer over ``module``'s parameters, or several.
         state_dict: of ``optim_state_dict`` in any kind, from any world size; or of a plain
-            optimizer, whose numbers are read in the order of ``optim``'s groups. Tensors may be
-            plain and full, sharded and cut in any way, or DTensors. An empty state is that of an
-            optimizer before its first step.
+            optimizer, whose numbers are read in the order of ``optim``'s groups (a group of flat
+            parameters: in the module's order). Tensors may be plain and full, sharded and cut in
+            any way, or DTensors. An empty state is that of an optimizer before its first step.
         broadcast_from_rank0: only rank 0's ``state_dict`` is read, with full tensors; one at a time
             is sent, and each rank keeps its slices.
 
     Raises:
         RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; two ranks were
             given different state; or ``module`` is gathered now.
-        ValueError: the optimizer holds tensors that are not ``module``'s.
+        ValueError: an optimizer holds tensors that are not ``module``'s, or two hold the same.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
 
     Example:
@@ -98,7 +99,7 @@ def load_optim_state_dict(
     targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):
         require_released("load_optim_state_dict", module)
-        targets = targets_of(module, optim)
+        targets = list_members(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast_state(module, state_dict, targets)
     given: dict[str, Any] = {}
@@ -113,15 +114,8 @@ def load_optim_state_dict(
         _check_readable(targets, given)
     if WORLD not in given:  # there each rank's file is its own
         agree_on_given(given, parts_of(targets), groups)
-    write_optim(targets, given)
-
-
-Targets: TypeAlias = "list[tuple[Optimizer, list[list[Member]]]]"
-
-
-def targets_of(module: nn.Module, optim: OptimLike) -> Targets:
-    """Each optimizer with what its parameters are."""
-    return [(one, members_of(module, one)) for one in optimizers_of(optim)]
+    with SharedErrors(*groups, what="load_optim_state_dict"):
+        write_optim(targets, given)
 
 
 def parts_of(targets: Targets) -> dict[str, Part]:
@@ -180,12 +174,8 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
             + "; wanted a dictionary with 'state' and 'param_groups'."
         )
     if has_numbers(state_dict):
-        order = [
-            [part.name for member in group for part in member.parts]
-            for _, groups in targets
-            for group in groups
-        ]
-        state_dict = to_names(state_dict, order)
+        groups_of_all = [group for _, groups in targets for group in groups]
+        state_dict = to_names(state_dict, names_of(module, groups_of_all))
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
     clean = name_cleaner(module)
     state = {
