@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 
 from harness import rank_errors, run_ranks
-from models import Tower, by_block, data, seeded, square
+from models import Tower, by_block, data, seeded, square, whole
 
 Ask = Callable[[nn.Module], Any]
 
@@ -82,11 +82,11 @@ def test_different_reductions_raise_on_every_rank(pair: tuple[str, str]) -> None
 
 
 def test_lists_of_other_tensors_raise() -> None:
-    """``torch._foreach_norm``, and torch's clipping over it, in another order on another rank."""
+    """``torch._foreach_norm``, and torch's clipping over it, of another tensor on another rank."""
 
     def ranks(rank: int) -> None:
         model = trained(rank)
-        params = [up(model), other(model)][:: 1 if rank else -1]
+        params = [model.head.weight, other(model) if rank else up(model)]
         torch.nn.utils.clip_grad_norm_(params, 1.0)
 
     for text in rank_errors(ranks, 2):
@@ -99,7 +99,10 @@ def test_clipping_in_another_order_is_right() -> None:
     def ranks(rank: int) -> Tensor:
         model = trained(rank)
         params = list(model.parameters())[:: 1 if rank else -1]
-        return torch.stack([fc.clip_grad_norm_(params, 1e-3), fc.grad_norm(params, torch.inf)])
+        first = torch.nn.utils.clip_grad_norm_(params, 1e9)
+        norms = [fc.clip_grad_norm_(params, 1e-3), fc.grad_norm(params, torch.inf)]
+        torch.testing.assert_close(whole(first), norms[0])
+        return torch.stack(norms)
 
     first, second = run_ranks(ranks, 2)
     assert torch.equal(first, second)
@@ -124,19 +127,19 @@ def test_results_are_those_of_the_whole(kind: torch.dtype) -> None:
     def ranks(rank: int) -> None:
         values = torch.tensor([3, -5, 7, 100, 2, 90]).to(kind)
         for special in (None, torch.inf, torch.nan):
-            whole = values.clone()
+            full = values.clone()
             if special is not None:
                 if not kind.is_floating_point:
                     continue
-                whole[rank] = whole[1 - rank] = special
+                full[rank] = full[1 - rank] = special
             module = nn.Module()
-            module.weight = nn.Parameter(whole.clone(), requires_grad=False)
+            module.weight = nn.Parameter(full.clone(), requires_grad=False)
             fc.fully_shard(module)
             names = ["sum", "count_nonzero"]
             names += [] if kind.is_complex else ["max", "min", "amax"]
             names += ["norm", "mean"] if kind.is_floating_point or kind.is_complex else []
             for name in names:
-                found, wanted = getattr(module.weight, name)(), getattr(whole, name)()
+                found, wanted = getattr(module.weight, name)(), getattr(full, name)()
                 torch.testing.assert_close(found, wanted, equal_nan=True)
 
     run_ranks(ranks, 2)
