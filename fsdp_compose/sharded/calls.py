@@ -238,8 +238,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Unscale gradients; every rank of a group learns of an infinity in any rank's slice."""
     out = _foreach(func, args, kwargs)
     grads, found_inf = args[0], args[1]
-    groups = [group for g in grads if is_sharded(g) for group in g._shard_spec.whole_groups]
-    for group in dict.fromkeys(groups):
+    specs = sorted((g._shard_spec for g in grads if is_sharded(g)), key=lambda s: (s.unit, s.fqn))
+    for group in dict.fromkeys(group for spec in specs for group in spec.whole_groups):
         all_reduce(found_inf, group, "max")
     return out
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -69,12 +70,18 @@ class _AverageReplicas(torch.autograd.Function):
 def average_over_replicas(
     values: Sequence[Tensor], specs: Sequence[ShardSpec | None]
 ) -> list[Tensor]:
-    """The same reduced values, whose gradients are averaged over replicas: one collective each."""
+    """The same reduced values, whose gradients are averaged over replicas: one collective each.
+
+    They go by their parameters' names, as each rank may have listed them in another order.
+    """
     out = list(values)
-    alike: dict[tuple[Group, torch.dtype], list[int]] = {}
+    named: list[tuple[str, str, int, ShardSpec]] = []
     for i, (value, spec) in enumerate(zip(out, specs, strict=True)):
         if spec is not None and spec.replicas.size > 1 and _is_recorded(value):
-            alike.setdefault((spec.replicas, value.dtype), []).append(i)
+            named.append((spec.unit, spec.fqn, i, spec))
+    alike: dict[tuple[Group, torch.dtype], list[int]] = {}
+    for _, _, i, spec in sorted(named, key=itemgetter(0, 1, 2)):
+        alike.setdefault((spec.replicas, out[i].dtype), []).append(i)
     for (replicas, _), members in alike.items():
         vector = torch.stack([out[i] for i in members])
         for i, value in zip(members, _AverageReplicas.apply(vector, replicas), strict=True):

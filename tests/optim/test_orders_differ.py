@@ -62,15 +62,16 @@ def test_norms_of_parameters_in_any_order(strategy: ShardingStrategy, clip: Any)
     simulate_ranks(ranks, 4)
 
 
+@pytest.mark.parametrize("make", [fc.GradScaler, torch.amp.GradScaler], ids=["own", "torch"])
 @pytest.mark.parametrize("strategy", INNER, ids=lambda s: s.name)
-def test_a_scaler_over_parameters_in_any_order(strategy: ShardingStrategy) -> None:
+def test_a_scaler_over_parameters_in_any_order(strategy: ShardingStrategy, make: Any) -> None:
     """An overflow on any rank has all skip the step, and nobody waits for ever."""
 
     def ranks(rank: int) -> list[float]:
         torch.manual_seed(0)
         model = _shard(_build().double(), strategy)
         optim = torch.optim.SGD(_in_own_order(model, rank), lr=0.1)
-        scaler, scales = fc.GradScaler("cpu", init_scale=8.0), []
+        scaler, scales = make("cpu", init_scale=8.0), []
         for hit in (None, 3, 0, None):
             loss = model(torch.ones(2, 6, dtype=torch.float64)).sum()
             scaler.scale(loss * (float("inf") if rank == hit else 1.0)).backward()

@@ -41,3 +41,24 @@ def test_penalties_that_ranks_weigh(kind: str, strategy: str) -> None:
     """Each rank scales a penalty by its own loss; replicas step with the average of all ranks."""
     world = 2 if strategy == "NO_SHARD" else 4
     simulate_ranks(train, world, strategy, PENALTIES[kind])
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
+def test_norms_in_another_order_on_each_rank(strategy: str) -> None:
+    """Of a list that ranks put together differently, each norm keeps its own gradient."""
+    names = ("head.weight", "first.bias", "blocks.1.up.weight")
+
+    def penalty(model: nn.Module, loss: Tensor, turn: int) -> Tensor:
+        order = [*names[turn:], *names[:turn]]
+        norms = dict(zip(order, torch._foreach_norm([model.get_parameter(n) for n in order])))
+        return loss * (norms[names[0]] + 2 * norms[names[1]] + 3 * norms[names[2]])
+
+    def ranks(rank: int) -> None:
+        shard = partial(by_block, strategy=ShardingStrategy[strategy])
+        if strategy == "HYBRID_SHARD":
+            shard = partial(shard, mesh=mesh_of_replicas(2, 2))
+        twin = Twin(rank, 2 if strategy == "NO_SHARD" else 4, Tower, shard)
+        turns = {id(twin.model): rank % 3} | {id(m): 0 for m in twin.plain}
+        twin.train(lambda model, x: penalty(model, square(model, x), turns[id(model)]), 2)
+
+    simulate_ranks(ranks, 2 if strategy == "NO_SHARD" else 4)
