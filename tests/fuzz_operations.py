@@ -367,8 +367,8 @@ def _gathered(run: Run, n: int, seed: int) -> None:
 @operation("gathered loss")
 def _loss_in_a_scope(run: Run, n: int, seed: int) -> None:
     """A loss of the scope's tensors; its backward comes inside the scope or after it."""
-    if is_read_once(run) and (run.case.compute or not n % 2):
-        return  # it would be recomputed with casts that the forward did not make
+    if is_read_once(run) and not n % 2:
+        return  # it would be recomputed where nothing is gathered any more
     with fc.gathered(run.twin.model):
         ours, plain = run.twin.pair(seed)
         if n % 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,6 +250,75 @@ def test_a_forward_in_a_scope_has_the_compute_dtype() -> None:
         assert_at_rest(model)
 
     run_ranks(check, 2)
+
+
+class Partly(nn.Module):
+    """Checkpoints its body once or twice over; adds what its own weight gives outside of that."""
+
+    def __init__(self, depth: int, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.depth, self.use_reentrant = depth, use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        body = self.body
+        for _ in range(self.depth):
+            body = partial(checkpoint, body, use_reentrant=self.use_reentrant)
+        return self.outer(body(x)) + x
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Outer(nn.Module):
+    """Two such blocks, which it checkpoints once more together with a part of its own, and one."""
+
+    def __init__(self, depth: int, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Partly(depth, use_reentrant) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](checkpoint(self.start, x, use_reentrant=False))
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_parts_recompute_in_the_compute_dtype(depth: int, use_reentrant: bool) -> None:
+    """Of units in a scope, and of units that are recomputed themselves, also after an error."""
+
+    def check(rank: int) -> None:
+        mp = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
+        model = seeded(lambda: Outer(depth, use_reentrant).double())
+        for block in model.blocks:
+            fully_shard(block, mp_policy=mp)
+        fully_shard(model, mp_policy=mp)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        model(x).square().mean().backward()
+        wanted = {n: whole(p.grad) for n, p in model.named_parameters()}
+        model.zero_grad()
+        with gathered(model):
+            handle = model.first.weight.register_hook(_fail)
+            with pytest.raises(ArithmeticError):
+                model(x).square().mean().backward()
+            handle.remove()
+            assert all(p.dtype == torch.float64 for p in model.parameters())
+            model.zero_grad()
+            model(x).square().mean().backward()
+            assert all(p.dtype == torch.float64 for p in model.parameters())
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(whole(p.grad), wanted[name], msg=name)
+        model.zero_grad()
+        assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise ArithmeticError
 
 
 def test_edits_are_seen_by_a_forward_in_the_scope() -> None:

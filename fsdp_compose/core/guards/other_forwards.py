@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -10,7 +13,15 @@ from torch import nn
 
 from fsdp_compose.base.casts import cast_inputs, cast_output
 from fsdp_compose.base.policy import FullPrecision
-from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, transforms_active
+from fsdp_compose.base.torch_private import (
+    graph_task_id,
+    hook_for_good,
+    on_backward_end,
+    outside_transforms,
+    transforms_active,
+    untraced,
+)
+from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.core.forward import (
     Mode,
@@ -35,6 +46,8 @@ from fsdp_compose.core.guards.functional_calls import (
     find_given_tensors,
     open_functional_call,
 )
+from fsdp_compose.core.passes import running_task
+from fsdp_compose.core.records import Opened
 from fsdp_compose.core.state import Unit
 
 
@@ -75,15 +88,51 @@ def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
     opened = unit.opened
     assert opened is not None
     opened.calls -= 1
+    read = None if opened.calls or opened.for_call else unit.run.showing
     lost = find_lost_copies(unit, opened) if opened.calls == 0 else None
     if opened.calls == 0 and opened.for_call:
         _leave_apart(unit)
     elif opened.calls == 0:
         install(unit, opened.tensors)
     raise_lost(lost)
+    if read is not None and torch.is_grad_enabled():
+        _show_in_backward(unit, opened, read, output)
     if opened.stored and isinstance(unit.mp, FullPrecision):
         return output
     return cast_output(unit.mp, output)
+
+
+def _show_in_backward(
+    unit: Unit, opened: Opened, read: Sequence[torch.Tensor], output: Any
+) -> None:
+    """Have the modules hold what a forward in a scope has read while its backward runs.
+
+    That recomputes parts of it that were checkpointed, in the same dtypes.
+    """
+    if all(map(is_, read, opened.tensors)):
+        return  # nothing was cast
+    ref = weakref.ref(unit)
+
+    def restore() -> None:
+        if (reached := ref()) is not None and not reached.run.calls:
+            install_leaves(reached)
+
+    @untraced
+    def show(_: torch.Tensor | None) -> None:
+        reached = ref()
+        if reached is None or reached.opened is not opened or opened.calls:
+            return
+        if reached.run.showing is not read:
+            running_task(reached).units.append(reached)  # for one that fails
+            install(reached, read)
+            on_backward_end(restore)
+
+    if graph_task_id() != -1:  # recomputed itself, and parts of it may be in turn
+        show(None)
+        return
+    for tensor in find_tensors(output)[0]:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            hook_for_good(tensor, show)
 
 
 def _enter_transformed(unit: Unit, module: nn.Module) -> None:
