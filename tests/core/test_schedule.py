@@ -2,355 +2,85 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from fsdp_compose import Prefetch
-from fsdp_compose.core.schedule import Expected, Hold, Schedule
+from fsdp_compose.core.schedule import Hold, Schedule
 
-
-class Broken(Exception):
-    """An invariant does not hold."""
-
-
-@dataclass
-class Switches:
-    keep_after_forward: bool | None = None
-    keep_over_microbatches: bool = False
-    reshard_after_backward: bool = True
-    sync: bool = True
-
-
-@dataclass(eq=False)
-class Member:
-    """A unit of a small world."""
-
-    name: str
-    prefetch: Prefetch
-    switches: Switches
-    expected: Expected = field(default_factory=Expected)
-    holds: set[Hold] = field(default_factory=set)
-    gathers: int = 0  # in the pass under way
-
-
-@dataclass
-class Checker:
-    """Work that moves nothing and raises where a rule of memory or gradients is broken."""
-
-    depth: int
-    full: dict[str, str] = field(default_factory=dict)  # "gathering" or "gathered"
-    reducing: list[str] = field(default_factory=list)
-    reduced: list[str] = field(default_factory=list)  # in the backward under way
-    members: list[Member] = field(default_factory=list)
-    aliased: str = "1"  # the unit whose gradients lie in its parameters
-
-    def announce(self, unit: Member, reason: Hold) -> None:
-        pass
-
-    def gather(self, unit: Member, is_first: bool) -> None:
-        if is_first != (unit.name not in self.full):
-            raise Broken(f"{unit.name} is held first, and {self.full.get(unit.name, 'released')}")
-        if is_first:
-            self.full[unit.name] = "gathering"
-            unit.gathers += 1
-        ahead = sum(member.holds == {Hold.PREFETCH} for member in self.members)
-        if ahead > self.depth:
-            raise Broken(f"{ahead} units are gathered ahead")
-
-    def wait(self, unit: Member) -> None:
-        if unit.name not in self.full:
-            raise Broken(f"waits for {unit.name}, which nobody gathered")
-        self.full[unit.name] = "gathered"
-
-    def release(self, unit: Member) -> None:
-        if unit.holds:
-            raise Broken(f"{unit.name} is released while held by {unit.holds}")
-        self.full.pop(unit.name)
-
-    def gathered_nbytes(self, unit: Member) -> int:
-        return 1
-
-    def held_nbytes(self) -> int:
-        return len(self.full)
-
-    def has_room(self, unit: Member) -> bool:
-        return True
-
-    def note_kept(self, unit: Member) -> None:
-        if unit.name not in self.full:
-            raise Broken(f"{unit.name} is kept and not gathered")
-
-    def reread(self, unit: Member, in_backward: bool) -> None:
-        pass
-
-    def spread(self, unit: Member) -> None:
-        pass
-
-    def forget_spread(self, unit: Member) -> None:
-        pass
-
-    def read(self, unit: Member) -> None:
-        if self.full.get(unit.name) != "gathered":
-            raise Broken(f"{unit.name} is read while {self.full.get(unit.name, 'released')}")
-
-    def reads_gathered(self, unit: Member, parts: Any) -> bool:
-        return unit.name == self.aliased
-
-    def pack(self, part: str) -> None:
-        held = any(m.name == part and Hold.BACKWARD in m.holds for m in self.members)
-        if held != (part == self.aliased):
-            raise Broken(f"{part} is packed while {'held' if held else 'released'}")
-        if self.reducing:
-            raise Broken(f"{part} is packed while {self.reducing} is reduced")
-
-    def is_complete(self, part: str) -> bool:
-        return True
-
-    def postpone(self, part: str) -> None:
-        pass
-
-    def reduce(self, parts: Any) -> None:
-        for part in parts:
-            if part in self.reduced:
-                raise Broken(f"{part} is reduced twice")
-            self.reduced.append(part)
-            self.reducing.append(part)
-
-    def finish_reductions(self) -> None:
-        self.reducing.clear()
-
-
-@dataclass
-class World:
-    """A schedule, its units, and where autograd and the caller's program are.
-
-    Attributes:
-        stack: units whose forward runs, outermost first.
-        ran: units of the forward, in the order in which their backward will undo them.
-        begun: units that ran in the forward under way, each once.
-        place: "rest", "forward", "backward" or "recompute" (a checkpointed unit runs again).
-        passes: outermost forwards that may still begin.
-    """
-
-    schedule: Schedule[Member, str]
-    members: list[Member]
-    stack: list[int] = field(default_factory=list)
-    ran: list[int] = field(default_factory=list)
-    begun: list[int] = field(default_factory=list)
-    opened: bool = False
-    place: str = "rest"
-    passes: int = 2
-
-    @property
-    def work(self) -> Any:
-        return self.schedule.work
-
-    def key(self) -> Any:
-        """Two worlds with equal keys have equal futures."""
-        names = {id(member): i for i, member in enumerate(self.members)}
-
-        def visits(order: Any) -> Any:
-            def index(refs: Any) -> Any:
-                return tuple(names[id(ref())] for ref in refs)
-
-            passes = tuple(map(index, order.recorded)), tuple(map(index, order.current))
-            return passes, order.latest, order.place, order.cursor, order.is_open
-
-        schedule = self.schedule
-        return (
-            tuple(frozenset(member.holds) for member in self.members),
-            tuple(member.gathers for member in self.members),
-            tuple(sorted(self.work.full.items())), tuple(self.work.reducing),
-            tuple(names[id(member)] for member in schedule.prefetched),
-            visits(schedule.forward_order), visits(schedule.backward_order),
-            tuple(self.stack), tuple(self.ran), tuple(self.begun),
-            self.opened, self.place, self.passes,
-        )  # fmt: skip
-
-    # What may happen next, as (words, method, argument)
-
-    def moves(self) -> Iterator[tuple[str, str, int]]:
-        count = len(self.members)
-        if self.place == "rest":
-            if self.passes:
-                yield from ((f"forward of {i} begins", "enter", i) for i in range(count))
-            if self.ran:
-                yield "backward begins", "reach", self.ran[-1]
-            yield from ((f"user gathers {i}", "hold", i) for i in range(1))
-            if Hold.USER in self.members[0].holds:
-                yield "user releases 0", "drop", 0
-        elif self.place == "forward":
-            inner = self.stack[-1] + 1
-            if inner < count and inner not in self.begun:
-                yield f"forward of {inner} begins", "enter", inner
-            yield f"forward of {self.stack[-1]} ends", "leave", 0
-            yield "an exception ends the forward", "fail", 0
-        elif self.place == "backward":
-            if self.opened:
-                yield f"gradients of {self.ran[-1]} arrive", "arrive", 0
-            elif self.ran:
-                yield f"backward reaches {self.ran[-1]}", "reach", self.ran[-1]
-                yield f"{self.ran[-1]} is recomputed", "recompute", self.ran[-1]
-            else:
-                yield "backward ends", "end", 0
-            yield "an exception ends the backward", "fail", 0
-
-    def enter(self, i: int) -> None:
-        member = self.members[i]
-        if not self.stack:
-            self.passes -= 1
-            self.begun = []
-            for other in self.members:
-                other.gathers = 0
-        self.stack.append(i)
-        self.begun.append(i)
-        self.place = "forward"
-        self.schedule.active.append(member)
-        self.schedule.enter_forward(member, recomputing=False)
-        self.work.read(member)
-        self.schedule.look_ahead(member)
-
-    def leave(self, _: int) -> None:
-        i = self.stack.pop()
-        self.work.read(self.members[i])
-        self.schedule.active.pop()
-        self.ran.append(i)
-        self.schedule.leave_forward(self.members[i], "seen", training=True, recomputing=False)
-        if not self.stack:
-            self.schedule.end_forward(complete=True, training=True)
-            self.place = "rest"
-
-    def reach(self, i: int) -> None:
-        if self.place == "rest":
-            self.place = "backward"
-            self.work.reduced.clear()
-            for other in self.members:
-                other.gathers = 0
-            self.schedule.drop_prefetched()
-        member = self.members[i]
-        self.schedule.enter_backward(member)
-        self.work.read(member)
-        self.schedule.look_back(member)
-        self.opened = True
-
-    def recompute(self, i: int) -> None:
-        member = self.members[i]
-        self.schedule.active.append(member)
-        self.schedule.enter_forward(member, recomputing=True)
-        self.work.read(member)
-        self.schedule.active.pop()
-        self.schedule.leave_forward(member, "seen", training=True, recomputing=True)
-        self.reach(i)
-
-    def arrive(self, _: int) -> None:
-        i = self.ran.pop()
-        self.work.read(self.members[i])
-        runs_again = i in self.ran  # what it brought is reduced with the last of its gradients
-        if runs_again or self.members[i].name in self.work.reduced:
-            self.schedule.leave_backward(self.members[i])
-        else:
-            self.schedule.receive(self.members[i], [self.members[i].name], ends_backward=True)
-        self.opened = False
-
-    def end(self, _: int) -> None:
-        self.schedule.reduce_rest([])
-        self.schedule.end_backward()
-        self.place = "rest"
-
-    def fail(self, _: int) -> None:
-        self.work.finish_reductions()
-        self.schedule.fail(self.members)
-        self.stack, self.ran, self.opened, self.place = [], [], False, "rest"
-
-    def hold(self, i: int) -> None:
-        counted = self.members[i].gathers  # what the user asks for is not the pass's
-        self.schedule.keep(self.members[i], Hold.USER)
-        self.members[i].gathers = counted
-
-    def drop(self, i: int) -> None:
-        self.schedule.drop(self.members[i], Hold.USER)
-
-    def check(self) -> None:
-        """What holds between any two events."""
-        for member in self.members:
-            if bool(member.holds) != (member.name in self.work.full):
-                raise Broken(f"{member.name} is held by {member.holds}: {self.work.full}")
-            if member.gathers > 2:
-                raise Broken(f"{member.name} is gathered a third time in a pass")
-            at_rest = self.place == "rest" and not self.ran
-            if at_rest and member.holds - {Hold.USER, Hold.PREFETCH}:
-                raise Broken(f"{member.name} is held by {member.holds} at rest")
-
-
-def small_world(
-    count: int, depth: int, keep: bool | None, schedule: type[Schedule[Any, Any]], passes: int
-) -> World:
-    switches = Switches(keep_after_forward=keep)
-    members = [Member(str(i), Prefetch(depth, depth), switches) for i in range(count)]
-    work = Checker(depth, members=members)
-    return World(schedule(work), members, passes=passes)
-
-
-def explore(start: World, limit: int = 6000) -> int:
-    """How many states there are; raises with the shortest way to a broken one.
-
-    Raises:
-        Broken: an invariant does not hold; the message lists the events that led there.
-    """
-    seen = {start.key()}
-    layer: list[tuple[World, tuple[str, ...]]] = [(start, ())]
-    while layer and len(seen) < limit:
-        following = []
-        for world, history in layer:
-            for words, method, argument in list(world.moves()):
-                # Orders refer to members weakly: copied together, so that they find the copies.
-                other = copy.deepcopy(world, memo_of(world))
-                try:
-                    getattr(other, method)(argument)
-                    other.check()
-                except Broken as error:
-                    raise Broken("; ".join([*history, words, str(error)])) from None
-                key = other.key()
-                if key not in seen:
-                    seen.add(key)
-                    following.append((other, (*history, words)))
-        layer = following
-    return len(seen)
-
-
-def memo_of(world: World) -> dict[Any, Any]:
-    """For ``deepcopy``: weak references to members become those to their copies."""
-    memo: dict[Any, Any] = {}
-    copies = [copy.deepcopy(member, memo) for member in world.members]
-    refs = memo["kept alive"] = [weakref.ref(member) for member in world.members]
-    memo.update((id(ref), weakref.ref(copied)) for ref, copied in zip(refs, copies, strict=True))
-    return memo
-
-
-@pytest.mark.parametrize(
-    ("count", "depth", "keep"),
-    [(2, 0, None), (2, 1, None), (2, 1, True), (2, 1, False), (3, 1, False), (3, 2, None)],
+from small_worlds import (
+    Broken,
+    Explored,
+    Refused,
+    Switches,
+    World,
+    explore,
+    explore_two_ranks,
 )
-def test_every_order_of_events_keeps_the_rules(count: int, depth: int, keep: bool | None) -> None:
-    """Reads find gathered units, nothing is released while held, nothing stays at rest."""
-    states = explore(small_world(count, depth, keep, Schedule, passes=2), limit=1200)
-    assert states > 100
-    print(f"{count} units, depth {depth}, keep {keep}: {states} states")
+
+APART, SIBLINGS, CHAIN = (None, None, None), (None, 0, 0), (None, 0, 1)
+KEPT = {"by default": None, "kept": True, "released": False}
+ROOT_AND_BLOCK = (None, 0)
+
+
+def explored(name: str, world: World) -> None:
+    """Explore a world, for one rank and for two, and print how large it was."""
+    found = explore(world)
+    pairs = explore_two_ranks(found)
+    assert pairs > len(found.states) > 500
+    print(
+        f"{name}: {len(found.states)} states, {found.transitions} transitions, {pairs} of 2 ranks"
+    )
+
+
+@pytest.mark.parametrize("keep", KEPT)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("units", [APART, SIBLINGS, CHAIN], ids=["apart", "siblings", "chain"])
+def test_every_order_of_events_keeps_the_rules(units: Any, depth: int, keep: str) -> None:
+    """Of three units, in two forwards, with checkpoints, user holds and exceptions anywhere."""
+    world = World(units, depth=depth, switches=Switches(keep_after_forward=KEPT[keep]))
+    explored(f"{units}, depth {depth}, {keep}", world)
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_the_user_may_hold_any_unit_at_any_time(keep: str) -> None:
+    """Between any two events; nothing is released while held, nor held for longer."""
+    world = World(ROOT_AND_BLOCK, switches=Switches(keep_after_forward=KEPT[keep]), held=(0, 1))
+    explored(f"user holds, {keep}", world)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["released", "kept over microbatches"])
+@pytest.mark.parametrize("keep", KEPT)
+def test_microbatches_accumulate_in_every_order(keep: str, over: bool) -> None:
+    """What waits is reduced once, by the first backward after it that does not wait."""
+    switches = Switches(keep_after_forward=KEPT[keep], keep_over_microbatches=over)
+    explored(f"accumulating, {keep}", World(ROOT_AND_BLOCK, switches=switches, accumulates=True))
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_inference_between_steps_keeps_the_rules(keep: str) -> None:
+    """It has an order of its own, and leaves nothing gathered that training would not."""
+    switches = Switches(keep_after_forward=KEPT[keep])
+    explored(f"evaluating, {keep}", World(ROOT_AND_BLOCK, switches=switches, evaluates=True))
+
+
+def test_a_rank_that_waits_for_what_nobody_starts() -> None:
+    """Both ranks wait, and the events that led there are told."""
+    happened = (("wait", "gather 0"), ("start", "gather 0"))
+    found = Explored({(): 0, (1,): 1}, [(0, ""), (0, "backward begins")])
+    found.follows = [[("backward begins", 1, happened)], [("backward ends", 0, ())]]
+    with pytest.raises(Broken, match="backward begins; both ranks wait"):
+        explore_two_ranks(found)
 
 
 def test_what_was_expected_in_vain_is_released() -> None:
     """A unit that was gathered ahead and that another one ran instead of."""
-    world = small_world(3, 1, False, Schedule, passes=2)
+    world = World(SIBLINGS, switches=Switches(keep_after_forward=False))
     for event in (world.enter, world.enter, world.leave, world.leave):
         event(len(world.stack))
+    world.back(0)
     while world.ran:
-        world.reach(world.ran[-1])
-        world.arrive(0)
+        (world.reach if world.ran[-1][1] == "ended" else world.arrive)(0)
     world.end(0)
     world.enter(0)
     assert world.members[1].holds == {Hold.PREFETCH}
@@ -360,15 +90,13 @@ def test_what_was_expected_in_vain_is_released() -> None:
 
 def test_what_could_not_be_gathered_is_not_held() -> None:
     """A gather that fails, for want of memory, leaves no reason behind: others may still hold."""
-    world = small_world(1, 1, False, Schedule, passes=1)
-    unit, schedule = world.members[0], world.schedule
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checker, "gather", lambda self, *_: self.full.update({"0": ""}) or 1 / 0)
-        for reasons in (set(), {Hold.KEPT}):
-            unit.holds = set(reasons)
-            with pytest.raises(ZeroDivisionError):
-                schedule.hold(unit, Hold.PREFETCH)
-            assert unit.holds == reasons
+    world = World([None])
+    unit, world.work.refused = world.members[0], 0
+    for reasons in (set(), {Hold.KEPT}):
+        unit.holds, world.work.full = set(reasons), {}
+        with pytest.raises((Refused, Broken)):
+            world.schedule.hold(unit, Hold.PREFETCH)
+        assert unit.holds == reasons
 
 
 class ForgetsToHold(Schedule[Any, Any]):
@@ -418,6 +146,26 @@ class ReleasesWhileHeld(Schedule[Any, Any]):
             self.work.release(unit)
 
 
+class GathersAgain(Schedule[Any, Any]):
+    def leave_forward(self, unit: Any, backward: Any, training: bool, recomputing: bool) -> None:
+        if recomputing:
+            self.drop(unit, Hold.FORWARD)
+        else:
+            super().leave_forward(unit, backward, training, recomputing)
+
+
+class LooksAnywhere(Schedule[Any, Any]):
+    def look_ahead(self, unit: Any) -> None:
+        self.prefetch(self.work.members[2:])
+        super().look_ahead(unit)
+
+
+class AsksWhatArrived(Schedule[Any, Any]):
+    def _prefetch(self, policy: Any, depth: int, listed: Any, order: Any) -> None:
+        if self.work.has_arrived():
+            super()._prefetch(policy, depth, listed, order)
+
+
 class KeepsForEver(Schedule[Any, Any]):
     def leave_backward(self, unit: Any, ended: bool = False) -> None:
         pass
@@ -437,16 +185,20 @@ BROKEN = {
     PacksBeforeRelease: "is packed while held",
     ReleasesBeforePack: "is packed while released",
     ReleasesWhileHeld: "is released while held",
+    GathersAgain: "more often than it is called",
+    LooksAnywhere: "has never run",
+    AsksWhatArrived: "by what has arrived",
     KeepsForEver: "is packed while held",
-    ForgetsFailures: "at rest",
+    ForgetsFailures: "after a failure",
 }
 
 
 @pytest.mark.parametrize("schedule", BROKEN)
 def test_a_broken_schedule_is_rejected(schedule: type[Schedule[Any, Any]]) -> None:
     """With the shortest history that shows it, in words."""
-    keeps = None if schedule is KeepsForEver else False
-    world = small_world(3, 1, keeps, schedule, passes=2)
+    switches = Switches(keep_after_forward=None if schedule is KeepsForEver else False)
+    world = World(SIBLINGS, switches=switches, schedule=schedule, accumulates=True)
     with pytest.raises(Broken, match=BROKEN[schedule]) as caught:
-        explore(world, limit=4000)
+        explore(world)
+    print(caught.value)
     assert "begins" in str(caught.value)
