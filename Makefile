@@ -60,8 +60,10 @@ lint: $(READY)
 
 # The tables, with machine, versions, command and spread; best on an idle machine.
 bench: $(READY)
-	set -e; for name in padding host_overhead optimizer_step step_time scale codecs; do \
-	  OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --save; done
+	set -e; for run in padding.py host_overhead.py optimizer_step.py scale.py codecs.py \
+	    step_time.py "step_time.py --ranks 4" "step_time.py --microbatches 4" \
+	    "same_bits.py --ranks 2" "same_bits.py --ranks 4"; do \
+	  OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$run --save; done
 
 # Every behaviour in the table, by FSDP1, FSDP2, DDP and this library; about ten minutes.
 conformance: $(READY)
