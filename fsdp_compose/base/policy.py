@@ -151,7 +151,7 @@ class MixedPrecision:
             in at least fp32 where the library sums (gloo) and end in the shard's dtype.
         output_dtype: dtype floating-point outputs of the unit are cast to.
         buffer_dtype: dtype the unit's floating-point buffers are cast to, once, when sharded.
-            ``state_dict`` of kind "full" and saved files have the dtype they had.
+            State dicts of kind "full" and ``save_full`` have them in the dtype they had.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``: of every unit, of none,
             or (``"root"``) of the unit that is entered from outside only.
         keep_low_precision_grads: leave ``.grad`` in the reduce dtype instead of the shard's, for
