@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from fsdp_compose.attach.entrances import detach
-from fsdp_compose.base.policy import MixedPrecision
-from fsdp_compose.base.torch_private import buffer_slots, give_leaf_hooks, raw, take_leaf_hooks
+from fsdp_compose.base.torch_private import give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import forget_entry
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install_leaves
+from fsdp_compose.core.guards.cast_buffers import convert_buffers
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_slots
@@ -22,7 +22,7 @@ from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
-from fsdp_compose.core.state import Unit, _FSDPState, find_state
+from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import STATE_KEY, close_dtensor, gather_part, give_back_hooks, untag
 
@@ -79,7 +79,7 @@ def _restore_units(units: Sequence[Unit]) -> None:
             if member is not None:
                 state = member.__dict__.pop(STATE_KEY)
                 detach(member)
-                _restore_buffers(member, state, unit.mp)
+                convert_buffers(member, state.buffer_dtypes, unit.mp, back=True)
         unit.engine.units.discard(unit)
         for other in unit.engine.units:
             other.checks.watch = None  # a unit around this module now finds its parameters plain
@@ -140,14 +140,3 @@ def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> N
         take_leaf_hooks(param)
         tables = give_back_hooks(spec)
         give_leaf_hooks(param, tables.gradient, tables.accumulated)
-
-
-def _restore_buffers(module: nn.Module, state: _FSDPState, mp: MixedPrecision) -> None:
-    """Cast back what was cast; a buffer that was converted since stays what it was meta."""
-    restored: dict[int, torch.Tensor] = {}
-    for name, dtype in state.buffer_dtypes.items():
-        path, _, key = name.rpartition(".")
-        buffers = buffer_slots(module.get_submodule(path))
-        buffer = buffers.get(key)
-        if buffer is not None and buffer.dtype == mp.buffer_dtype:
-            buffers[key] = restored.setdefault(id(buffer), buffer.to(dtype))

@@ -151,13 +151,15 @@ class MixedPrecision:
             in at least fp32 where the library sums (gloo) and end in the shard's dtype.
         output_dtype: dtype floating-point outputs of the unit are cast to.
         buffer_dtype: dtype the unit's floating-point buffers are cast to, once, when sharded.
+            State dicts of kind "full" and ``save_full`` have them in the dtype they had.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``: of every unit, of none,
             or (``"root"``) of the unit that is entered from outside only.
         keep_low_precision_grads: leave ``.grad`` in the reduce dtype instead of the shard's, for
             optimizers that expect it.
         gather_codec: what travels in a gather in place of the weights in ``param_dtype``; see
             ``fsdp_compose.base.codec.GatherCodec``. For floating-point parameters alone.
-        full_precision_in_eval: forwards in eval mode compute in the shards' own dtype.
+        full_precision_in_eval: forwards in eval mode compute in the shards' own dtype, with buffers
+            in the dtype they had; the next one in training casts them to ``buffer_dtype`` again.
         full_precision_classes: modules of these classes become units of their own that compute and
             reduce in their parameters' own dtype: what they are given is cast to it, and what they
             return to ``param_dtype``. Their buffers are not cast.

@@ -20,6 +20,7 @@ from fsdp_compose.checkpoint.values import gather_whole
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.replaced_parameters import check_place
 from fsdp_compose.core.state import Unit, iter_units, owner_of
 from fsdp_compose.scopes.open_scope import Scope
 from fsdp_compose.sharded import is_sharded
@@ -116,12 +117,17 @@ def slots_to_load(module: nn.Module) -> dict[str, Any]:
 
 
 def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
-    """The sharded parameter behind each full one that a module holds now, by id of the full one."""
+    """The sharded parameter behind each full one that a module holds now, by id of the full one.
+
+    Raises:
+        RuntimeError: a parameter was replaced by a tensor since it was sharded.
+    """
     found: dict[int, nn.Parameter] = {}
     for unit in iter_units(module):
         for values, name, index in unit.links.places:
             leaf = unit.entries[index].param
             if values.get(name) is not leaf and isinstance(values.get(name), torch.Tensor):
+                check_place(unit, values, name, index)
                 found[id(values[name])] = leaf
     return found
 

@@ -45,7 +45,7 @@ from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.added_parameters import is_ignored
-from fsdp_compose.core.guards.replaced_parameters import replaced
+from fsdp_compose.core.guards.replaced_parameters import check_place, replaced
 from fsdp_compose.core.guards.units import get_state, require_units
 from fsdp_compose.core.state import Unit, find_state, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of, to_local
@@ -147,6 +147,8 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
     wanted = get_state_dict_type(module)
     unit = get_state(module).unit
     places = dict(_places(module, unit, prefix, state_dict))
+    for index, values, name in places.values():
+        check_place(unit, values, name, index)
     if wanted.kind == "sharded":
         if unit.opened is not None and unit.opened.in_forward:
             return  # in a scope of ``gathered`` the caller wants its full tensors

@@ -47,6 +47,7 @@ Files, each importing only from those above it:
     guards/forward_writes       weights written while a forward runs (D16)
     guards/order_changes        says when the order of units changed
     forward                     a unit's normal forward
+    guards/cast_buffers         buffers follow the precision of a forward
     guards/other_forwards       forwards in scopes, functional, transformed, stored precision
     hooks                       what a module's forward triggers
     guards/methods              methods besides forward that gather their unit

@@ -309,9 +309,9 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
     return read
 
 
-def is_current(unit: Unit, live: Live) -> bool:
-    """Whether no weight was written since, so that one backward may serve both forwards."""
-    return live.versions == read_versions(unit)
+def is_current(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
+    """Whether one backward may serve both forwards: the same train, and none was written since."""
+    return live.trained == trained and live.versions == read_versions(unit)
 
 
 def _copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

@@ -135,7 +135,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         watch_hooked(unit)
     engine.schedule.enter_forward(unit, recomputing)
     live = unit.run.live
-    if trained and live and live.pass_id == engine.pass_id and is_current(unit, live):
+    if trained and live and live.pass_id == engine.pass_id and is_current(unit, live, trained):
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
         live.joined_at = next_node_number()
     else:

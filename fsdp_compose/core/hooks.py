@@ -29,15 +29,10 @@ from fsdp_compose.core.guards.callers import (
     is_running,
     refuse_script,
 )
+from fsdp_compose.core.guards.cast_buffers import choose_precision
 from fsdp_compose.core.guards.inner_backward import unwatch
 from fsdp_compose.core.guards.interrupts import find_uncleared
-from fsdp_compose.core.guards.other_forwards import (
-    AGAIN,
-    FUNCTIONAL,
-    SCOPE,
-    TRANSFORMED,
-    computes_as_stored,
-)
+from fsdp_compose.core.guards.other_forwards import AGAIN, FUNCTIONAL, SCOPE, TRANSFORMED
 from fsdp_compose.core.guards.replaced_parameters import replaced
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Unit
@@ -93,10 +88,11 @@ REFUSED = Mode(lambda *_: None, lambda *_: None, lambda *_: None)
 
 def choose_mode(unit: Unit, module: nn.Module) -> Mode:
     """The mode of the call that begins."""
+    is_stored = unit.mp.full_precision_in_eval and choose_precision(unit, module)
     if unit.opened is not None and unit.opened.in_forward:
         return SCOPE
     is_transformed = transforms_active()
-    if is_transformed or (unit.mp.full_precision_in_eval and computes_as_stored(unit, module)):
+    if is_transformed or is_stored:
         if not unit.run.calls:
             return TRANSFORMED
         if is_transformed:

@@ -26,6 +26,7 @@ from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.replaced_parameters import check_at_rest
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
@@ -81,7 +82,8 @@ def gathered(
     Raises:
         RuntimeError: a parameter was edited without ``writeback``, replaced by something of another
             shape, or stepped by an optimizer inside a scope with ``writeback``, or before a forward
-            in the scope; or ``writeback`` inside the unit's own forward or backward.
+            in the scope; or ``writeback`` inside the unit's own forward or backward; or, on entry,
+            a parameter was replaced or deleted outside scopes, and ``refresh`` not called since.
         TypeError: ``module`` is none, or a flag is no bool.
 
     Example:
@@ -174,6 +176,7 @@ def _find_units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 def _check_entry(units: list[Unit], options: ScopeOptions) -> None:
     for unit in units:
+        check_at_rest(unit)
         if options.writeback and is_running(unit):
             raise RuntimeError(
                 f"gathered: writeback inside a forward or backward of unit {unit.name!r}, whose "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import (
+    apply,
     fully_shard,
     gathered,
     refresh,
+    save_checkpoint,
+    save_full,
+    state_dict,
     wrap,
 )
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     WIDTH,
     Block,
@@ -132,6 +138,78 @@ def test_a_weight_read_from_another_unit(optimizer: MakeOptimizer) -> None:
     """In one unit with its reader, or inside a scope in forward; gradients of both uses add up."""
     train_twin(Reader, read_loss, by_block, optimizer)
     train_twin(GatheringReader, read_loss, own_embedding, optimizer)
+
+
+def replace(model: nn.Module) -> None:
+    model.first.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 2.0).double())
+
+
+def exchange(model: nn.Module) -> None:
+    a, b = model.blocks[0].up, model.blocks[1].up
+    a.weight, b.weight = b.weight, a.weight
+
+
+def tie(model: nn.Module) -> None:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+
+
+def drop(model: nn.Module) -> None:
+    model.head.bias = None
+
+
+def enter(model: nn.Module, path: Path, **options: bool) -> None:
+    with gathered(model, **options):
+        pass
+
+
+SHOW = {
+    "gathered": enter,
+    "writeback": lambda model, path: enter(model, path, writeback=True),
+    "apply": lambda model, path: apply(model, lambda module: None),
+}
+READ: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "full": lambda model, path: state_dict(model),
+    "sharded": lambda model, path: state_dict(model, "sharded"),
+    "local": lambda model, path: state_dict(model, "local"),
+    "own": lambda model, path: model.state_dict(),
+    "checkpoint": lambda model, path: save_checkpoint(path, model),
+    "file": lambda model, path: save_full(path, model),
+}
+
+
+@pytest.mark.parametrize("edit", [replace, exchange, tie, drop])
+def test_a_replaced_parameter_is_nowhere_the_old(edit: Any, tmp_path: Path) -> None:
+    """What shows or saves parameters raises until ``refresh`` was told of the edit."""
+    wanted = r"'(first|head|blocks\.\d\.up)\.\w+' .*was replaced.*refresh\(model\)"
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        together(model, plain, rank, steps=1)
+        edit(model)
+        edit(plain)
+        for use in (SHOW | READ if edit is not drop else SHOW).values():
+            with pytest.raises(RuntimeError, match=wanted):
+                use(model, tmp_path)
+        assert list(state_dict(refresh(model))) == list(plain.state_dict())
+        same(model, plain)
+        for use in (SHOW | READ).values():
+            use(model, tmp_path)
+        together(model, plain, rank, start=1)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_what_was_deleted_is_not_saved(tmp_path: Path) -> None:
+    """A state dict has what modules have, also before ``refresh``."""
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        drop(model)
+        drop(plain)
+        for read in (READ[kind] for kind in ("full", "sharded", "own")):
+            assert list(read(model, tmp_path)) == list(plain.state_dict())
+
+    simulate_ranks(ranks, 2)
 
 
 class Speaker(Tower):

@@ -15,9 +15,11 @@ from fsdp_compose import (
     ShardingStrategy,
     accumulate,
     count_traffic,
+    fully_shard,
     gathered,
     no_sync,
     reduce_grads,
+    wrap,
 )
 
 from harness import rank_errors, run_ranks, simulate_ranks
@@ -255,3 +257,35 @@ def test_freezing_on_one_rank_before_the_backward(parts: str) -> None:
 
     for text in rank_errors(ranks, 2):
         assert text is not None and "requires a gradient on rank 0 and not on rank 1" in text
+
+
+class Alternating(nn.Module):
+    """Calls a layer several times in a forward, and freezes it for some of the calls."""
+
+    def __init__(self, calls: str) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for call in self.calls:
+            self.layer.weight.requires_grad_(call in "tw")
+            self.layer.bias.requires_grad_(call in "tb")
+            x = torch.tanh(self.layer(x)) + x
+        self.layer.requires_grad_(True)
+        return x
+
+
+@pytest.mark.parametrize("calls", ["ft", "tf", "ftft", "tftf", "wb", "fwtb"])
+def test_a_layer_frozen_for_some_of_its_calls(calls: str) -> None:
+    """In one forward of the model around it; the calls that train it give its gradient."""
+
+    def ranks(rank: int, strategy: ShardingStrategy) -> None:
+        def shard(model: nn.Module) -> nn.Module:
+            return fully_shard(model, units=wrap.by_class({nn.Linear}), strategy=strategy)
+
+        Twin(rank, 2, lambda: Alternating(calls), shard, sgd).train()
+
+    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP:
+        simulate_ranks(ranks, 2, strategy)

@@ -13,7 +13,7 @@ from fsdp_compose import MixedPrecision
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 
-from harness import fake_world, run_ranks
+from harness import fake_world, run_ranks, simulate_ranks
 from models import Tower
 
 BF16 = torch.bfloat16
@@ -116,3 +116,76 @@ def test_half_precision_is_scaled_before_each_sum() -> None:
             fc.set_gradient_divide_factor(model, divisor)
             model(inputs()).sum().backward()
             assert factors and set(factors) == {wanted}
+
+
+class Normed(nn.Module):
+    """Has buffers that it shares, reads by itself, and updates in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("scale", torch.linspace(1, 2, 6))
+        self.alias = nn.Module()
+        self.alias.register_buffer("scale", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.alias.scale is self.scale
+        return self.norm(self.first(x)).mul(self.scale)
+
+
+def shown(model: nn.Module, way: str) -> Tensor:
+    """What the model makes of the inputs in eval mode."""
+    model.eval()
+    if way == "inference":
+        with torch.inference_mode():
+            return model(inputs()).clone()
+    if way == "scope":
+        with fc.gathered(model):
+            return model(inputs()).detach()
+    if way == "transform":
+        return torch.func.vmap(model)(inputs()[None])[0]
+    return model(inputs()).detach()
+
+
+@pytest.mark.parametrize("way", ["plain", "inference", "scope", "transform"])
+def test_buffers_follow_full_precision_in_eval(way: str) -> None:
+    """They are cast back for an evaluation, and again for training, which goes on with them."""
+    policy = MixedPrecision(BF16, torch.float32, buffer_dtype=BF16, full_precision_in_eval=True)
+
+    def check(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fc.fully_shard(Normed(), units=fc.wrap.by_class({nn.BatchNorm1d}), mp_policy=policy)
+        names = ["norm.running_mean", "norm.running_var", "scale", "alias.scale"]
+        for _ in range(2):
+            model(inputs()).square().mean().backward()
+            assert {dict(model.named_buffers(remove_duplicate=False))[n].dtype for n in names} == {
+                BF16
+            }
+            plain = Normed()
+            plain.load_state_dict(fc.state_dict(model))
+            mean = model.norm.running_mean.clone()
+            torch.testing.assert_close(shown(model, way), shown(plain, "plain"))
+            assert model.norm.running_mean.dtype is torch.float32
+            assert torch.equal(model.norm.running_mean, mean.float())
+            model.train()
+            model.zero_grad()
+        model(inputs()).square().mean().backward()
+        assert model.norm.running_mean.dtype is BF16
+        assert not torch.equal(model.norm.running_mean, mean)
+        assert {b.dtype for b in fc.undo(model).buffers()} == {torch.float32, torch.int64}
+
+    simulate_ranks(check, 2)
+
+
+def test_a_converted_buffer_stays_what_it_was_made() -> None:
+    """A dtype that is neither of those that mixed precision knows of is the caller's."""
+    policy = MixedPrecision(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
+
+    def check(rank: int) -> None:
+        model = fc.fully_shard(Normed(), mp_policy=policy)
+        model.alias.scale = model.scale = model.scale.double()
+        for mode in (True, False, True):
+            model.train(mode)(inputs())
+            assert model.scale.dtype is torch.float64
+
+    simulate_ranks(check, 2)

@@ -33,6 +33,7 @@ from fsdp_compose.core.forward import (
     leave_forward,
 )
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
+from fsdp_compose.core.guards.cast_buffers import computes_as_stored
 from fsdp_compose.core.guards.forward_writes import (
     check_scope_is_current,
     count_writes,
@@ -220,11 +221,6 @@ def _leave_again(unit: Unit, module: nn.Module, output: Any) -> Any:
     unit.run.calls -= 1
     unit.engine.schedule.active.pop()
     return cast_output(unit.mp, output)
-
-
-def computes_as_stored(unit: Unit, module: nn.Module) -> bool:
-    """Whether this forward computes in the dtype of the shards, not in ``param_dtype``."""
-    return unit.mp.full_precision_in_eval and not module.training
 
 
 SCOPE = Mode(_enter_scope, _cast_opened, _leave_opened)

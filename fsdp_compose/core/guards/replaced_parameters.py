@@ -69,6 +69,24 @@ def check_slots(unit: Unit) -> None:
         raise RuntimeError(replaced_message(unit, index, values.get(name)))
 
 
+def check_at_rest(unit: Unit) -> None:
+    """Raise when, between passes, a parameter was replaced since the unit was sharded (D5)."""
+    if unit.opened is None and unit.run.showing is None:
+        check_slots(unit)
+
+
+def check_place(unit: Unit, values: dict[str, Any], name: str, index: int) -> None:
+    """Raise when, between passes, a module holds another tensor there than the parameter (D5)."""
+    value = values.get(name)
+    if (
+        value is not unit.entries[index].param
+        and unit.opened is None
+        and unit.run.showing is None
+        and not is_shown_by_another(unit, values, name)
+    ):
+        raise RuntimeError(replaced_message(unit, index, value))
+
+
 def replaced_message(unit: Unit, index: int, found: object) -> str:
     """The error for a parameter of which ``found`` has taken the place."""
     if isinstance(found, DTensor):
