@@ -22,6 +22,7 @@ from fsdp_compose.base.arguments import check_module
 from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
+from fsdp_compose.checkpoint.optimizer.fit import find_rows, gather_state, is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
@@ -36,7 +37,6 @@ from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.optimizer.shapes import (
     OwnedState,
     add_state_of_others,
-    block_spec,
     describe_blocks,
     gather_owned,
 )
@@ -52,10 +52,7 @@ from fsdp_compose.checkpoint.values import (
 )
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object
 from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
-from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
-
-SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
-"""State of torch.optim that is one number per parameter, also for a parameter of one number."""
+from fsdp_compose.sharded import checked_state, is_sharded, to_local
 
 
 def load_optim_state_dict(
@@ -143,6 +140,7 @@ def write_optim(targets: Targets, given: Mapping[str, Any]) -> None:
 
 
 def _write(targets: Targets, given: Mapping[str, Any]) -> None:
+    given = {**given, "state": gather_state(parts_of(targets), given)}
     ready = [(one, _number_parameters(one, members, given)) for one, members in targets]
     for one, plain in ready:
         watch_optimizer(one)
@@ -354,7 +352,7 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
-        rows = _find_rows(part, key, value, given)
+        rows = find_rows(part, key, value, given)
         if part.span is not None and shape != want and shape and rows is None:
             found.append(
                 f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
@@ -371,27 +369,6 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
             lone = describe_lone_slice(value)
             found += [] if lone is None else [f"{key!r} of {part.name!r} {lone}"]
     return found
-
-
-def _find_rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
-    """Say how a value with a row for each block of a raw piece is cut; None if it is none."""
-    if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
-        return None
-    spec = block_spec(part, key, tuple(value.shape[1:]))
-    return spec if spec is not None and spec.shape == value.shape else None
-
-
-def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -> bool:
-    """Whether a state value is cut as its parameter is."""
-    if not isinstance(value, Tensor) or tuple(whole_shape(value)) != tuple(part.shape):
-        return False
-    if is_sharded(value) or part.shape or key in ELEMENTWISE:
-        return True
-    if key in SCALARS:
-        return False
-    # A parameter of one number: the same state of a larger parameter tells which it is.
-    others = (v.get(key) for n, v in given["state"].items() if n != part.name)
-    return any(isinstance(other, Tensor) and other.ndim for other in others)
 
 
 def _number_parameters(
@@ -428,7 +405,7 @@ def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> d
             return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
-                if isinstance(value, Tensor) and (rows := _find_rows(part, key, value, given)):
+                if isinstance(value, Tensor) and (rows := find_rows(part, key, value, given)):
                     local = to_local(fit(value, rows)).clone()
                     result[key] = local.view(-1, *rows.shape[1:])
                 elif key not in result:
