@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import async_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compose.base.torch_private import call_raw, set_class
