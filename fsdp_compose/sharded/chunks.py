@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fsdp_compose.base.torch_stack import is_saved_as_safetensors
+from fsdp_compose.base.torch_stack import is_broadcast_to_ranks, is_saved_as_safetensors
 from fsdp_compose.layout.boxes import Box, boxes
 from fsdp_compose.sharded.spec import ShardSpec
 
@@ -79,7 +79,18 @@ def list_write_items(fqn: str, spec: ShardSpec, local: Tensor) -> list[WriteItem
 
 
 def list_chunks(spec: ShardSpec, local: Tensor) -> list[ChunkStorageMetadata]:
-    """Where this rank's chunks lie in the whole tensor."""
+    """Where this rank's chunks lie in the whole tensor.
+
+    Raises:
+        RuntimeError: the reader needs as many chunks on every rank.
+    """
+    if spec.group.size > 1 and is_broadcast_to_ranks():
+        raise RuntimeError(
+            f"torch.distributed.checkpoint.load: {spec.fqn!r} (unit {spec.unit!r}) is sharded, and "
+            "BroadcastingTorchSaveReader waits for as many pieces of it on every rank as on rank "
+            "0. Call fsdp_compose.load_state_dict(module, state_dict, broadcast_from_rank0=True) "
+            "with torch.load(path) on rank 0."
+        )
     return [_describe(box) for box, _ in cut_chunks(spec, local)]
 
 

@@ -1,4 +1,4 @@
-"""Torch's own safetensors files hold what they should, or the save is refused."""
+"""Torch's own writers and readers keep what they are given, or are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+)
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
@@ -55,6 +59,28 @@ def test_slices_of_one_box_are_saved(granularity: Any, tmp_path: Path) -> None:
         dcp.save(model.state_dict(), storage_writer=writer(tmp_path))
         dcp.load(other.state_dict(), storage_reader=reader(tmp_path))
         for mine, theirs in zip(other.parameters(), seeded(Tower).parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), theirs)
+
+    run_ranks(body, 2)
+
+
+def test_a_reader_that_broadcasts_is_refused(tmp_path: Path) -> None:
+    """Ranks hold different numbers of boxes, so its broadcasts did not match: processes ended."""
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            torch.save(seeded(Tower).state_dict(), tmp_path / "file")
+        model = by_block(seeded(Tower, seed=1))
+        options: Any = {
+            "storage_reader": BroadcastingTorchSaveReader(),
+            "planner": DynamicMetaLoadPlanner(),
+            "checkpoint_id": tmp_path / "file",
+        }
+        with pytest.raises(CheckpointException, match=r"(?s)is sharded.*broadcast_from_rank0=True"):
+            dcp.load(model.state_dict(), **options)
+        given = torch.load(tmp_path / "file") if rank == 0 else {}
+        fc.load_state_dict(model, given, broadcast_from_rank0=True)
+        for mine, theirs in zip(model.parameters(), seeded(Tower).parameters(), strict=True):
             assert torch.equal(mine.full_tensor(), theirs)
 
     run_ranks(body, 2)
