@@ -70,10 +70,11 @@ def _regroup(
     known = lambda name: canonical.get(clean(name), clean(name))  # noqa: E731
     given = [{k: v for k, v in g.items() if k != "param_names"} for g in state_dict["param_groups"]]
     saved = {known(name): group for group in given for name in group["params"]}
-    without = next((group for group in given if not group["params"]), given[0])
+    unused = iter([group for group in given if not group["params"]])  # one after the other
     groups: list[dict[str, Any]] = []
     for names in order:
-        found = [saved[name] for name in names if name in saved] or [without]
+        found = [saved[name] for name in names if name in saved]
+        found = found or [next(unused, given[0])]
         settings = [repr({**group, "params": ()}) for group in found]
         absent = [name for name in names if name not in saved]
         if absent or settings.count(settings[0]) < len(settings):

@@ -11,7 +11,7 @@ of (``owner_step``), which only that rank lists; everything else is the same on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -141,7 +141,8 @@ def write_optim(targets: Targets, given: Mapping[str, Any]) -> None:
 
 def _write(targets: Targets, given: Mapping[str, Any]) -> None:
     given = {**given, "state": gather_state(parts_of(targets), given)}
-    ready = [(one, _number_parameters(one, members, given)) for one, members in targets]
+    unused = iter([group for group in given["param_groups"] if not group["params"]])
+    ready = [(one, _number_parameters(one, members, given, unused)) for one, members in targets]
     for one, plain in ready:
         watch_optimizer(one)
         with checked_state():
@@ -331,7 +332,7 @@ def _find_settings(
     for group in given["param_groups"]:
         if wanted.isdisjoint(group["params"]):
             continue
-        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        hyper = _settings_of(group)
         if chosen is None:
             chosen = hyper
         elif repr(hyper) != repr(chosen):
@@ -342,6 +343,10 @@ def _find_settings(
             )
             break
     return chosen or {}
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -372,9 +377,16 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
 
 
 def _number_parameters(
-    optim: Optimizer, groups: list[list[Member]], given: Mapping[str, Any]
+    optim: Optimizer,
+    groups: list[list[Member]],
+    given: Mapping[str, Any],
+    unused: Iterator[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Number state as the optimizer's own ``load_state_dict`` takes it."""
+    """Number state as the optimizer's own ``load_state_dict`` takes it.
+
+    Args:
+        unused: saved groups without parameters, which no names tell apart: one after the other.
+    """
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     number = 0
@@ -386,8 +398,8 @@ def _number_parameters(
             numbers.append(number)
             number += 1
         names = [part.name for member in members for part in member.parts]
-        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        saved = _find_settings(given, names, [])
+        hyper = _settings_of(group)
+        saved = _find_settings(given, names, []) if members else _settings_of(next(unused, {}))
         copied = map_tensors(Tensor.clone, saved)
         param_groups.append({**hyper, **copied, "params": numbers})
     extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", WORLD)}
