@@ -180,6 +180,26 @@ def _is_function(frame: FrameType, name: str, module: str) -> bool:
     return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module
 
 
+def is_broadcast_to_ranks() -> bool:
+    """Whether ``torch.distributed.checkpoint.load`` has a reader that broadcasts each piece."""
+    module = "torch.distributed.checkpoint.state_dict_loader"
+    for frame in _stack():
+        if _is_function(frame, "_load_state_dict", module):
+            name = type(frame.f_locals.get("storage_reader")).__name__
+            return name == "BroadcastingTorchSaveReader"
+    return False
+
+
+def is_saved_as_safetensors() -> bool:
+    """Whether ``torch.distributed.checkpoint.save`` is under way with a writer of safetensors."""
+    module = "torch.distributed.checkpoint.state_dict_saver"
+    for frame in _stack():
+        if _is_function(frame, "_save_state_dict", module):
+            chosen = getattr(frame.f_locals.get("storage_writer"), "serialization_format", None)
+            return getattr(chosen, "value", None) == "safetensors"
+    return False
+
+
 def is_scaled_by_torch() -> bool:
     """Whether ``torch.amp.GradScaler.step`` itself, and no subclass's, steps an optimizer."""
     code = torch.amp.GradScaler.step.__code__

@@ -16,6 +16,7 @@ Files, each importing only from those above it:
     optimizer/read        optimizer state by name, out of any optimizer
     optimizer/rekey       optimizer state by names or by numbers
     optimizer/watch       what torch's own functions load into optimizers
+    optimizer/fit         saved optimizer state, as the parameters take it
     optimizer/write       optimizer state by name, into any optimizer
     containers            dictionaries and lists, which torch cuts into parts
     source                a torch.distributed.checkpoint folder to read from

@@ -32,13 +32,13 @@ from fsdp_compose.checkpoint.contents import (
 from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import state_dict, write
+from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import OptimLike, Targets, list_members
 from fsdp_compose.checkpoint.optimizer.read import Found, read_optim
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.optimizer.write import (
     check_read,
     check_saved,
-    is_elementwise,
     parts_of,
     write_optim,
 )

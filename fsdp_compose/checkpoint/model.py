@@ -322,7 +322,8 @@ def match(
     _complete_ties(current, names, given)
     unexpected = [key for key in given if key not in names]
     missing = [name for name in names if name not in given and not _may_lack(name, versions)]
-    values = {names[k]: v for k, v in given.items() if k in names}
+    # Gathered in the order of the module, whatever order each rank's dictionary has.
+    values = {name: given[key] for key, name in names.items() if key in given}
     custom = changes_keys_on_load(module)
     found = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
     problems = [problem for problem in found if problem is not None]

@@ -27,6 +27,7 @@ from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_at_rest
+from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
@@ -68,11 +69,13 @@ def gathered(
     Args:
         module: any module; it need not be a unit.
         writeback: on leaving, write tensors that were edited or replaced back to the shards. Each
-            rank writes the slice it owns from its own tensors: make the same edit on every rank,
-            or use ``rank0_only``. Not on an exception: the parameters are then as before. Modules
-            may be taken apart too, under ``no_grad``, as ``torch.nn.utils.parametrize`` and
-            ``prune`` do: parameters may be deleted, put in other places, and new ones added.
-            Then call ``refresh``; the next forward says so if it was forgotten.
+            rank writes the slice it owns from its own tensors: make the same edit on every rank, or
+            use ``rank0_only``. Not on an exception: the parameters are then as before. Between a
+            forward and its backward, a parameter that no rank edited is not written, except with
+            ``rank0_only``: that backward would raise. Modules may be taken apart too, under
+            ``no_grad``, as ``torch.nn.utils.parametrize`` and ``prune`` do: parameters may be
+            deleted, put in other places, and new ones added. Then call ``refresh``; the next
+            forward says so if it was forgotten.
         with_grads: ``.grad`` holds full gradients; with ``writeback`` they are written back too.
         rank0_only: only rank 0 of each mesh gets full tensors; with ``writeback`` its edits reach
             all ranks.
@@ -332,9 +335,25 @@ def _is_edited(
     if tensor.device.type != "cpu" or is_stepped:
         return False  # after a step inside the scope they are meant to differ
     # Writes through .data and numpy leave no version behind; a look at the own slice finds them.
-    mine = to_local(entry.param).cpu()
-    shown = part_slice(part_of(tensor).detach(), entry.spec)
-    return not torch.equal(mine.view(torch.uint8), shown.contiguous().view(torch.uint8))
+    return not _shows_own_slice(entry, tensor)
+
+
+def _shows_own_slice(entry: Entry, tensor: torch.Tensor) -> bool:
+    mine = to_local(entry.param)
+    shown = part_slice(part_of(tensor).detach(), entry.spec).to(mine.device).contiguous()
+    return torch.equal(mine.view(torch.uint8), shown.view(torch.uint8))
+
+
+def _is_as_before(entry: Entry, index: int, scope: Scope) -> bool:
+    """Whether a scope that was entered before a backward shows what it showed then.
+
+    A write of the same values would have that backward raise. The sum is over the whole, so that
+    all ranks write, and raise, or none.
+    """
+    tensor = scope.tensors[index]
+    if not scope.sums or not _shows_own_slice(entry, tensor):
+        return False
+    return bool(sum_bytes(tensor) == scope.sums[index])
 
 
 def agree_with_rank0(units: list[Unit], options: ScopeOptions, failed: bool) -> None:
@@ -357,6 +376,10 @@ def _write_back(unit: Unit, scope: Scope, changes: dict[Entry, Any], options: Sc
     for bucket in unit.buckets:
         for entry in bucket.entries:
             tensor = scope.tensors[position[entry]]
+            if options.with_grads:
+                entry.param.grad = tensor.grad
+            if entry not in changes and _is_as_before(entry, position[entry], scope):
+                continue
             if scope.is_here and entry in changes:
                 tensor.detach().copy_(changes[entry])
             if options.rank0_only:
@@ -364,8 +387,6 @@ def _write_back(unit: Unit, scope: Scope, changes: dict[Entry, Any], options: Sc
             else:
                 part = part_of(tensor)
             to_local(entry.param).copy_(part_slice(part.detach(), entry.spec))
-            if options.with_grads:
-                entry.param.grad = tensor.grad
 
 
 def _from_rank0(bucket: Bucket, entry: Entry, tensor: torch.Tensor | None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from fsdp_compose.core.gathering import install
 from fsdp_compose.core.guards.connect import connect
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import (
     as_parameter,
     end_rests,
@@ -51,6 +52,9 @@ class Scope(Opened):
     before: list[Any] = field(default_factory=list)  # what the modules held, by entry
     versions: list[tuple[int, int]] = field(default_factory=list)
     grads: list[tuple[torch.Tensor, int] | None] = field(default_factory=list)
+    sums: list[torch.Tensor] = field(
+        default_factory=list
+    )  # where the graph of a forward waits for its backward
 
 
 @untraced
@@ -70,6 +74,7 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
                 fulls.update(_full_parameters(bucket, here, options))
             if options.with_grads:
                 grads.update(_full_grads(bucket, here, options))
+    may_follow = any(node is not None for unit in units for node in unit.graphs.nodes)
     key = object()
     show_in_scope(connect_or_copy(units, fulls, grads, options), key, options)
     scopes: dict[Unit, Scope] = {}
@@ -92,6 +97,8 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
             scope.leaf_versions = scope.outer.leaf_versions  # it shows the outer one's tensors
         if options.with_grads and scope.is_here:
             scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]
+        if may_follow and options.writeback and not options.rank0_only:
+            scope.sums = [sum_bytes(tensor) for tensor in tensors]
         install(unit, tensors)
     return scopes
 

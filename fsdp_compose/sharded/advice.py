@@ -87,8 +87,9 @@ MULTI_HOOK = (
 )
 STAGING = (
     "torch.distributed.checkpoint.async_save copies whole tensors by address. Call "
-    "torch.distributed.checkpoint.save or fsdp_compose.save_checkpoint, or give async_save an "
-    "async_stager= whose stage() returns {name: value.detach().clone()}."
+    "fsdp_compose.save_checkpoint(path, module, optimizer, asynchronous=True) or "
+    "torch.distributed.checkpoint.save, or give async_save an async_stager= whose stage() returns "
+    "{name: value.detach().clone()}."
 )
 STAGE = (
     "A schedule that splits backward needs to know that the stage is sharded: "

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from fsdp_compose.base.torch_stack import is_broadcast_to_ranks, is_saved_as_safetensors
 from fsdp_compose.layout.boxes import Box, boxes
 from fsdp_compose.sharded.spec import ShardSpec
 
@@ -48,9 +49,21 @@ def cut_chunks(spec: ShardSpec, local: Tensor) -> list[tuple[Box, Tensor]]:
 
 
 def list_write_items(fqn: str, spec: ShardSpec, local: Tensor) -> list[WriteItem]:
-    """What this rank writes of the tensor; nothing where another rank writes the same part."""
+    """What this rank writes of the tensor; nothing where another rank writes the same part.
+
+    Raises:
+        RuntimeError: the writer would keep only one of the slice's chunks.
+    """
     if spec.parallel is not None and not spec.parallel.is_first:
         return []  # the other ranks' boxes may be cut elsewhere, so torch could not tell
+    chunks = cut_chunks(spec, local)
+    if len(chunks) > 1 and is_saved_as_safetensors():
+        raise RuntimeError(
+            f"torch.distributed.checkpoint.save: {fqn!r} (unit {spec.unit!r}) is sharded, and what "
+            f"rank {spec.group.rank} holds of it, {spec.held}, is {len(chunks)} boxes, of which a "
+            "safetensors file of torch's writers keeps the last. Call fsdp_compose.save_full(path, "
+            "module), which writes the whole as safetensors, or save without that writer."
+        )
     return [
         WriteItem(
             index=MetadataIndex(fqn, torch.Size(box.offsets)),
@@ -61,12 +74,23 @@ def list_write_items(fqn: str, spec: ShardSpec, local: Tensor) -> list[WriteItem
                 size=spec.whole_shape,
             ),
         )
-        for box, _ in cut_chunks(spec, local)
+        for box, _ in chunks
     ]
 
 
 def list_chunks(spec: ShardSpec, local: Tensor) -> list[ChunkStorageMetadata]:
-    """Where this rank's chunks lie in the whole tensor."""
+    """Where this rank's chunks lie in the whole tensor.
+
+    Raises:
+        RuntimeError: the reader needs as many chunks on every rank.
+    """
+    if spec.group.size > 1 and is_broadcast_to_ranks():
+        raise RuntimeError(
+            f"torch.distributed.checkpoint.load: {spec.fqn!r} (unit {spec.unit!r}) is sharded, and "
+            "BroadcastingTorchSaveReader waits for as many pieces of it on every rank as on rank "
+            "0. Call fsdp_compose.load_state_dict(module, state_dict, broadcast_from_rank0=True) "
+            "with torch.load(path) on rank 0."
+        )
     return [_describe(box) for box, _ in cut_chunks(spec, local)]
 
 

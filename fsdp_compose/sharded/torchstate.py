@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compose.base.torch_private import call_raw, set_class
@@ -28,6 +29,7 @@ from fsdp_compose.base.torch_stack import (
     value_under_load,
 )
 from fsdp_compose.comm.collectives import all_reduce, gather_objects
+from fsdp_compose.sharded.advice import STAGING
 from fsdp_compose.sharded.chunks import find_chunk, list_chunks, list_write_items
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 
@@ -118,6 +120,13 @@ class TorchState(_Base):
     def placements(self) -> tuple[Any, ...]:
         """What torch's walk reads as the placements of a DTensor."""
         return ()
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """Refuse what the stager of a ``FileSystemWriter`` copies DTensors by."""
+        if not is_called_by_state_walk():
+            raise AttributeError("_local_tensor")
+        refuse(async_save, self._shard_spec, instead=STAGING)
 
     def redistribute(self, device_mesh: Any = None, placements: Sequence[Any] = ()) -> Any:
         """Gather the whole for torch's walk; every rank must gather the same parameter."""

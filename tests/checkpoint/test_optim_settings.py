@@ -181,3 +181,31 @@ def test_a_rank_that_cannot_load_is_told_of(way: str, tmp_path: Path) -> None:
             load()
 
     simulate_ranks(body)
+
+
+@pytest.mark.parametrize("way", ["full", "sharded", "local", "numbers", "checkpoint"])
+def test_groups_without_parameters_load_as_saved(way: Any, tmp_path: Path) -> None:
+    """Each of them in its turn, as in torch; the loop may read the learning rate off them."""
+
+    def build(lrs: tuple[float, ...]) -> tuple[nn.Module, Optimizer]:
+        model = by_block(seeded(two_blocks))
+        members = [[], list(model.parameters()), []]
+        groups = [{"params": p, "lr": lr} for p, lr in zip(members, lrs, strict=True)]
+        return model, torch.optim.AdamW(groups)
+
+    def body(rank: int) -> None:
+        model, optim = build((0.1, 0.2, 0.3))
+        step(model, optim, rank)
+        other, again = build((9.0, 9.0, 9.0))
+        if way == "checkpoint":
+            fc.save_checkpoint(tmp_path, model, optim)
+            fc.load_checkpoint(tmp_path, other, again)
+        elif way == "numbers":
+            state = fc.optim_state_dict(model, optim)
+            numbered = fc.rekey_optim_state_dict(state, "id", model, optim)
+            fc.load_optim_state_dict(other, again, numbered)
+        else:
+            fc.load_optim_state_dict(other, again, fc.optim_state_dict(model, optim, kind=way))
+        assert [group["lr"] for group in again.param_groups] == [0.1, 0.2, 0.3]
+
+    simulate_ranks(body, 2)

@@ -362,6 +362,38 @@ def test_rekey_both_ways_and_its_errors() -> None:
         rekey_optim_state_dict(sd, "names", model)  # type: ignore[arg-type]
 
 
+def test_numbers_are_those_of_the_given_optimizer() -> None:
+    """Which lists parameters in another order; groups that the state does not have raise."""
+
+    def listed(model: nn.Module, turned: bool) -> torch.optim.Optimizer:
+        groups = [
+            [p for p in model.parameters() if (p.ndim > 1) is is_matrix]
+            for is_matrix in (True, False)
+        ]
+        chosen = [
+            {"params": g[:: -1 if turned else 1], "lr": i + 0.5} for i, g in enumerate(groups)
+        ]
+        return torch.optim.SGD(chosen[:: -1 if turned else 1], momentum=0.9)
+
+    saved, plain = Net(), Net()
+    first, second = listed(saved, turned=False), listed(plain, turned=True)
+    for p in saved.parameters():
+        p.grad = torch.randn_like(p)
+    first.step()
+    named = optim_state_dict(saved, first)
+    second.load_state_dict(rekey_optim_state_dict(named, "id", plain, second))
+    for mine, theirs in zip(plain.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(
+            second.state[mine]["momentum_buffer"], first.state[theirs]["momentum_buffer"]
+        )
+    assert [group["lr"] for group in second.param_groups] == [1.5, 0.5]
+    with pytest.raises(ValueError, match="has several groups"):
+        rekey_optim_state_dict(named, "id", plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    named["param_groups"].pop()
+    with pytest.raises(ValueError, match=r"lacks 'b\.bias'"):
+        rekey_optim_state_dict(named, "id", plain, second)
+
+
 def test_a_named_optimizer_tells_its_names() -> None:
     model = Net()
     optim = torch.optim.SGD(list(model.named_parameters())[:2], lr=0.1, momentum=0.9)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -172,8 +173,11 @@ def test_async_save_never_writes_the_heap(tmp_path: Path) -> None:
         model, loaded = by_block(seeded(Tower)), by_block(Tower())
         group = torch.distributed.new_group(backend="gloo")
         options: Any = {"checkpoint_id": tmp_path / "c", "process_group": group}
-        with pytest.raises(Exception, match=r"async_stager=.*value\.detach\(\)\.clone\(\)"):
-            dcp.async_save(model.state_dict(), **options).result()
+        writers = (FileSystemWriter(tmp_path, cache_staged_state_dict=c) for c in (True, False))
+        for storage in ({}, *({"storage_writer": writer} for writer in writers)):
+            with pytest.raises(Exception, match=r"async_stager=.*value\.detach\(\)\.clone\(\)"):
+                dcp.async_save(model.state_dict(), **options, **storage).result()
+        assert not hasattr(model.first.weight, "_local_tensor")
         wanted = {n: p.full_tensor() for n, p in model.named_parameters()}
         saving = dcp.async_save(model.state_dict(), async_stager=Copies(), **options)
         with torch.no_grad():

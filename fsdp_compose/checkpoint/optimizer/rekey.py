@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_compose.checkpoint.optimizer.members import OptimLike, list_members, names_of
-from fsdp_compose.construct.names import name_cleaner, parameter_names
+from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
 
 
 def rekey_optim_state_dict(
@@ -20,16 +20,19 @@ def rekey_optim_state_dict(
     """Optimizer state by parameter names or by the numbers a plain optimizer uses.
 
     ``rekey_optim_state_dict(optim_state_dict(model, optim), "id", model)`` loads into a plain
-    optimizer with the same groups over the plain model, and ``"name"`` is the way back.
+    optimizer with the same groups, in the same order, over the plain model, and ``"name"`` is the
+    way back. Pass that optimizer too where it lists its parameters in another order.
 
     Args:
         state_dict: values are not looked at; nothing communicates.
         key: ``"name"`` or ``"id"``. State that has these keys already is copied.
         module: gives the order of parameters for state by number with one group.
-        optim: gives it for several groups; not needed otherwise.
+        optim: whose numbers they are, over ``module``'s parameters. Needed for several groups by
+            number, and for an optimizer that lists parameters in another order than the state.
 
     Raises:
-        ValueError: an unknown ``key``, or numbers that cannot be matched to parameters.
+        ValueError: an unknown ``key``, numbers that cannot be matched to parameters, or groups of
+            ``optim`` that the state does not have.
 
     Example:
         >>> model = fully_shard(nn.Linear(3, 2))
@@ -41,16 +44,15 @@ def rekey_optim_state_dict(
     """
     if key not in ("name", "id"):
         raise ValueError(f"rekey_optim_state_dict: key is {key!r}; wanted 'name' or 'id'.")
-    if key == "id":
-        return _to_numbers(state_dict)
-    if not has_numbers(state_dict):
+    if has_numbers(state_dict) is (key == "id"):
         return dict(state_dict)
+    order: list[list[str]] | None = None
     if optim is not None:
         groups = [group for _, groups in list_members(module, optim) for group in groups]
         order = names_of(module, groups)
-    else:
-        order = _default_order(state_dict, module)
-    return to_names(state_dict, order)
+    if key == "id":
+        return _to_numbers(state_dict if order is None else _regroup(state_dict, order, module))
+    return to_names(state_dict, order or _default_order(state_dict, module))
 
 
 def has_numbers(state_dict: Mapping[str, Any]) -> bool:
@@ -59,9 +61,34 @@ def has_numbers(state_dict: Mapping[str, Any]) -> bool:
     return any(not isinstance(p, str) for p in params)
 
 
+def _regroup(
+    state_dict: Mapping[str, Any], order: list[list[str]], module: nn.Module
+) -> dict[str, Any]:
+    """Give state by name the groups of an optimizer, each with the settings saved for it."""
+    clean = name_cleaner(module)
+    canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
+    known = lambda name: canonical.get(clean(name), clean(name))  # noqa: E731
+    given = [{k: v for k, v in g.items() if k != "param_names"} for g in state_dict["param_groups"]]
+    saved = {known(name): group for group in given for name in group["params"]}
+    unused = iter([group for group in given if not group["params"]])  # one after the other
+    groups: list[dict[str, Any]] = []
+    for names in order:
+        found = [saved[name] for name in names if name in saved]
+        found = found or [next(unused, given[0])]
+        settings = [repr({**group, "params": ()}) for group in found]
+        absent = [name for name in names if name not in saved]
+        if absent or settings.count(settings[0]) < len(settings):
+            what = f"lacks {list_names(absent, saved)}" if absent else "has several groups"
+            raise ValueError(
+                f"rekey_optim_state_dict: the state {what}, of a group of optim with {names[:4]}; "
+                "pass the optimizer that the state is to be loaded into, with groups as they were."
+            )
+        groups.append({**found[0], "params": names})
+    state = {known(name): values for name, values in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
 def _to_numbers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    if has_numbers(state_dict):
-        return dict(state_dict)
     numbers: dict[str, int] = {}
     groups = []
     for group in state_dict["param_groups"]:

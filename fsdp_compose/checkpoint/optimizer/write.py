@@ -11,7 +11,7 @@ of (``owner_step``), which only that rank lists; everything else is the same on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fsdp_compose.base.arguments import check_module
 from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
+from fsdp_compose.checkpoint.optimizer.fit import find_rows, gather_state, is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
@@ -36,7 +37,6 @@ from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, to_names
 from fsdp_compose.checkpoint.optimizer.shapes import (
     OwnedState,
     add_state_of_others,
-    block_spec,
     describe_blocks,
     gather_owned,
 )
@@ -52,10 +52,7 @@ from fsdp_compose.checkpoint.values import (
 )
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object
 from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
-from fsdp_compose.sharded import ShardSpec, checked_state, is_sharded, to_local
-
-SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
-"""State of torch.optim that is one number per parameter, also for a parameter of one number."""
+from fsdp_compose.sharded import checked_state, is_sharded, to_local
 
 
 def load_optim_state_dict(
@@ -143,7 +140,9 @@ def write_optim(targets: Targets, given: Mapping[str, Any]) -> None:
 
 
 def _write(targets: Targets, given: Mapping[str, Any]) -> None:
-    ready = [(one, _number_parameters(one, members, given)) for one, members in targets]
+    given = {**given, "state": gather_state(parts_of(targets), given)}
+    unused = iter([group for group in given["param_groups"] if not group["params"]])
+    ready = [(one, _number_parameters(one, members, given, unused)) for one, members in targets]
     for one, plain in ready:
         watch_optimizer(one)
         with checked_state():
@@ -333,7 +332,7 @@ def _find_settings(
     for group in given["param_groups"]:
         if wanted.isdisjoint(group["params"]):
             continue
-        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        hyper = _settings_of(group)
         if chosen is None:
             chosen = hyper
         elif repr(hyper) != repr(chosen):
@@ -346,6 +345,10 @@ def _find_settings(
     return chosen or {}
 
 
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for key, value in values.items():
@@ -354,7 +357,7 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
-        rows = _find_rows(part, key, value, given)
+        rows = find_rows(part, key, value, given)
         if part.span is not None and shape != want and shape and rows is None:
             found.append(
                 f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
@@ -373,31 +376,17 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
     return found
 
 
-def _find_rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
-    """Say how a value with a row for each block of a raw piece is cut; None if it is none."""
-    if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
-        return None
-    spec = block_spec(part, key, tuple(value.shape[1:]))
-    return spec if spec is not None and spec.shape == value.shape else None
-
-
-def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -> bool:
-    """Whether a state value is cut as its parameter is."""
-    if not isinstance(value, Tensor) or tuple(whole_shape(value)) != tuple(part.shape):
-        return False
-    if is_sharded(value) or part.shape or key in ELEMENTWISE:
-        return True
-    if key in SCALARS:
-        return False
-    # A parameter of one number: the same state of a larger parameter tells which it is.
-    others = (v.get(key) for n, v in given["state"].items() if n != part.name)
-    return any(isinstance(other, Tensor) and other.ndim for other in others)
-
-
 def _number_parameters(
-    optim: Optimizer, groups: list[list[Member]], given: Mapping[str, Any]
+    optim: Optimizer,
+    groups: list[list[Member]],
+    given: Mapping[str, Any],
+    unused: Iterator[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Number state as the optimizer's own ``load_state_dict`` takes it."""
+    """Number state as the optimizer's own ``load_state_dict`` takes it.
+
+    Args:
+        unused: saved groups without parameters, which no names tell apart: one after the other.
+    """
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     number = 0
@@ -409,8 +398,8 @@ def _number_parameters(
             numbers.append(number)
             number += 1
         names = [part.name for member in members for part in member.parts]
-        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        saved = _find_settings(given, names, [])
+        hyper = _settings_of(group)
+        saved = _find_settings(given, names, []) if members else _settings_of(next(unused, {}))
         copied = map_tensors(Tensor.clone, saved)
         param_groups.append({**hyper, **copied, "params": numbers})
     extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", WORLD)}
@@ -428,7 +417,7 @@ def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> d
             return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
-                if isinstance(value, Tensor) and (rows := _find_rows(part, key, value, given)):
+                if isinstance(value, Tensor) and (rows := find_rows(part, key, value, given)):
                     local = to_local(fit(value, rows)).clone()
                     result[key] = local.view(-1, *rows.shape[1:])
                 elif key not in result:

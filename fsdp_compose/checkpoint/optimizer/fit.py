@@ -1,0 +1,65 @@
+"""How saved optimizer state becomes what this rank's parameters take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.checkpoint.optimizer.members import Part
+from fsdp_compose.checkpoint.optimizer.shapes import block_spec, gather_owned
+from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE
+from fsdp_compose.checkpoint.values import fit, gather_whole, whole_shape
+from fsdp_compose.sharded import ShardSpec, is_sharded
+
+SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
+"""State of torch.optim that is one number per parameter, also for a parameter of one number."""
+
+
+def gather_state(parts: Mapping[str, Part], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Give checked state with what is cut in other ways gathered and fitted; a collective.
+
+    It is gathered in the order of the names, since ranks may list parameters in different orders.
+    """
+    state = dict(given["state"])
+    for name in sorted(state.keys() & parts.keys()):
+        values = state[name]
+        ready = {
+            key: _gather_value(parts[name], key, values[key], given)
+            for key in sorted(values, key=str)
+            if is_sharded(values[key]) or isinstance(values[key], DTensor)
+        }
+        state[name] = {key: ready.get(key, value) for key, value in values.items()}
+    return state
+
+
+def _gather_value(part: Part, key: str, value: Tensor, given: Mapping[str, Any]) -> Any:
+    if part.spec is not None and part.owner is not None:
+        return gather_owned(value, part)
+    if part.spec is not None and is_elementwise(key, value, part, given):
+        return fit(value, part.spec)
+    rows = find_rows(part, key, value, given)
+    return gather_whole(value) if rows is None else fit(value, rows)
+
+
+def find_rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
+    """Say how a value with a row for each block of a raw piece is cut; None if it is none."""
+    if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
+        return None
+    spec = block_spec(part, key, tuple(value.shape[1:]))
+    return spec if spec is not None and spec.shape == value.shape else None
+
+
+def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -> bool:
+    """Whether a state value is cut as its parameter is."""
+    if not isinstance(value, Tensor) or tuple(whole_shape(value)) != tuple(part.shape):
+        return False
+    if is_sharded(value) or part.shape or key in ELEMENTWISE:
+        return True
+    if key in SCALARS:
+        return False
+    # A parameter of one number: the same state of a larger parameter tells which it is.
+    others = (v.get(key) for n, v in given["state"].items() if n != part.name)
+    return any(isinstance(other, Tensor) and other.ndim for other in others)
