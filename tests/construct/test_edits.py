@@ -35,6 +35,7 @@ from models import (
     one_unit,
     seeded,
     sgd,
+    square,
     train_twin,
 )
 from surgery import (
@@ -208,6 +209,8 @@ def test_what_was_deleted_is_not_saved(tmp_path: Path) -> None:
         drop(plain)
         for read in (READ[kind] for kind in ("full", "sharded", "own")):
             assert list(read(model, tmp_path)) == list(plain.state_dict())
+        with pytest.raises(RuntimeError, match=r"'head.bias' .*found nothing, wanted"):
+            square(model, data(0, rank))
 
     simulate_ranks(ranks, 2)
 

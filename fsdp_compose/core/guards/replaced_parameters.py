@@ -91,10 +91,12 @@ def replaced_message(unit: Unit, index: int, found: object) -> str:
     """The error for a parameter of which ``found`` has taken the place."""
     if isinstance(found, DTensor):
         return _parallelized_late(unit.entries[index].spec, unit)
+    shape = tuple(getattr(found, "shape", ()))
+    what = "nothing" if found is None else f"{type(found).__name__} {shape}"
     return (
         f"parameter {unit.entries[index].spec.fqn!r} of unit {unit.name!r} was replaced after "
-        f"fully_shard: found {type(found).__name__} {tuple(getattr(found, 'shape', ()))}, "
-        "wanted the parameter that was sharded. Write into that parameter instead (p.copy_(value), "
+        f"fully_shard: found {what}, wanted the parameter that was sharded. "
+        "Write into that parameter instead (p.copy_(value), "
         "or with fsdp_compose.gathered(module, writeback=True)), or call "
         "fsdp_compose.refresh(model) on every rank to shard what is there now. To compute once "
         "with other tensors, use torch.func.functional_call(module, {name: tensor}, args)."
