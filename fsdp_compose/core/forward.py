@@ -54,7 +54,9 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...]) -> None:
     active, run = unit.engine.schedule.active, unit.run
     active.append(unit)
     run.calls += 1
-    if run.calls == 1 and not run.finished:
+    # One of its modules may have run before without gradients, as a checkpointed one does.
+    connected = run.live is not None and run.showing is run.live.tensors
+    if run.calls == 1 and not (run.finished and (connected or not trained)):
         try:
             _open_forward(unit, trained)
         except BaseException:

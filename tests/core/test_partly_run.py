@@ -189,3 +189,31 @@ def test_a_hidden_output_of_one_module() -> None:
         twin.train(steps=4)
 
     simulate_ranks(ranks)
+
+
+class Begun(Headed):
+    """The first module of its unit to run does so without gradients, the next one trains."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        if self.way == "recomputed":
+            return self.head(checkpoint(self.norm, x, use_reentrant=True))
+        with torch.inference_mode() if self.way == "inference" else torch.no_grad():
+            scale = self.norm(x)
+        return self.head(x * scale.clone() if self.way == "no_grad" else x)
+
+
+@pytest.mark.parametrize("way", ["recomputed", "no_grad", "inference"])
+def test_a_unit_is_begun_without_gradients(way: str) -> None:
+    """What runs with gradients later in the same forward trains, once and over two forwards."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Begun(way), together)
+        twin.train()
+        twin.train(lambda model, x: square(model, x) + square(model, x * 2))
+
+    simulate_ranks(ranks)
