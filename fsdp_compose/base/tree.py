@@ -1,15 +1,26 @@
 """Tensors inside whatever a module takes and returns, found and rebuilt through optree.
 
 Beyond optree's own containers: dataclasses, mappings that subclass dict (the outputs of Hugging
-Face models are both), subclasses of list and tuple, and, for finding only, the attributes of plain
-objects.
+Face models are both), subclasses of list and tuple, and, for finding only, sets, closures and the
+attributes of plain objects, tensors and containers.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import gc
+from collections.abc import Callable, Mapping, Set, ValuesView
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import optree
@@ -18,7 +29,10 @@ import torch
 from fsdp_compose.base.process import here
 
 _NAMESPACE = "fsdp_compose"
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type)
+_ATOMS = (
+    *(str, bytes, int, float, complex, bool, type(None)),
+    *(torch.dtype, torch.device, type, ModuleType),
+)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -35,28 +49,83 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 def find_tensors(tree: Any) -> tuple[list[torch.Tensor], bool]:
     """Tensors in ``tree``, and whether something in it could not be looked into."""
-    if isinstance(tree, torch.Tensor):
+    if _is_bare(tree):
         return [tree], False
-    if type(tree) is tuple and all(isinstance(item, torch.Tensor) for item in tree):
+    if type(tree) is tuple and all(map(_is_bare, tree)):
         return list(tree), False
-    tensors: list[torch.Tensor] = []
+    tensors: dict[int, torch.Tensor] = {}
     opaque = False
     seen: set[int] = set()
     pending = [tree]
+
+    def look(node: Any) -> bool:
+        attributes = getattr(node, "__dict__", None)
+        if attributes and id(node) not in seen and _has_open_attributes(node):
+            seen.add(id(node))
+            pending.append(dict(attributes))
+        return False
+
     while pending:
         value = pending.pop()
         _register_leaves(value)
-        for leaf in optree.tree_leaves(value, namespace=_NAMESPACE):
+        for leaf in optree.tree_leaves(value, is_leaf=look, namespace=_NAMESPACE):
             if isinstance(leaf, torch.Tensor):
-                tensors.append(leaf)
-            elif isinstance(leaf, _ATOMS) or id(leaf) in seen:
-                continue
-            elif isinstance(getattr(leaf, "__dict__", None), dict) and not callable(leaf):
-                seen.add(id(leaf))
-                pending.append(dict(vars(leaf)))
-            else:
-                opaque = True
-    return tensors, opaque
+                tensors[id(leaf)] = leaf
+            elif not isinstance(leaf, _ATOMS) and -id(leaf) not in seen:
+                seen.add(-id(leaf))
+                contents = _contents_of(leaf)
+                opaque = opaque or contents is None
+                pending += contents or ()
+    return list(tensors.values()), opaque
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether it is a tensor to which nobody gave an attribute."""
+    return isinstance(value, torch.Tensor) and not (type(value) in _PLAIN and vars(value))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _has_open_attributes(value: Any) -> bool:
+    """Whether tensors in the attributes count as part of the value."""
+    if isinstance(value, torch.Tensor):
+        return type(value) in _PLAIN
+    return vars_of(value) and not isinstance(value, (torch.nn.Module, *_ATOMS))
+
+
+def _contents_of(leaf: Any) -> list[Any] | None:
+    """What an object that is no container of optree's holds besides attributes; None: unknown."""
+    if isinstance(leaf, torch.nn.Module):
+        return None
+    if isinstance(leaf, FunctionType):
+        return [*filter(None, map(_read_cell, leaf.__closure__ or ())), *(leaf.__defaults__ or ())]
+    if isinstance(leaf, MethodType | BuiltinMethodType | MethodWrapperType):
+        return [leaf.__self__, getattr(leaf, "__func__", None)]
+    if isinstance(leaf, functools.partial):
+        return [leaf.func, leaf.args, leaf.keywords]
+    if isinstance(leaf, Set | ValuesView):
+        return list(leaf)
+    slots = [kind for kind in type(leaf).__mro__ if "__slots__" in vars(kind)]
+    if slots or vars_of(leaf):
+        members = [member for kind in slots for member in vars(kind).values()]
+        members = [member for member in members if isinstance(member, MemberDescriptorType)]
+        return [value for member in members for value in _read_member(member, leaf)]
+    return None if gc.is_tracked(leaf) else []
+
+
+def _read_cell(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not assigned yet
+        return ()
+
+
+def _read_member(member: MemberDescriptorType, value: Any) -> tuple[Any, ...]:
+    try:
+        return (member.__get__(value),)
+    except AttributeError:  # not assigned yet
+        return ()
 
 
 def _register_leaves(tree: Any) -> None:

@@ -46,6 +46,7 @@ Files, each importing only from those above it:
     guards/hooked_weights       gradient hooks that a forward registers on gathered weights
     guards/forward_writes       weights written while a forward runs (D16)
     guards/order_changes        says when the order of units changed
+    guards/partly_run           units of whose modules a forward left some out
     forward                     a unit's normal forward
     guards/cast_buffers         buffers follow the precision of a forward
     guards/other_forwards       forwards in scopes, functional, transformed, stored precision

@@ -22,10 +22,11 @@ from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
 from fsdp_compose.core.guards.kept_views import guard_after_error, note_forward, note_users
 from fsdp_compose.core.guards.order_changes import warn_of_change
+from fsdp_compose.core.guards.partly_run import close_forward, close_partly_run
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.surroundings import find_surroundings
 from fsdp_compose.core.guards.trained_entries import trained_entries
-from fsdp_compose.core.passes import begin_forward_pass, end_step, note_opened, running_task
+from fsdp_compose.core.passes import begin_forward_pass, end_step
 from fsdp_compose.core.records import Live
 from fsdp_compose.core.schedule import Backward, Hold
 from fsdp_compose.core.state import Unit
@@ -53,7 +54,9 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...]) -> None:
     active, run = unit.engine.schedule.active, unit.run
     active.append(unit)
     run.calls += 1
-    if run.calls == 1 and not run.finished:
+    # One of its modules may have run before without gradients, as a checkpointed one does.
+    connected = run.live is not None and run.showing is run.live.tensors
+    if run.calls == 1 and not (run.finished and (connected or not trained)):
         try:
             _open_forward(unit, trained)
         except BaseException:
@@ -81,6 +84,8 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """
     active, run = unit.engine.schedule.active, unit.run
     run.calls -= 1
+    if active and active[0] is unit and not run.calls:
+        close_partly_run(unit.engine)
     while active and active.pop() is not unit:
         pass
     lost: str | None = None
@@ -91,12 +96,15 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         lost = None if run.calls else find_writes(unit, module.training)
         backward = watch_outputs(unit, output) if lost is None else "none"
     finally:
-        run.finished.add(id(module))
-        if run.calls == 0 and run.shield is not None:
-            unshield(unit)
-        if run.calls == 0 and (len(run.finished) >= len(unit.modules) or not active):
-            run.finished.clear()
-            _close_forward(unit, backward)
+        if run.finished.get(id(module)) != "hidden":
+            run.finished[id(module)] = backward
+        if run.calls == 0:
+            if run.shield is not None:
+                unshield(unit)
+            if len(run.finished) >= len(unit.modules) or not active:
+                close_forward(unit)
+            elif unit not in unit.engine.partly_run:
+                unit.engine.partly_run.append(unit)
         if lost is not None:
             forget_written(unit)
         if not active:
@@ -151,18 +159,6 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         change = engine.schedule.look_ahead(unit)
         if change is not None:
             warn_of_change(engine, change)
-
-
-def _close_forward(unit: Unit, backward: Backward) -> None:
-    """Let the unit's modules hold their shards, and release the unit."""
-    recomputing = graph_task_id() != -1
-    if recomputing:  # in a backward that needs it, and releases it when its gradients arrive
-        note_opened(unit, running_task(unit))
-    if not recomputing or unit.run.task is None:  # else a part may be recomputed in its backward
-        install_leaves(unit)
-    if unit.opened is not None and unit.opened.for_call:
-        close_functional_call(unit)
-    unit.engine.schedule.leave_forward(unit, backward, torch.is_grad_enabled(), recomputing)
 
 
 def _abandon_forward(unit: Unit) -> None:

@@ -33,7 +33,7 @@ from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
 from fsdp_compose.core.guards.copied_units import copy_unit
 from fsdp_compose.core.guards.rank_differences import REDUCE
 from fsdp_compose.core.records import Live, Opened, Route, Switches, Traced, Watch
-from fsdp_compose.core.schedule import Expected, Hold, Schedule, Work
+from fsdp_compose.core.schedule import Backward, Expected, Hold, Schedule, Work
 from fsdp_compose.sharded import STATE_KEY
 
 
@@ -63,7 +63,7 @@ class Run:
     calls: int = 0  # forwards of its modules that are running
     modes: list[Any] = field(default_factory=list)  # of these calls, see hooks.py
     showing: Sequence[torch.Tensor] | None = None  # what its modules read, by entry
-    finished: set[int] = field(default_factory=set)  # its modules that ran since it opened
+    finished: dict[int, Backward] = field(default_factory=dict)  # modules that ran since it opened
     live: Live | None = None
     task: Task | None = None  # the backward that opened the unit
     shield: list[Any] | None = None  # the pack hook put in force, and those below it
@@ -359,6 +359,7 @@ class Engine:
     mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
     logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist
     reached: set[Log] = field(default_factory=set)  # by the step under way
+    partly_run: list[Unit] = field(default_factory=list)  # of whose modules not all ran so far
 
     def __post_init__(self, make_work: Callable[[Engine], Work[Unit, Any]]) -> None:
         self.schedule = Schedule(make_work(self))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fsdp_compose import MixedPrecision, ShardingStrategy, state_dict
-from fsdp_compose.core import forward
+from fsdp_compose.core.guards import partly_run
 
 from harness import run_ranks, simulate_ranks
 from models import Tower, Twin, by_block, data, seeded, square
@@ -110,7 +110,7 @@ def test_an_interrupt_while_leaves_are_put_back(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of the outermost forward: the next one does not read what modules held then."""
-    install, left = forward.install_leaves, set[int]()
+    install, left = partly_run.install_leaves, set[int]()
 
     def interrupted(unit: Any) -> None:
         if unit.name == "Tower" and dist.get_rank() in left:
@@ -118,7 +118,7 @@ def test_an_interrupt_while_leaves_are_put_back(
             raise KeyboardInterrupt
         install(unit)
 
-    monkeypatch.setattr(forward, "install_leaves", interrupted)
+    monkeypatch.setattr(partly_run, "install_leaves", interrupted)
 
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, Tower, partial(by_block, strategy=ShardingStrategy[strategy]))

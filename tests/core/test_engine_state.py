@@ -177,8 +177,8 @@ def test_a_frozen_unit_watches_no_earlier_tensors() -> None:
 
     def ranks(rank: int) -> None:
         model, kept = seeded(Tower), list[Tensor]()
-        frozen = fully_shard(model.blocks[1]).requires_grad_(False)
-        frozen.register_forward_pre_hook(lambda _, given: kept.append(given[0].exp()))
+        fully_shard(model.blocks[1]).requires_grad_(False)
+        model.blocks[0].register_forward_hook(lambda _, given, out: kept.append(out.exp()))
         loss = square(model, data(0, rank))
         assert not kept[0]._backward_hooks
         loss.backward()

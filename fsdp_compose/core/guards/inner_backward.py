@@ -24,6 +24,7 @@ from fsdp_compose.base.torch_private import (
     graph_task_id,
     hook_for_good,
     made_at,
+    next_node_number,
     remove_forward_hooks,
     untraced,
 )
@@ -116,22 +117,22 @@ def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
 def watch_outputs(unit: Unit, output: Any) -> Backward:
     """Hook the outputs; ``"hidden"`` where no hook can tell when the unit's backward begins."""
     tensors, opaque = [output], False
-    if type(output) is not torch.Tensor:
+    if type(output) is not torch.Tensor or output.__dict__:
         tensors, opaque = find_tensors(output)
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
-    watched, closed = False, -1
+    watched, trigger = False, unit.checks.trigger or trigger_of(unit)
     start = opened_at(unit) if len(tensors) > 1 else -1
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             made = made_at(node)
             if made < start:
                 continue  # an input passed through: its gradient comes after the unit's backward
-            hook_for_good(tensor, unit.checks.trigger or trigger_of(unit))
-            watched, closed = True, made if made > closed else closed
+            hook_for_good(tensor, trigger)
+            watched = True
     live = unit.run.live
-    if watched and live is not None:
-        live.closed_at = closed
+    if live is not None and torch.is_grad_enabled():
+        live.closed_at = next_node_number() - 1
     is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
     if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)
@@ -139,15 +140,15 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
         if live is not None and live.trained and torch.is_grad_enabled() and graph_task_id() == -1:
             retain(unit, *list(unit.graphs.nodes)[-1:])  # the caller's graph reads them each time
         return "hidden"
-    if watched or not opaque or not torch.is_grad_enabled():
+    if not opaque or not torch.is_grad_enabled():
         return "seen" if watched else "none"
     if "hidden" not in unit.checks.warned:
         unit.checks.warned.add("hidden")
         warnings.warn(
-            f"unit {unit.name!r} returned a {type(output).__name__} in which no differentiable "
-            "tensor was found, so nothing tells when its backward begins, and the unit stays "
-            "gathered until backward ends. Return tensors in tuples, dicts, dataclasses or plain "
-            "objects.",
+            f"unit {unit.name!r} returned a {type(output).__name__} with something in it that "
+            "cannot be looked into and may hold tensors, so nothing tells when its backward "
+            "begins, and the unit stays gathered until then. Return tensors in tuples, dicts, "
+            "dataclasses or plain objects.",
             stacklevel=2,
         )
     return "hidden"
@@ -170,7 +171,6 @@ def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
             _watch_tensors([*unit.engine.schedule.active, unit], found)
         return
     start = opened_at(unit)
-    start = unit.checks.bound_at if start < 0 else start
     if start < 0:
         return
     unit.checks.keepers = []

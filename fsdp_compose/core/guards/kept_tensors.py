@@ -45,9 +45,13 @@ KEPT = "kept"
 
 def watch_inside(units: Iterable[Unit]) -> None:
     """Gather units where a backward begins at a tensor that was made inside their last forward."""
-    lives = [(u, live) for u in units if (live := u.run.live) is not None]
-    spans = [(max(opened_at(u), live.joined_at), live.closed_at, u) for u, live in lives]
-    spans = [span for span in spans if 0 <= span[0] < span[1]]
+    spans = [
+        # A backward that begins at an input of a frozen unit, bound then, needs no weight of it.
+        (max(start, live.joined_at, unit.checks.bound_at + 1), live.closed_at, unit)
+        for unit in units
+        if (live := unit.run.live) is not None and (start := opened_at(unit)) >= 0
+    ]
+    spans = [span for span in spans if span[0] < span[1]]
     for value in gc.get_objects() if spans else ():
         node = _node_of(value)
         if node is None:
@@ -115,8 +119,8 @@ _SLOW = (
 
 
 def opened_at(unit: Unit) -> int:
-    """When the node of the unit's last forward was made, as in ``made_at``; -1: it has none."""
+    """When the first node of the unit's last forward was made, as in ``made_at``; -1: none was."""
     for tensor in unit.run.live.tensors if unit.run.live is not None else ():
         if tensor.grad_fn is not None:
             return made_at(tensor.grad_fn)
-    return -1
+    return unit.checks.bound_at

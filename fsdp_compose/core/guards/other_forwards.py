@@ -47,6 +47,7 @@ from fsdp_compose.core.guards.functional_calls import (
     find_given_tensors,
     open_functional_call,
 )
+from fsdp_compose.core.guards.partly_run import close_partly_run
 from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.state import Unit
@@ -197,6 +198,8 @@ def _leave_apart(unit: Unit) -> None:
     schedule = unit.engine.schedule
     install_leaves(unit)
     close_functional_call(unit)
+    if schedule.active and schedule.active[0] is unit:
+        close_partly_run(unit.engine)
     while schedule.active and schedule.active.pop() is not unit:
         pass
     if not schedule.active:
