@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -273,42 +274,57 @@ class Partly(nn.Module):
 class Outer(nn.Module):
     """Two such blocks, which it checkpoints once more together with a part of its own, and one."""
 
-    def __init__(self, depth: int, use_reentrant: bool) -> None:
+    def __init__(self, depth: int, use_reentrant: bool, around: bool) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(Partly(depth, use_reentrant) for _ in range(3))
+        self.around = around
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[2](checkpoint(self.start, x, use_reentrant=False))
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = checkpoint(self.start, x, use_reentrant=self.around)
+        return hidden * 2, self.blocks[2](hidden)
 
     def start(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[1](self.blocks[0](torch.tanh(self.first(x))))
 
 
+def in_single_precision(depth: int, use_reentrant: bool, around: bool) -> nn.Module:
+    mp = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    model = seeded(lambda: Outer(depth, use_reentrant, around).double())
+    for block in model.blocks:
+        fully_shard(block, mp_policy=mp)
+    return fully_shard(model, mp_policy=mp)
+
+
+def dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_parts_recompute_in_the_compute_dtype(depth: int, use_reentrant: bool) -> None:
+def test_parts_recompute_in_the_compute_dtype(
+    depth: int, use_reentrant: bool, around: bool
+) -> None:
     """Of units in a scope, and of units that are recomputed themselves, also after an error."""
 
     def check(rank: int) -> None:
-        mp = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
-        model = seeded(lambda: Outer(depth, use_reentrant).double())
-        for block in model.blocks:
-            fully_shard(block, mp_policy=mp)
-        fully_shard(model, mp_policy=mp)
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
-        model(x).square().mean().backward()
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # inner ones
+        model = in_single_precision(depth, use_reentrant, around)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        model(x)[1].square().mean().backward()
         wanted = {n: whole(p.grad) for n, p in model.named_parameters()}
         model.zero_grad()
         with gathered(model):
-            handle = model.first.weight.register_hook(_fail)
-            with pytest.raises(ArithmeticError):
-                model(x).square().mean().backward()
-            handle.remove()
-            assert all(p.dtype == torch.float64 for p in model.parameters())
-            model.zero_grad()
-            model(x).square().mean().backward()
-            assert all(p.dtype == torch.float64 for p in model.parameters())
+            for hook in (model.first.weight.register_hook, model.first.register_full_backward_hook):
+                handle = hook(_fail)
+                with pytest.raises(ArithmeticError):
+                    model(x)[1].square().mean().backward()
+                handle.remove()
+                assert dtypes(model) == {torch.float64}
+                model.zero_grad()
+            model(x)[1].square().mean().backward()
+            assert dtypes(model) == {torch.float64}
         for name, p in model.named_parameters():
             torch.testing.assert_close(whole(p.grad), wanted[name], msg=name)
         model.zero_grad()
@@ -317,8 +333,26 @@ def test_parts_recompute_in_the_compute_dtype(depth: int, use_reentrant: bool) -
     run_ranks(check, 2)
 
 
-def _fail(grad: torch.Tensor) -> None:
+def _fail(*_: object) -> None:
     raise ArithmeticError
+
+
+def test_a_backward_after_the_scope_shows_shards() -> None:
+    """And one inside it what its forward read."""
+
+    def check(rank: int) -> None:
+        mp = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
+        model = fully_shard(Partly(0, False).double(), mp_policy=mp)
+        found: list[torch.dtype] = []
+        watched = model.outer
+        watched.register_full_backward_hook(lambda *_: found.append(watched.weight.dtype))
+        with gathered(model):
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward(retain_graph=True)
+        loss.backward()
+        assert found == [torch.float32, torch.float64]
+
+    run_ranks(check, 2)
 
 
 def test_edits_are_seen_by_a_forward_in_the_scope() -> None:

@@ -120,7 +120,7 @@ def _show_in_backward(
             install_leaves(reached)
 
     @untraced
-    def show(_: torch.Tensor | None) -> None:
+    def show(_: torch.Tensor) -> None:
         reached = ref()
         if reached is None or reached.opened is not opened or opened.calls:
             return
@@ -129,9 +129,6 @@ def _show_in_backward(
             install(reached, read)
             on_backward_end(restore)
 
-    if graph_task_id() != -1:  # recomputed itself, and parts of it may be in turn
-        show(None)
-        return
     for tensor in find_tensors(output)[0]:
         if tensor.requires_grad and tensor.grad_fn is not None:
             hook_for_good(tensor, show)
