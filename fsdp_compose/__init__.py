@@ -13,9 +13,10 @@ When are weights gathered?
     set_forward_prefetch, set_backward_prefetch, set_reshard_after_forward,
     set_reshard_after_backward, set_traceable
 When are gradients reduced?
-    accumulate, no_sync, reduce_grads, participate, pipeline_stage, set_requires_gradient_sync,
-    set_requires_all_reduce, set_is_last_backward, set_find_unused_parameters,
-    set_gradient_divide_factor, register_post_reduce_hook, skippable_step
+    accumulate, no_sync, reduce_grads, pending_gradients, PendingGradient, participate,
+    pipeline_stage, set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward,
+    set_find_unused_parameters, set_gradient_divide_factor, register_post_reduce_hook,
+    skippable_step
 How do weights travel?
     Transport, GatherCodec, bf16_codec, fp8_codec, int8_codec
 How are gradients reduced?
@@ -142,6 +143,7 @@ if _is_used:
     from fsdp_compose.scopes.compile import set_traceable
     from fsdp_compose.scopes.gathered import gathered, summon_full_params
     from fsdp_compose.scopes.participate import participate
+    from fsdp_compose.scopes.pending import PendingGradient, pending_gradients
     from fsdp_compose.scopes.pipeline import pipeline_stage
     from fsdp_compose.scopes.prefetch import set_backward_prefetch, set_forward_prefetch
     from fsdp_compose.scopes.skippable import skippable_step
@@ -208,6 +210,8 @@ __all__ = [  # noqa: RUF022 - by the question that each answers
     "accumulate",
     "no_sync",
     "reduce_grads",
+    "pending_gradients",
+    "PendingGradient",
     "participate",
     "pipeline_stage",
     "set_requires_gradient_sync",

@@ -54,6 +54,10 @@ COLLECTIVE = re.compile(
     r"|i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|P2POp)"
 )
 GROUP_METHOD = re.compile(r"_?(allreduce|allgather|alltoall|reduce_scatter)(_base|_\w*coalesced)?")
+NEW_TENSOR = re.compile(
+    r"torch\.(arange|as_tensor|asarray|empty(_strided)?|eye|full|linspace|ones|rand(int|n|perm)?"
+    r"|scalar_tensor|tensor|zeros)"
+)
 PUBLIC_IN_PRACTICE = ("_foreach_", "_fused_")
 
 
@@ -223,6 +227,19 @@ def check_collectives(package: Path) -> list[str]:
         for node, name in found:
             wrong.add(f"{at(path, package, node)}: {name} is a collective; it belongs in comm/")
     return sorted(wrong)
+
+
+def check_devices(package: Path) -> list[str]:
+    wrong = []
+    for path, _, tree in sources(package):
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and NEW_TENSOR.fullmatch(ast.unparse(node.func))
+                and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+            ):
+                wrong.append(f"{at(path, package, node)}: name the device; torch's default varies")
+    return wrong
 
 
 def check_form(package: Path) -> list[str]:

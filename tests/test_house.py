@@ -11,6 +11,7 @@ import house
 from house import (
     PACKAGE,
     check_collectives,
+    check_devices,
     check_fields,
     check_filled_elsewhere,
     check_form,
@@ -28,6 +29,7 @@ CHECKS = [
     check_layers,
     check_private_torch,
     check_collectives,
+    check_devices,
     check_form,
     check_process_state,
     check_filled_elsewhere,
@@ -170,6 +172,18 @@ def test_a_collective_elsewhere_is_found(body: str, tmp_path: Path) -> None:
     assert check_collectives(build(tmp_path / "a", {"core/passes.py": body}))
     for allowed in ("comm/collectives.py", "checkpoint/dcp.py"):
         assert not check_collectives(build(tmp_path / "b", {allowed: body}))
+
+
+def test_a_tensor_without_a_device_is_found(tmp_path: Path) -> None:
+    cases = (
+        ("import torch\ntorch.empty(2, dtype=torch.int64)", 1),
+        ("import torch\ntorch.tensor([1])", 1),
+        ("import torch\ntorch.empty(2, device='cpu')\ntorch.empty_like(x)\nx.new_zeros(1)", 0),
+        ("import torch\ntorch.zeros(2, **like)", 0),
+    )
+    for index, (body, count) in enumerate(cases):
+        package = build(tmp_path / str(index), {"core/passes.py": body})
+        assert len(check_devices(package)) == count
 
 
 def test_form_is_checked(tmp_path: Path) -> None:

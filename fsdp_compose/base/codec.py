@@ -53,7 +53,7 @@ def encoded_nbytes(codec: GatherCodec, numel: int, dtype: torch.dtype) -> int:
     try:
         return encode_shard(codec, torch.empty(numel, dtype=dtype, device="meta")).numel()
     except (NotImplementedError, RuntimeError, TypeError):  # it reads values
-        return encode_shard(codec, torch.zeros(numel, dtype=dtype)).numel()
+        return encode_shard(codec, torch.zeros(numel, dtype=dtype, device="cpu")).numel()
 
 
 def encode_shard(codec: GatherCodec, shard: torch.Tensor) -> torch.Tensor:

@@ -89,5 +89,5 @@ def set_device_guard() -> None:
     many GPUs to start threads for, once.
     """
     if torch.version.cuda and not torch.cuda.is_available():
-        torch.ones((), requires_grad=True).backward()
+        torch.ones((), device="cpu", requires_grad=True).backward()
         torch._C._ensureCUDADeviceGuardSet()

@@ -186,10 +186,10 @@ class Source:
         dtype = dtype or (entry.properties.dtype if like is None else like.dtype)
         if is_sharded(like) and whole_shape(like) == entry.size:
             spec = like._shard_spec
-            local = torch.empty(spec.stop - spec.start, dtype=dtype)
+            local = torch.empty(spec.stop - spec.start, dtype=dtype, device="cpu")
             self._wanted[key] = show_whole(tag(local, spec))
         else:
-            self._wanted[key] = torch.empty(entry.size, dtype=dtype)
+            self._wanted[key] = torch.empty(entry.size, dtype=dtype, device="cpu")
 
     def read(self) -> None:
         """Read what was asked for.

@@ -99,7 +99,8 @@ def sample_bytes(value: Tensor) -> bytes:
     if not value.numel() or value.device.type == "meta" or value.layout is not torch.strided:
         return b""
     last, count = value.numel() - 1, min(SAMPLED, value.numel())
-    at = torch.tensor([index * last // max(1, count - 1) for index in range(count)])
+    spread = [index * last // max(1, count - 1) for index in range(count)]
+    at = torch.tensor(spread, device="cpu")
     place = torch.unravel_index(at, value.shape) if value.ndim else ()
     picked = value.detach()[place].reshape(-1).cpu().contiguous()
     return to_bytes(picked.view(torch.uint8))

@@ -222,6 +222,6 @@ def _mapped(file: Path, stored: Stored) -> Tensor:
     if stored.start is None or stored.start % stored.dtype.itemsize:
         return stored.read_all()
     storage = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     flat.set_(storage, stored.start, (stored.nbytes,))  # type: ignore[call-overload]
     return flat.view(stored.dtype).view(stored.shape)

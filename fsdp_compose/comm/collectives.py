@@ -474,9 +474,9 @@ def span(
     both = [*values, *(-value for value in values)]
     if device.type == "cpu" and all(is_point_to_point(g) for g in groups if g.pg is not None):
         here.traffic.control += sum(group.pg is not None for group in groups)
-        return torch.tensor(compare_heads(both, groups, caller))
+        return torch.tensor(compare_heads(both, groups, caller), device="cpu")
     if device.type == "cpu":
-        tensor = torch.tensor(both)
+        tensor = torch.tensor(both, device="cpu")
     else:
         tensor = torch.empty(len(both), dtype=torch.int64, device=device)
         for index, value in enumerate(both):

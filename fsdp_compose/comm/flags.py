@@ -31,7 +31,8 @@ class Flags:
 
     def to_tensor(self) -> torch.Tensor:
         """One byte each, for a maximum over ranks."""
-        return torch.tensor([self.bits >> i & 1 for i in range(self.count)], dtype=torch.uint8)
+        bits = [self.bits >> i & 1 for i in range(self.count)]
+        return torch.tensor(bits, dtype=torch.uint8, device="cpu")
 
     def take(self, combined: torch.Tensor) -> None:
         self.bits = sum(1 << i for i, bit in enumerate(combined.tolist()) if bit)

@@ -168,7 +168,7 @@ class Heads:
         for index, row in enumerate(rows):
             if row[FLAGS]:
                 peer = index + (index >= self.group.rank)
-                received.append(torch.empty(row[FLAGS], dtype=torch.uint8))
+                received.append(torch.empty(row[FLAGS], dtype=torch.uint8, device="cpu"))
                 works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(self.epoch, mine)))
         wait_for(works, (), self.purpose)
         return received
@@ -207,8 +207,10 @@ def send_heads(
     peers = [group.ranks[letter.rank] for letter in letters]
     received: dict[int, torch.Tensor] = {}
     if far:
-        received = {rank: torch.empty(ROW, dtype=torch.int64) for rank in reversed(far)}
-        outgoing = dict.fromkeys(far, torch.tensor(mine))
+        received = {
+            rank: torch.empty(ROW, dtype=torch.int64, device="cpu") for rank in reversed(far)
+        }
+        outgoing = dict.fromkeys(far, torch.tensor(mine, device="cpu"))
         works += post_pairs(received, outgoing, group, 1 + epoch, purpose)
         peers += [group.ranks[rank] for rank in (*received, *far)]
     heads = Heads(caller, group, mine, letters, received, works, peers, purpose, epoch, flags)

@@ -279,8 +279,8 @@ def _swap_bytes(
     outgoing: Mapping[int, bytes], senders: Sequence[int], group: Group, purpose: str
 ) -> dict[int, bytes]:
     """Send bytes to some ranks and receive some from others, which do the same the other way."""
-    lengths = {r: torch.tensor([len(data)]) for r, data in outgoing.items()}
-    arriving = {r: torch.empty(1, dtype=torch.int64) for r in senders}
+    lengths = {r: torch.tensor([len(data)], device="cpu") for r, data in outgoing.items()}
+    arriving = {r: torch.empty(1, dtype=torch.int64, device="cpu") for r in senders}
     payloads = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in outgoing.items()}
     for tag in (_OBJECT_TAGS, _OBJECT_TAGS + 1):
         works = post_pairs(arriving, lengths, group, tag, purpose)
@@ -289,7 +289,8 @@ def _swap_bytes(
         if tag == _OBJECT_TAGS:
             lengths = payloads
             arriving = {
-                r: torch.empty(int(length), dtype=torch.uint8) for r, length in arriving.items()
+                r: torch.empty(int(length), dtype=torch.uint8, device="cpu")
+                for r, length in arriving.items()
             }
     return {r: to_bytes(tensor) for r, tensor in arriving.items()}
 

@@ -44,7 +44,9 @@ def reduce_alike(
     number = _number(what, group.size)
     check = (number, number**2) if op == "sum" else (number, -number)
     padding = [0] * (-(flat.numel() + 2) % _MULTIPLE)
-    both = torch.cat([flat.to(kind), torch.tensor([*padding, *check], dtype=kind)])
+    both = torch.cat(
+        [flat.to(kind), torch.tensor([*padding, *check], dtype=kind, device=flat.device)]
+    )
     all_reduce(both, group, op, purpose=what)
     first, second = both[-2:].tolist()
     alike = first**2 == second * group.size if op == "sum" else first == -second

@@ -27,7 +27,7 @@ _WIDE = frozenset((torch.float32, torch.float64))
 @functools.lru_cache(maxsize=64)
 def _as_tensor(scale: float, dtype: torch.dtype) -> torch.Tensor:
     with below_modes():  # it is kept
-        return torch.tensor(scale, dtype=dtype)
+        return torch.tensor(scale, dtype=dtype, device="cpu")
 
 
 _IN_CACHE = 1 << 17  # elements

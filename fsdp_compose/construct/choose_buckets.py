@@ -160,6 +160,13 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
             "requires_grad=False), whose bytes are sharded as they are) and build the tensor in "
             "forward, or leave it whole on every rank: fully_shard(..., ignored=[parameter])."
         )
+    if getattr(param, "fsdp_pre_all_gather", None) is not None:
+        raise ValueError(
+            f"{where} has a method fsdp_pre_all_gather, which FSDP2 calls and this library does "
+            "not. Say how it is gathered with fully_shard(mp_policy=MixedPrecision(gather_codec="
+            "GatherCodec(encode, decode))), and use a parameter without that method, or pass it "
+            "in ignored=."
+        )
     if not issubclass(kind, DTensor) and kind.__basicsize__ != nn.Parameter.__basicsize__:
         raise ValueError(
             f"{where} is an instance of {kind.__name__}, a class with __slots__. Sharding changes "

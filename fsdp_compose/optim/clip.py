@@ -213,7 +213,7 @@ def _compute_norm(grads: list[Gradient], norm: _Norm, experts: _Experts | None) 
             "norm_type larger than 0, such as 2.0."
         )
     if not grads and experts is None:
-        return torch.zeros(())
+        return torch.zeros((), device=torch.get_default_device())
     grads = _order_alike(grads)
     device = grads[0].local.device if grads else torch.device("cpu")
     wide = torch.float64 if device.type != "mps" else torch.float32

@@ -5,6 +5,7 @@ Files, each importing only from those above it:
     module_edits      modules that were edited inside a scope are kept whole or put back
     unshard           unshard, reshard, reduce_grads, prefetch_units
     unreduced         what .grad is while gradients wait to be reduced
+    pending           the gradients that wait to be reduced, to look at
     open_scope        opens units for a scope: what modules and parameters hold in it
     gathered          full parameters for a block of code
     stream            streams of full parameters

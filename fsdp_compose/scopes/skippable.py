@@ -94,7 +94,8 @@ class SkippableStep:
             raise _WrongArgument(
                 f"skippable_step: check() was given {found}; wanted a tensor or a number."
             )
-        finite = bool(torch.isfinite(torch.as_tensor(value).detach()).all())
+        loss = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+        finite = bool(torch.isfinite(loss.detach()).all())
         if not finite:
             self.discard("the loss is not finite")
         return finite

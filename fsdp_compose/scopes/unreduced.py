@@ -82,7 +82,7 @@ def read_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     entry = entry_of(param)
     with raw():
         reduced = get_grad(param)
-    if entry is not None and _waits(entry):
+    if entry is not None and waits(entry):
         like = to_local(param).new_empty(0, dtype=owner_of(entry).dtypes.grad)
         gradient = tag(like, entry.spec)
         gradient.__class__, gradient._entry = UnreducedGradient, entry
@@ -94,15 +94,15 @@ def write_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     """Set ``p.grad``, and drop what waited for the parameter, unless that is what it is set to."""
     param, value = args
     entry, residence = entry_of(param), param._shard_spec.residence
-    waits = entry is not None and _waits(entry)
-    if waits and type(value) is UnreducedGradient and value._entry is entry:
+    pending = entry is not None and waits(entry)
+    if pending and type(value) is UnreducedGradient and value._entry is entry:
         return
     residence.awaits = False
     try:
         param.grad = value  # which raises for what does not fit
     finally:
         residence.awaits = True
-    if entry is not None and waits:
+    if entry is not None and pending:
         _drop(entry)
 
 
@@ -126,11 +126,19 @@ def write_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     call_raw(func, (), args, kwargs)
 
 
-def _waits(entry: Entry) -> bool:
+def waits(entry: Entry) -> bool:
     """Whether gradients of it lie outside ``.grad``."""
     bucket = owner_of(entry)
     bucket.residence.awaits = any_waits(bucket)
     return bucket.residence.awaits and bool(bucket.arriving.used >> entry.index & 1)
+
+
+def cut_partial(entry: Entry, flat: torch.Tensor) -> torch.Tensor:
+    """Its elements of a bucket's ``partial``, larger than a shard where replicas cut it again."""
+    bucket = owner_of(entry)
+    partial = typed(bucket, flat)
+    start = entry.spec.offset - bucket.mesh.gather_axis.rank * partial.numel()
+    return partial[max(start, 0) : max(start + entry.spec.numel, 0)]
 
 
 def _drop(entry: Entry) -> None:
@@ -144,10 +152,8 @@ def _drop(entry: Entry) -> None:
     with torch.no_grad():
         if arriving.packed and bucket.grads is not None:
             bucket.grads.views[entry.index].zero_()
-        if arriving.partial is not None:  # which is larger than a shard where replicas cut it again
-            partial = typed(bucket, arriving.partial)
-            start = entry.spec.offset - bucket.mesh.gather_axis.rank * partial.numel()
-            partial[max(start, 0) : max(start + entry.spec.numel, 0)].zero_()
+        if arriving.partial is not None:
+            cut_partial(entry, arriving.partial).zero_()
         for flat in (arriving.waiting, *arriving.sums.nodes):
             if flat is not None:
                 cut(bucket, flat)[entry.index].zero_()

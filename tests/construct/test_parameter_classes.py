@@ -130,6 +130,12 @@ def wrapped(rank: int) -> None:
     by_block(model)
 
 
+def extended(rank: int) -> None:
+    model = Tower(1)
+    model.blocks[0].up.weight.fsdp_pre_all_gather = lambda mesh: ((), None)
+    by_block(model)
+
+
 def slotted(rank: int) -> None:
     model = Tower(1)
     model.blocks[0].up.weight = Slotted(torch.ones(7, 6))
@@ -157,6 +163,10 @@ def scripted_inside(rank: int) -> None:
             wrapped,
             "parameter 'blocks.0.up.weight' of unit 'blocks.0' is an instance of "
             "Elsewhere, whose class computes in __torch_dispatch__",
+        ),
+        (
+            extended,
+            "parameter 'blocks.0.up.weight' of unit 'blocks.0' has a method fsdp_pre_all_gather, ",
         ),
         (
             slotted,

@@ -183,7 +183,7 @@ def _read(path: Path, dtype: torch.dtype, start: int, first: int, last: int) -> 
     Raises:
         RuntimeError: the file ends before.
     """
-    tensor = torch.empty(last - first, dtype=dtype)
+    tensor = torch.empty(last - first, dtype=dtype, device="cpu")
     with path.open("rb") as file:
         file.seek(start + first * dtype.itemsize)
         left = view_bytes(tensor)

@@ -242,4 +242,4 @@ def _absent(part: Part, fact: Fact) -> Any:
     dtype = getattr(torch, fact[1].removeprefix("torch."))
     if fact[0] == "cut":
         return tag(torch.empty(0, dtype=dtype, device=part.entry.param.device), part.spec)
-    return torch.tensor(ast.literal_eval(fact[3]), dtype=dtype).reshape(fact[2])
+    return torch.tensor(ast.literal_eval(fact[3]), dtype=dtype, device="cpu").reshape(fact[2])

@@ -218,7 +218,7 @@ class Log:
             result = comm.span(values, self.groups, streams.device, self)
             mark = None
             if result.device.type != "cpu":
-                host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+                host = torch.empty_like(result, device="cpu", pin_memory=True)
                 result = host.copy_(result, non_blocking=True)
                 mark = streams.record(streams.reduce)
         return _Pending(result, mark, self.step, self.events, self.guesses)

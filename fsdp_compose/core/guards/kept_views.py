@@ -237,7 +237,7 @@ def count_beside(tensor: Tensor) -> int:
 def _beside() -> tuple[int, int]:
     """(while only Python holds it, while a graph does too): measured, as each version counts."""
     with torch.inference_mode(False), torch.enable_grad():
-        tensors = [torch.ones(1, requires_grad=True)]
+        tensors = [torch.ones(1, device="cpu", requires_grad=True)]
         alone = next(map(sys.getrefcount, tensors)) - 1
         tensors.append(tensors[0].sum())  # saves nothing, which hooks of a checkpoint would count
     return alone, next(map(sys.getrefcount, tensors)) - 1
