@@ -291,16 +291,18 @@ def find_problem(
     for index, entry in enumerate(unit.entries):
         name = f"parameter {entry.spec.fqn!r} of unit {unit.name!r}"
         tensor = scope.tensors[index]
+        value = changes.get(entry, tensor)
+        plain = isinstance(value, torch.Tensor) and not is_opaque(value)
+        # Without writeback, what is gone may have been deleted, which writeback accepts.
+        if value.shape != entry.spec.seen if plain else options.writeback:
+            found = tuple(value.shape) if plain else f"a {type(value).__name__}"
+            return (
+                f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
+                f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, "
+                "put the new one there outside the scope and call fsdp_compose.refresh(model), or "
+                "change them between undo(model) and fully_shard (resize_token_embeddings)."
+            )
         if options.writeback:
-            value = changes.get(entry, tensor)
-            plain = isinstance(value, torch.Tensor) and not is_opaque(value)
-            if not plain or value.shape != entry.spec.seen:
-                found = tuple(value.shape) if plain else f"a {type(value).__name__}"
-                return (
-                    f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
-                    f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, "
-                    "put the new one there outside the scope and call fsdp_compose.refresh(model)."
-                )
             if written[index]:
                 return (
                     f"gathered: the shard of {name} was written inside a scope with writeback, as "

@@ -58,7 +58,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             if spec is None:
                 spec = value._shard_spec
             elif value._shard_spec is not spec and value._shard_spec.key != spec.key:
-                refuse(func, spec, _mismatch(value._shard_spec))
+                refuse(func, spec, _mismatch(value._shard_spec, spec))
         elif isinstance(value, Tensor):
             plain = True
     if spec is None:
@@ -108,9 +108,9 @@ _DIFFERENTIATED = (
 )
 
 
-def _mismatch(other: ShardSpec) -> str:
+def _mismatch(other: ShardSpec, spec: ShardSpec) -> str:
     """Say how another operand is cut."""
-    return f"the other, {other.fqn!r}, is cut differently: {other.held}"
+    return f"the other, {other.fqn!r}, is cut differently: {other.held_unlike(spec)}"
 
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if spec is None:
                 spec = other
             elif other is not spec and other.key != spec.key:
-                refuse(func, spec, _mismatch(other))
+                refuse(func, spec, _mismatch(other, spec))
         specs.append(spec)
         if spec is None:
             continue

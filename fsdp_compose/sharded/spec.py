@@ -200,6 +200,20 @@ class ShardSpec:
         at, whole = self.parallel.offsets, tuple(self.parallel.shape)
         return f"{what} of the part of shape {tuple(self.shape)} at {at} of shape {whole}"
 
+    def held_unlike(self, other: ShardSpec) -> str:
+        """Say what this rank holds, and what tells the cut from ``other``'s, for errors.
+
+        Slices that are alike here may differ on other ranks, or would over more of them.
+        """
+        if self.held != other.held:
+            return self.held
+        places = (
+            f"element {spec.offset} of unit {spec.unit!r} in strides {tuple(spec.stride)}, of "
+            f"which each of {spec.group.size} ranks has {spec.shard_numel}"
+            for spec in (self, other)
+        )
+        return f"{self.held}; the whole begins at {', not at '.join(places)}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
         """A spec for a copy's own bucket; hooks are not copied, as with plain parameters."""
         residence = copy.deepcopy(self.residence, memo)

@@ -164,7 +164,8 @@ def check_loaded(spec: ShardSpec, key: Any, value: Tensor) -> None:
         if spec.is_cut_like(other):
             return
         mesh = " of another mesh" if other.key == spec.key else ""
-        found = f"{other.held}, cut over {other.group.size} ranks{mesh}"
+        held = other.held if mesh else other.held_unlike(spec)
+        found = f"{held}, cut over {other.group.size} ranks{mesh}"
     elif isinstance(value, DTensor) or (value.numel() > 1 and value.shape == spec.whole_shape):
         found = f"a whole tensor of shape {tuple(value.shape)}"
     else:

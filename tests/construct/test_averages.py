@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from fsdp_compose import (
+    ShardedWeightError,
+    ShardingStrategy,
     count_traffic,
     load_checkpoint,
     save_checkpoint,
@@ -20,7 +22,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.sharded import is_sharded
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     WIDTH,
     Tolerance,
@@ -157,3 +159,24 @@ def test_averages_of_another_layout_are_refused() -> None:
 
     for error in rank_errors(ranks, 2):
         assert error is not None and "'first.weight', is cut differently" in error
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_another_layout_is_told_apart(strategy: ShardingStrategy) -> None:
+    """Where this rank's slices hold the same, the error says what differs: units, positions."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(2)), strategy=strategy)
+        mean = one_unit(seeded(lambda: Tower(2)), strategy=strategy)
+        ours, theirs = model.blocks[1].up.weight, mean.blocks[1].up.weight
+        begins = r"begins at element \d+ of unit 'blocks\.1'.*, not at element \d+ of unit 'Tower'"
+        with pytest.raises(ShardedWeightError, match=begins), torch.no_grad():
+            theirs.lerp_(ours, 0.1)
+        one, other = (torch.optim.SGD([p], 0.1, momentum=0.9) for p in (ours, theirs))
+        ours.grad, theirs.grad = ours.detach().clone(), theirs.detach().clone()
+        one.step()
+        other.step()
+        with pytest.raises(RuntimeError, match=begins):
+            other.load_state_dict(one.state_dict())
+
+    simulate_ranks(ranks, 1)

@@ -342,17 +342,26 @@ def test_an_edit_without_writeback_is_an_error(edit: Callable[..., None], grad: 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "found"),
-    [(nn.Parameter(torch.zeros(3)), r"(3,)"), (None, "None")],
-    ids=["shape", "none"],
+    ("wrong", "found", "writeback"),
+    [
+        (nn.Parameter(torch.zeros(3)), "(3,)", True),
+        (nn.Parameter(torch.zeros(3)), "(3,)", False),
+        (None, "None", True),
+    ],
+    ids=["shape", "no writeback", "none"],
 )
-def test_a_replacement_of_another_shape_is_an_error(wrong: Any, found: str) -> None:
+def test_a_replacement_of_another_shape_is_an_error(
+    wrong: Any, found: str, writeback: bool
+) -> None:
+    """The error never tells to add a writeback that would be refused too."""
+
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         before = whole(model.head.weight)
         try:
-            with gathered(model, writeback=True):
-                model.first.bias.data.zero_()
+            with gathered(model, writeback=writeback):
+                if writeback:
+                    model.first.bias.data.zero_()
                 model.head.weight = wrong
         finally:
             assert torch.equal(whole(model.head.weight), before)
@@ -362,6 +371,7 @@ def test_a_replacement_of_another_shape_is_an_error(wrong: Any, found: str) -> N
     for error in rank_errors(check, 2):
         assert error is not None
         assert "'head.weight'" in error and found in error and "(2, 6)" in error
+        assert "undo(model)" in error and "writeback=True" not in error
 
 
 def test_a_step_in_a_writing_scope_is_an_error() -> None:
