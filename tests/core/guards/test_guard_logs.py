@@ -307,7 +307,7 @@ def test_a_comparison_on_a_device_stalls_nothing(monkeypatch: pytest.MonkeyPatch
         record=lambda stream: done.append(("record", stream)) or mark,
     )
     monkeypatch.setattr(comm, "span", lambda *sent: done.append(sent) or result)
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: done.append((a, k)) or Host())
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: done.append((a, k)) or Host())
     log = log_over(group(0, 1))
     log.streams, log.hash, log.doubts = streams, 9, 2  # type: ignore[assignment]
     pending = log._compare(5)
@@ -316,7 +316,7 @@ def test_a_comparison_on_a_device_stalls_nothing(monkeypatch: pytest.MonkeyPatch
     assert done == [
         "enter",
         ((5, 9, 0, 2), log.groups, result.device, log),
-        (((8,),), {"dtype": torch.int64, "pin_memory": True}),
+        ((result,), {"device": "cpu", "pin_memory": True}),
         ("copy", result, True),
         ("record", "reduce"),
         "leave",
