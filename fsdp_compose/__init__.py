@@ -11,7 +11,7 @@ Which modules become units?
 When are weights gathered?
     unshard, reshard, UnshardHandle, Prefetch, PrefetchRule, prefetch_units,
     set_forward_prefetch, set_backward_prefetch, set_reshard_after_forward,
-    set_reshard_after_backward, set_traceable
+    set_reshard_after_backward, set_unshard_in_backward, set_traceable
 When are gradients reduced?
     accumulate, no_sync, reduce_grads, pending_gradients, PendingGradient, participate,
     pipeline_stage, set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward,
@@ -158,6 +158,7 @@ if _is_used:
         set_requires_gradient_sync,
         set_reshard_after_backward,
         set_reshard_after_forward,
+        set_unshard_in_backward,
     )
     from fsdp_compose.scopes.unshard import (
         UnshardHandle,
@@ -205,6 +206,7 @@ __all__ = [  # noqa: RUF022 - by the question that each answers
     "set_backward_prefetch",
     "set_reshard_after_forward",
     "set_reshard_after_backward",
+    "set_unshard_in_backward",
     "set_traceable",
     # when are gradients reduced?
     "accumulate",

@@ -543,6 +543,9 @@ def _switch(run: Run, n: int, seed: int) -> None:
     model, before = run.twin.model, [vars(u.switches).copy() for u in units(run.twin.model)]
     fc.set_reshard_after_forward(model, bool(n % 2))
     fc.set_reshard_after_backward(model, n % 3 == 0)
+    for unit in units(model) if n % 4 == 1 else ():
+        if len(unit.modules) == 1:  # what its forward saves decides
+            unit.switches.unshard_in_backward = False
     for part in range(2):
         run.twin.train_on(seed + 20 * part)
         with torch.no_grad():

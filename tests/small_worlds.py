@@ -192,6 +192,7 @@ class World:
         place: "rest", "forward" or "backward".
         passes: outermost forwards that may still begin.
         trains: whether the forward under way has gradients.
+        unread: units whose backward reads no weight.
         held: units that the user may gather and release between any two events.
         accumulates: microbatches may leave their gradients for later ones.
         evaluates: forwards may run without gradients.
@@ -206,12 +207,19 @@ class World:
         passes: int = 2,
         schedule: type[Schedule[Any, Any]] = Schedule,
         held: Sequence[int] = (0,),
+        unread: Sequence[int] = (),
         accumulates: bool = False,
         evaluates: bool = False,
     ) -> None:
         self.switches, self.held = switches or Switches(), held
         self.members = [
-            Member(str(i), Prefetch(depth, depth), self.switches, parent)
+            Member(
+                str(i),
+                Prefetch(depth, depth),
+                self.switches,
+                parent,
+                expected=Expected(is_read=i not in unread),
+            )
             for i, parent in enumerate(parents)
         ]
         self.indices = {id(member): i for i, member in enumerate(self.members)}
@@ -349,7 +357,7 @@ class World:
         self.schedule.active.pop()
         if self.trains:
             self.ran.append((i, "ended"))
-        backward = "seen" if self.trains else "none"
+        backward = "seen" if self.trains and self.members[i].expected.is_read else "none"
         self.schedule.leave_forward(self.members[i], backward, self.trains, recomputing=False)
         if not self.stack:
             self.schedule.end_forward(complete=True, training=self.trains)
@@ -362,9 +370,10 @@ class World:
 
     def reach(self, _: int) -> None:
         member = self.members[self.ran.pop()[0]]
-        self.schedule.enter_backward(member)
-        self.work.read(member)
-        self.schedule.look_back(member)
+        if member.expected.is_read or member.holds:
+            self.schedule.enter_backward(member)
+            self.work.read(member)
+            self.schedule.look_back(member)
 
     def recompute(self, start: int) -> None:
         """The last calls, which one checkpoint is around, run again in the order they ran."""
@@ -390,7 +399,8 @@ class World:
 
     def arrive(self, _: int) -> None:
         member = self.members[self.ran.pop()[0]]
-        self.work.read(member)
+        if member.expected.is_read:
+            self.work.read(member)
         self.schedule.receive(member, [member.name], ends_backward=True)
         if self.switches.sync and member.name in self.work.packed:
             raise Broken(f"gradients of {member.name} are not reduced")
@@ -435,6 +445,9 @@ class World:
                 raise Broken(f"{member.name} is held by {member.holds}: {self.work.full}")
             if member.gathers > member.calls:
                 raise Broken(f"{member.name} is gathered more often than it is called in a pass")
+            is_ahead = self.place == "backward" and Hold.PREFETCH in member.holds
+            if is_ahead and not member.expected.is_read:
+                raise Broken(f"{member.name} is gathered ahead of a backward that does not read it")
             if self.place == "rest" and member.holds - self._allowed_at_rest():
                 raise Broken(f"{member.name} is held by {member.holds} at rest")
         if self.place == "rest" and self.work.reducing:

@@ -31,6 +31,7 @@ from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.guards.added_parameters import remember
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.guards.static_buffers import is_static, use_static_buffers
+from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.state import (
     Checks,
@@ -116,6 +117,7 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
         switches=Switches(
             keep_after_forward=plan.options.placement.keep_after_forward,
             keep_over_microbatches=plan.options.placement.keep_over_microbatches,
+            unshard_in_backward=default_of(plan.modules),
         ),
         slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
         options=replace(plan.options, param_init_fn=None),  # it could keep the model alive

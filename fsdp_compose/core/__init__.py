@@ -22,6 +22,7 @@ Files, each importing only from those above it:
     guards/kept_views           views of a gathered weight that outlive its release
     guards/replicas             copies of a parameter on several ranks are compared
     guards/saved_tensors        saved-tensor hooks get activations, not gathered weights
+    guards/unread_weights       units whose backward reads no weight stay released in it
     guards/slots                what cannot be added up in one tree over microbatches
     guards/used_parameters      which parameters any rank used: the others keep grad None
     guards/scope_parameters     a parameter inside a scope: same object, whole values

@@ -26,6 +26,7 @@ from fsdp_compose.core.guards.partly_run import close_forward, close_partly_run
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.surroundings import find_surroundings
 from fsdp_compose.core.guards.trained_entries import trained_entries
+from fsdp_compose.core.guards.unread_weights import note_unread
 from fsdp_compose.core.passes import begin_forward_pass, end_step
 from fsdp_compose.core.records import Live
 from fsdp_compose.core.schedule import Backward, Hold
@@ -95,6 +96,8 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             output = cast_output(unit.mp, output)
         lost = None if run.calls else find_writes(unit, module.training)
         backward = watch_outputs(unit, output) if lost is None else "none"
+        if backward == "seen" and unit.switches.unshard_in_backward is not True:
+            backward = note_unread(unit, module, output)
     finally:
         if run.finished.get(id(module)) != "hidden":
             run.finished[id(module)] = backward

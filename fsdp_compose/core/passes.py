@@ -152,6 +152,8 @@ def open_backward(unit: Unit, task: Task) -> None:
         return  # it is open, and held until its gradients arrive or its task ends
     unit.run.task = task
     note_opened(unit, task)
+    if unit.graphs.unread and not unit.graphs.read_weights:
+        return
     schedule.enter_backward(unit)
     if torch.is_grad_enabled():
         retain(unit, *_list_readers(unit))

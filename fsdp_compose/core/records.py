@@ -50,6 +50,7 @@ class Switches:
     keep_after_forward: bool | None = None  # None: only where the unit is outermost
     keep_over_microbatches: bool = False
     reshard_after_backward: bool = True
+    unshard_in_backward: bool | None = True  # None: unless its forward is found to save no weight
     divide_factor: float | None = None
     find_unused: bool = False
     comm_hook: Callable[[Any, GradBucket], torch.Tensor] | None = None

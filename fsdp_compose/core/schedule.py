@@ -55,16 +55,18 @@ class Keeping(Protocol):
 
 @dataclass(eq=False)
 class Expected:
-    """What runs after a unit: lists of units to gather ahead, and the order of inference.
+    """What is expected of a unit: what runs after it, and whether its backward reads its weights.
 
     Attributes:
         forward_list, backward_list: given by the user, as weak references; None: by the order.
         eval_order: of forwards without gradients that this unit is the outermost of.
+        is_read: its backward needs the unit gathered; if not, no backward gathers it ahead.
     """
 
     forward_list: Sequence[Callable[[], Any]] | None = None
     backward_list: Sequence[Callable[[], Any]] | None = None
     eval_order: Order = field(default_factory=Order)
+    is_read: bool = True
 
 
 class Scheduled(Protocol):
@@ -331,10 +333,14 @@ class Schedule(Generic[U, P]):
         self, policy: Ahead, depth: int, listed: Sequence[Callable[[], Any]] | None, order: Order
     ) -> None:
         """Gather ahead ``depth`` units of the order, or those that the user listed."""
-        if listed is not None:
-            self.prefetch([unit for ref in listed if (unit := ref()) is not None], len(listed))
-        elif depth:
-            self.prefetch(order.ahead(depth), depth, policy)
+        limit, rule = (depth, policy) if listed is None else (len(listed), None)
+        if listed is None:
+            units: list[U] = order.ahead(depth)
+        else:
+            units = [unit for ref in listed if (unit := ref()) is not None]
+        if order is self.backward_order:
+            units = [unit for unit in units if unit.expected.is_read]
+        self.prefetch(units, limit, rule)
 
     def prefetch(
         self, units: Iterable[U], limit: int | None = None, policy: Ahead | None = None

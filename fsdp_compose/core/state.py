@@ -131,6 +131,14 @@ class Graphs:
     nodes: WeakList = field(default_factory=WeakList)  # where its parameters' gradients arrive
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Objects that live as long as graphs over its backward, which read its weights."""
+    unread: list[weakref.ref[Any]] = field(default_factory=list)
+    """Those of ``nodes`` whose forwards saved no weight; see guards/unread_weights.py."""
+
+    @property
+    def read_weights(self) -> bool:
+        """Whether the backward of any of ``nodes`` reads weights."""
+        unread = {id(node) for ref in self.unread if (node := ref()) is not None}
+        return not unread or any(id(node) not in unread for node in self.nodes)
 
 
 @dataclass(eq=False, repr=False)

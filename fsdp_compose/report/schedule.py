@@ -358,7 +358,8 @@ class _Player:
                 schedule.look_ahead(node)
             else:
                 schedule.active.pop()
-                backward: Backward = "seen" if is_watched else "none"
+                is_read = is_watched and node.expected.is_read
+                backward: Backward = "seen" if is_read else "none"
                 schedule.leave_forward(node, backward, training=True, recomputing=False)
                 if not schedule.active:
                     schedule.end_forward(complete=True, training=True)
@@ -377,8 +378,9 @@ class _Player:
                     ledger.change(gradients=use.grad_bytes)
             elif event.leaves and id(event) in reached:
                 node.opened = True
-                schedule.enter_backward(node)
-                schedule.look_back(node)
+                if node.expected.is_read:
+                    schedule.enter_backward(node)
+                    schedule.look_back(node)
             elif event.enters and node.routes and node.gradients:
                 node.opened = False
                 schedule.receive(node, [(i, node) for i in node.routes], ends_backward=True)
@@ -399,7 +401,8 @@ class _Player:
 
 def _node(record: Record) -> _Node:
     keeping = _Keeping(record.keep, record.reshard_after_backward)
-    return _Node(record, record.name, record.routes, record.prefetch, keeping)
+    expected = Expected(is_read=not (record.is_unread and record.routes))
+    return _Node(record, record.name, record.routes, record.prefetch, keeping, expected)
 
 
 def _same(node: _Node) -> _Node:

@@ -19,6 +19,7 @@ from fsdp_compose.buckets.bucket import Entry, Slot
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.names import is_wrapped, walk_named
 from fsdp_compose.construct.plans import UnitPlan
+from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.report.buckets import PlannedBucket, describe_bucket, describe_plan
 from fsdp_compose.sharded import Parallel
@@ -46,6 +47,7 @@ class Record:
     ties: tuple[tuple[str, ...], ...]
     keep: bool | None
     reshard_after_backward: bool
+    is_unread: bool  # its backward reads no weight, so it is not gathered for it
     prefetch: Prefetch
     static_buffers: int  # how many such units take turns in; 0: it has none
     places: dict[tuple[int, str], Use]
@@ -135,6 +137,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             reads,
             keep=unit.switches.keep_after_forward,
             reshard_after_backward=unit.switches.reshard_after_backward,
+            unshard_in_backward=unit.switches.unshard_in_backward,
             prefetch=unit.prefetch,
             static_buffers=0 if unit.options is None else unit.options.buffers_in_turn,
         )
@@ -180,6 +183,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
                 reads,
                 keep=plan.options.placement.keep_after_forward,
                 reshard_after_backward=True,
+                unshard_in_backward=default_of(plan.modules),
                 prefetch=plan.options.prefetch,
                 static_buffers=plan.options.buffers_in_turn,
             )
@@ -207,6 +211,7 @@ def _record(
     reads: Sequence[_Read],
     keep: bool | None,
     reshard_after_backward: bool,
+    unshard_in_backward: bool | None,
     prefetch: Prefetch,
     static_buffers: int,
 ) -> Record:
@@ -225,6 +230,7 @@ def _record(
         ties=tuple(read.names for read in reads if len(read.names) > 1),
         keep=keep,
         reshard_after_backward=reshard_after_backward,
+        is_unread=not (unshard_in_backward or keep) and reshard_after_backward,
         prefetch=prefetch,
         static_buffers=static_buffers,
         places={(id(s.values), s.name): read.use for read in reads for s in read.slots},

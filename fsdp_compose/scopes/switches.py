@@ -18,6 +18,7 @@ from fsdp_compose.buckets.gradients import discard_waiting
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.core.records import Switches
 from fsdp_compose.scopes.unshard import reduce_grads
 
@@ -117,6 +118,43 @@ def set_reshard_after_backward(module: nn.Module, value: bool, recurse: bool = T
     check_flag("set_reshard_after_backward", "value", value)
     for unit in require_units(module, "set_reshard_after_backward", recurse):
         unit.switches.reshard_after_backward = value
+
+
+def set_unshard_in_backward(module: nn.Module, value: bool | None, recurse: bool = False) -> None:
+    """Whether full parameters are gathered for backward, where they were released after forward.
+
+    Say False where backward reads no parameter of the unit, as in an embedding, or a first layer
+    whose input needs no gradient: that saves a gather. Each forward is looked at, and if it saved a
+    parameter for its backward, the unit is gathered all the same, with a warning in the log. A unit
+    that is a plain ``nn.Embedding`` is not gathered in backward unless this is True.
+
+    Args:
+        module: a unit of one module, or with ``recurse`` a module that contains units.
+        value: True, False, or None for the default.
+        recurse: also set it for the units nested in ``module``.
+
+    Raises:
+        ValueError: there is no such unit, or it is one of several modules.
+        TypeError: ``value`` is neither a bool nor None, or ``recurse`` is no bool.
+
+    Example:
+        >>> first = nn.Linear(2, 2)  # of a model whose inputs need no gradients
+        >>> set_unshard_in_backward(fully_shard(first), False)
+    """
+    if value is not None:
+        check_flag("set_unshard_in_backward", "value", value)
+    units = require_units(module, "set_unshard_in_backward", recurse)
+    for unit in units:
+        if value is False and len(unit.modules) > 1:
+            raise ValueError(
+                f"set_unshard_in_backward: unit {unit.name!r} is one of {len(unit.modules)} "
+                "modules; wanted a unit of one, whose forward shows what its backward reads. Shard "
+                "the modules separately."
+            )
+    for unit in units:
+        modules = [found for ref in unit.modules if (found := ref()) is not None]
+        unit.switches.unshard_in_backward = default_of(modules) if value is None else value
+        unit.expected.is_read = True  # until the next forward
 
 
 def set_find_unused_parameters(module: nn.Module, value: bool, recurse: bool = True) -> None:

@@ -49,6 +49,12 @@ def test_the_user_may_hold_any_unit_at_any_time(keep: str) -> None:
     explored(f"user holds, {keep}", world)
 
 
+@pytest.mark.parametrize("units", [APART, SIBLINGS], ids=["apart", "siblings"])
+def test_a_unit_that_backward_does_not_read(units: Any) -> None:
+    """It is gathered for its forward alone, and never ahead of a backward."""
+    explored("not read in backward", World(units, passes=2, unread=[2]))
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["released", "kept over microbatches"])
 @pytest.mark.parametrize("keep", KEPT)
 def test_microbatches_accumulate_in_every_order(keep: str, over: bool) -> None:
@@ -166,6 +172,11 @@ class AsksWhatArrived(Schedule[Any, Any]):
             super()._prefetch(policy, depth, listed, order)
 
 
+class GathersUnread(Schedule[Any, Any]):
+    def _prefetch(self, policy: Any, depth: int, listed: Any, order: Any) -> None:
+        self.prefetch(order.ahead(depth), depth)
+
+
 class KeepsForEver(Schedule[Any, Any]):
     def leave_backward(self, unit: Any, ended: bool = False) -> None:
         pass
@@ -188,6 +199,7 @@ BROKEN = {
     GathersAgain: "more often than it is called",
     LooksAnywhere: "has never run",
     AsksWhatArrived: "by what has arrived",
+    GathersUnread: "that does not read it",
     KeepsForEver: "is packed while held",
     ForgetsFailures: "after a failure",
 }
@@ -197,7 +209,8 @@ BROKEN = {
 def test_a_broken_schedule_is_rejected(schedule: type[Schedule[Any, Any]]) -> None:
     """With the shortest history that shows it, in words."""
     switches = Switches(keep_after_forward=None if schedule is KeepsForEver else False)
-    world = World(SIBLINGS, switches=switches, schedule=schedule, accumulates=True)
+    unread = [2] if schedule is GathersUnread else []
+    world = World(SIBLINGS, switches=switches, schedule=schedule, accumulates=True, unread=unread)
     with pytest.raises(Broken, match=BROKEN[schedule]) as caught:
         explore(world)
     print(caught.value)
