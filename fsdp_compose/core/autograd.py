@@ -52,6 +52,7 @@ from fsdp_compose.core.gathering import (
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.slots import refuse_slots
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
+from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.used_parameters import unite
 from fsdp_compose.core.guards.weight_versions import check_gathered, check_unwritten, read_versions
 from fsdp_compose.core.passes import (
@@ -346,7 +347,7 @@ class Gather(torch.autograd.Function):
         unit = ctx.unit_ref()
         if unit is None:
             raise RuntimeError(DELETED)
-        if not unit.graphs.unread or unit.graphs.read_weights:
+        if not unit.graphs.unread or reads_weights(unit):
             check_unwritten(unit, ctx.versions)
             check_gathered(unit)
         receive(unit, ctx.trained, grads, ctx)

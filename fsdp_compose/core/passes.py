@@ -26,6 +26,7 @@ from fsdp_compose.core.guards.kept_views import guard_after_error, guard_everywh
 from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
+from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.waiting_gradients import drop_waiting_gradients
 from fsdp_compose.core.guards.weight_versions import forget_outdated
 from fsdp_compose.core.reducing import Arrival, accumulate, finish_reduce, land
@@ -152,7 +153,7 @@ def open_backward(unit: Unit, task: Task) -> None:
         return  # it is open, and held until its gradients arrive or its task ends
     unit.run.task = task
     note_opened(unit, task)
-    if unit.graphs.unread and not unit.graphs.read_weights:
+    if unit.graphs.unread and not reads_weights(unit):
         return
     schedule.enter_backward(unit)
     if torch.is_grad_enabled():

@@ -334,10 +334,8 @@ class Schedule(Generic[U, P]):
     ) -> None:
         """Gather ahead ``depth`` units of the order, or those that the user listed."""
         limit, rule = (depth, policy) if listed is None else (len(listed), None)
-        if listed is None:
-            units: list[U] = order.ahead(depth)
-        else:
-            units = [unit for ref in listed if (unit := ref()) is not None]
+        found = order.ahead(depth) if listed is None else [ref() for ref in listed]
+        units: list[U] = [unit for unit in found if unit is not None]
         if order is self.backward_order:
             units = [unit for unit in units if unit.expected.is_read]
         self.prefetch(units, limit, rule)

@@ -134,12 +134,6 @@ class Graphs:
     unread: list[weakref.ref[Any]] = field(default_factory=list)
     """Those of ``nodes`` whose forwards saved no weight; see guards/unread_weights.py."""
 
-    @property
-    def read_weights(self) -> bool:
-        """Whether the backward of any of ``nodes`` reads weights."""
-        unread = {id(node) for ref in self.unread if (node := ref()) is not None}
-        return not unread or any(id(node) not in unread for node in self.nodes)
-
 
 @dataclass(eq=False, repr=False)
 class Unit:

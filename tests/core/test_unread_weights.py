@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, fully_shard, set_unshard_in_backward, wrap
 from fsdp_compose.base.process import here
+from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.report import Plan, plan
 
 from harness import fake_world, run_ranks
@@ -208,7 +209,7 @@ def test_every_branch_of_the_graph_is_looked_at(reads_first: bool) -> None:
         model = fully_shard(Sum(reads_first))
         set_unshard_in_backward(model, False)
         loss = model(torch.ones(2, WIDTH)).sum()
-        assert fc.get_state(model).unit.graphs.read_weights
+        assert reads_weights(fc.get_state(model).unit)
         loss.backward()
 
 

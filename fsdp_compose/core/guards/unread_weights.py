@@ -56,6 +56,12 @@ def note_unread(unit: Unit, module: nn.Module, output: Any) -> Backward:
     return "seen" if is_read else "none"
 
 
+def reads_weights(unit: Unit) -> bool:
+    """Whether the backward of any of the unit's graphs reads its weights."""
+    unread = {id(node) for ref in unit.graphs.unread if (node := ref()) is not None}
+    return not unread or any(id(node) not in unread for node in unit.graphs.nodes)
+
+
 def _is_kept(switches: Switches) -> bool:
     """Whether the caller keeps the unit gathered from a forward on, or from a backward on."""
     stays = switches.keep_after_forward or switches.keep_over_microbatches
