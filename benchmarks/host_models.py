@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
+from fsdp_compose.base.torch_private import (
+    GATHER_OPTIONS,
+    REDUCE_OPTIONS,
+    all_gather_single,
+    reduce_scatter_single,
+)
 
 CPU = torch.device("cpu")
 
@@ -130,6 +137,39 @@ def builders(mesh: DeviceMesh) -> dict[str, Callable[[Shape], nn.Module]]:
         "FSDP1 flat": partial(fsdp1, use_orig_params=False),
         "ours": partial(ours, mesh=mesh),
     }
+
+
+class Copies:
+    """What every side must copy in a step of each unit, and nothing else: no module runs.
+
+    Two gathers, each gradient into the buffer that is reduced, and a reduce-scatter, called as
+    cheaply as torch lets anyone. The fake process group copies on this processor what a network
+    would move, so a side of large units is charged for this too, which is no cost of its host.
+    """
+
+    def __init__(self, shape: Shape, mesh: DeviceMesh) -> None:
+        self.group, size, self.units = mesh.get_group(), mesh.size(), []
+        for _ in range(shape.units):
+            grads = [torch.randn_like(param) for param in Block(shape).parameters()]
+            sizes = [grad.numel() for grad in grads]
+            full = torch.zeros(-(-sum(sizes) // size) * size)
+            pieces = full[: sum(sizes)].split(sizes)
+            views = [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)]
+            self.units.append((full, torch.zeros(len(full) // size), views, grads))
+
+    def step(self) -> tuple[float, float]:
+        """One forward and one backward of all units; returns the µs of each."""
+        start = time.process_time()
+        for full, shard, _, _ in self.units:
+            all_gather_single(self.group, full, shard, GATHER_OPTIONS)
+        middle = time.process_time()
+        with torch.no_grad():
+            for full, shard, views, grads in self.units:
+                all_gather_single(self.group, full, shard, GATHER_OPTIONS)
+                torch._foreach_copy_(views, grads)
+                reduce_scatter_single(self.group, shard, full, REDUCE_OPTIONS)
+        end = time.process_time()
+        return (middle - start) * 1e6, (end - middle) * 1e6
 
 
 SIDES = ["plain", "FSDP2", "FSDP1 original parameters", "FSDP1 flat", "ours"]

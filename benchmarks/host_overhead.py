@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.multiprocessing as mp
 from common import Spread
-from host_models import SIDES, Shape, builders, fsdp2, input_for, ours, plain
+from host_models import SIDES, Copies, Shape, builders, fsdp2, input_for, ours, plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -51,6 +51,10 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointed": True},
 }
 """What each model has besides the options: parameters per unit, or how it is trained."""
+
+
+COPIES = "copies that all make"
+"""The name of what ``Copies`` measures, which stands among the sides."""
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
@@ -92,10 +96,17 @@ def keep_runnable(sides: Mapping[str, Measurement], failures: list[str]) -> dict
 
 
 def unit_cost(
-    shape: Shape, models: dict[str, nn.Module], options: argparse.Namespace, failures: list[str]
+    shape: Shape,
+    models: dict[str, nn.Module],
+    mesh: DeviceMesh,
+    options: argparse.Namespace,
+    failures: list[str],
 ) -> tuple[str, dict[str, Spread]]:
-    """µs per unit that each side adds to the plain forward and backward."""
-    calls = {name: partial(step, model, input_for(shape, name)) for name, model in models.items()}
+    """µs per unit that each side adds to the plain forward and backward; and the copies alone."""
+    calls: dict[str, Measurement] = {
+        name: partial(step, model, input_for(shape, name)) for name, model in models.items()
+    }
+    calls[COPIES] = Copies(shape, mesh).step
     runnable = keep_runnable(calls, failures)
     figures = common.interleave(
         {name: partial(timed, call, options.steps) for name, call in runnable.items()},
@@ -106,9 +117,11 @@ def unit_cost(
     for name in figures:
         # The difference is taken within a round, so that drift of the machine cancels.
         pairs = list(zip(figures[name], base, strict=True))
-        if name == "plain":
+        if name in ("plain", COPIES):
             forward = Spread.of([side[0] / shape.units for side, _ in pairs])
             total = Spread.of([sum(side) / shape.units for side, _ in pairs])
+            if name == COPIES:
+                costs[name] = total
         else:
             forward = Spread.of([(side[0] - b[0]) / shape.units for side, b in pairs])
             total = Spread.of([(sum(side) - sum(b)) / shape.units for side, b in pairs])
@@ -117,7 +130,8 @@ def unit_cost(
     reference = costs["FSDP2"].median
     body = []
     for name, forward, total in rows:
-        ratio = "(itself)" if name == "plain" else f"{reference / total.median:.2f}"
+        ratio = f"{reference / total.median:.2f}"
+        ratio = {"plain": "(itself)", COPIES: "(no side)"}.get(name, ratio)
         backward = total.median - forward.median
         body.append([name, *total.cells(), f"{forward.median:.0f}", f"{backward:.0f}", ratio])
     headers = ["side", "µs per unit over plain", "min–max", "forward", "backward", "FSDP2 ÷ side"]
@@ -256,6 +270,14 @@ def targets(costs: dict[str, Spread]) -> str:
             ratio = costs[name].median / mine
             verdict = "reached" if ratio >= factor else "missed"
             lines.append(f"- {name} ÷ ours = {ratio:.2f} (target ≥ {factor}: {verdict})")
+    copies = costs[COPIES].median
+    rest = [
+        f"{name} ÷ ours = {(costs[name].median - copies) / (mine - copies):.2f}"
+        for name in ("FSDP2", "FSDP1 flat")
+        if name in costs
+    ]
+    share = f"{copies / mine:.0%} of ours"
+    lines.append(f"- without {copies:.0f} µs of {COPIES}, {share}: {', '.join(rest)}")
     return "\n".join(lines)
 
 
@@ -421,7 +443,7 @@ def main() -> int:
         for (case, dtype), shape in shapes.items():
             models = build(shape, chosen, mesh, failures) if "units" in options.parts else {}
             if models:
-                text, costs = unit_cost(shape, models, options, failures)
+                text, costs = unit_cost(shape, models, mesh, options, failures)
                 sections += [f"## Forward and backward, {case}, {dtype}", text, targets(costs)]
                 figures[f"units {case} {dtype}"] = costs
             if counted:

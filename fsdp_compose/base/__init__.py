@@ -5,10 +5,10 @@ Files, each importing only from those above it:
     process        what a process has one of, and why
     lazy           imports the package's public names on first use
     loops          loops over many tensors that run in C
-    attributes     a tensor's attributes as torch stores them, whatever its class answers
     weak_list      a list that keeps nothing alive
     wording        how errors and reports word what they list
     torch_private  every private torch name, with the versions it was tried on
+    attributes     a tensor's attributes as torch stores them, whatever its class answers
     torch_groups   torch's private state of process groups, for simulated ranks
     torch_stack    which of torch's functions called, read from the stack
     codec          what travels in a gather in place of the weights' own bytes

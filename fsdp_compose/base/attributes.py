@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.torch_private import call_raw
+
 _plain: Any = torch.Tensor
 
 get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _plain.grad.__get__
@@ -22,3 +24,21 @@ ABOUT_SHAPES: frozenset[Callable[..., Any]] = frozenset(
     for name in "device dtype grad_fn is_leaf ndim requires_grad shape".split()
 ) | {torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
 """Functions of torch's that read no element of a tensor, as ``__torch_function__`` sees them."""
+
+
+class Cached:
+    """An attribute that is read from torch once, and kept in the instance's own dictionary.
+
+    Optimizers read dtype and device of every sharded tensor in every step. Who gives a tensor other
+    memory, which may have another dtype or device, removes what was kept.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.read = getattr(_plain, name).__get__
+
+    def __get__(self, tensor: Any, owner: type) -> Any:
+        if tensor is None:
+            return self
+        value = tensor.__dict__[self.name] = call_raw(self.read, (), (tensor,))
+        return value

@@ -85,13 +85,15 @@ class Order:
         if not self.is_open:
             self.begin(visitor)
             return None
-        self.current[-1].append(weakref.ref(visitor))
         if self.place is None:
+            self.current[-1].append(weakref.ref(visitor))
             return None
         known, at = self.recorded[self.place], self.cursor
-        if at < len(known) and known[at]() is visitor:
-            self.cursor += 1
+        if at < len(known) and (ref := known[at])() is visitor:
+            self.current[-1].append(ref)
+            self.cursor = at + 1
             return None
+        self.current[-1].append(weakref.ref(visitor))
         positions = (*range(at, len(known)), *range(at))
         self.cursor = next((i + 1 for i in positions if known[i]() is visitor), len(known))
         return _change(known, at, visitor)
@@ -114,12 +116,14 @@ class Order:
         """The visitors expected next, nearest first; fewer than ``count`` near the end."""
         if not count or self.place is None:
             return []
-        nearest = self.recorded[self.place][self.cursor : self.cursor + count]
-        found: list[Any] = list(map(_visitor_of, nearest))
+        known, at = self.recorded[self.place], self.cursor
+        if count == 1 and at < len(known) and (nearest := known[at]()) is not None:
+            return [nearest]
+        found: list[Any] = list(map(_visitor_of, known[at : at + count]))
         if len(found) == count and None not in found:
             return found
         later = self.recorded[self.place + 1 : self.latest] if self.place < self.latest else []
-        refs = chain(self.recorded[self.place][self.cursor :], *later)
+        refs = chain(known[at:], *later)
         return list(islice((visitor for ref in refs if (visitor := ref()) is not None), count))
 
     def close(self) -> None:

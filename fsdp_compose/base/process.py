@@ -85,6 +85,8 @@ class Process:
             of any model, waits for: both may use the same folder.
         pytrees: classes that optree was taught, whose table belongs to the process.
         is_debugging: what ``set_debug`` chose, for all models.
+        retrained: how often ``requires_grad`` of a sharded parameter was set: which of them train
+            is asked again only after that.
         installed: what ``once`` has called.
         clock: time, sleep and threads.
         simulated: the network of the simulation that this rank is in.
@@ -98,6 +100,7 @@ class Process:
     saves: list[Any] = field(default_factory=list)
     pytrees: set[type] = field(default_factory=set)
     is_debugging: bool = field(default_factory=_wants_debugging)
+    retrained: int = 0
     installed: set[Callable[[], object]] = field(default_factory=set)
     clock: Clock = Clock()
     simulated: Any = None

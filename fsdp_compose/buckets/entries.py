@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compose.base.process import here
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.sharded import spec_of
 
@@ -23,6 +24,7 @@ def mark_entry(param: nn.Parameter, entry: Entry) -> None:
 def give_slice(entry: Entry, param: nn.Parameter) -> None:
     """Note that ``param`` holds the entry's slice now."""
     entry.param = param
+    here.retrained += 1  # it may not train
     bucket = None if entry.owner is None else entry.owner()
     if bucket is not None:
         bucket.views.params[entry.index] = param

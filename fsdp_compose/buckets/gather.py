@@ -9,7 +9,7 @@ import torch
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import Streams, copy_shard
-from fsdp_compose.base.torch_private import raw, read_version
+from fsdp_compose.base.torch_private import call_raw, read_version
 from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Inner
 from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
@@ -19,9 +19,8 @@ from fsdp_compose.comm.codecs import encode_parts
 
 def versions_of(bucket: Bucket) -> tuple[int, ...]:
     """How often the shard, then each of its parameters, was written in a way autograd can see."""
-    with raw():
-        version = bucket.history.earlier + bucket.stored._version
-        return (version, *map(read_version, bucket.views.params))
+    version = bucket.history.earlier + bucket.stored._version
+    return (version, *call_raw(tuple, (), (map(read_version, bucket.views.params),)))
 
 
 def stamp_of(bucket: Bucket) -> object:

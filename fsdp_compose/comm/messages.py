@@ -47,10 +47,11 @@ def wait_for(
         RuntimeError: one does not answer, and which.
     """
     if works:
-        if here.calls and (group := here.calls.get(get_ident())) is not None:
+        thread, work = get_ident(), None
+        if here.calls and (group := here.calls.get(thread)) is not None:
             _wait_attentively(works, peers, purpose, group)
             return
-        begun, work = waiting.enter(purpose, peers), None
+        begun = waiting.enter(purpose, peers, thread)
         try:
             for work in works:
                 work.wait()
@@ -58,7 +59,7 @@ def wait_for(
             who = f"rank {peers[works.index(work)]}" if peers else "another rank"
             raise no_answer(purpose, who, advice, error) from error
         finally:
-            begun.pop(get_ident(), None)
+            begun.pop(thread, None)
 
 
 def no_answer(purpose: str, who: str, advice: str, error: object) -> RuntimeError:

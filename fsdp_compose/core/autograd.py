@@ -20,10 +20,10 @@ up and reduced once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from itertools import repeat
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ from fsdp_compose.core.passes import (
 )
 from fsdp_compose.core.records import Live, Route
 from fsdp_compose.core.reducing import Arrival, drain, reduce_apart, start_reduce, start_together
-from fsdp_compose.core.schedule import Hold
+from fsdp_compose.core.schedule import RETAINED
 from fsdp_compose.core.state import Engine, Task, Unit, as_read, routes_of, unit_of
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -118,13 +118,10 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
         return
     ends_backward = node is not None and node.ends_pass
     if ends_backward:
-        if Hold.RETAINED in unit.holds:
+        if RETAINED in unit.holds:
             consume(unit, node)
         show_leaves_after_backward(unit)
     schedule.receive(unit, parts, ends_backward)
-
-
-_grads_of, _is_whole = attrgetter("grads"), attrgetter("is_whole")
 
 
 class EngineWork:
@@ -153,10 +150,11 @@ class EngineWork:
         return True
 
     def reads_gathered(self, unit: Unit, parts: Sequence[Arrival]) -> bool:
-        grads: Iterable[Any] = chain.from_iterable(map(_grads_of, parts))
-        if not all(map(_is_whole, parts)):
-            grads = filter(partial(is_not, None), grads)
-        return any_lies_in(unit.gathered, grads)
+        for part in parts:
+            given = part.grads if part.is_whole else filter(partial(is_not, None), part.grads)
+            if any_lies_in(unit.gathered, given):  # type: ignore[arg-type]
+                return True
+        return False
 
     def pack(self, part: Arrival) -> None:
         pack(part.bucket, part.grads, part.is_whole)
@@ -177,7 +175,7 @@ class EngineWork:
             part.bucket.arriving.postponed = part.bucket.residence.awaits = True
 
     def reduce(self, parts: Sequence[Arrival]) -> None:
-        together = start_together([p.bucket for p in parts]) if len(parts) > 1 else []
+        together = start_together([p.bucket for p in parts]) if len(parts) > 1 else ()
         self.engine.reductions += together
         for part in () if together else parts:  # each is known before the next, which may fail
             self.engine.reductions.append(start_reduce(part.bucket))
@@ -339,7 +337,10 @@ class Gather(torch.autograd.Function):
         assert unit is not None
         ctx.ends_pass, ctx.received_in = True, None
         unit.graphs.nodes.add(ctx)
-        return tuple(map(torch.Tensor.detach, map(unit.links.aliases.__getitem__, trained)))
+        aliases = unit.links.aliases
+        trains_all = len(trained) == len(aliases)
+        outputs = aliases if trains_all else map(aliases.__getitem__, trained)
+        return tuple(map(torch.Tensor.detach, outputs))
 
     @staticmethod
     @untraced

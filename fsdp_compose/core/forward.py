@@ -56,8 +56,8 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...]) -> None:
     active.append(unit)
     run.calls += 1
     # One of its modules may have run before without gradients, as a checkpointed one does.
-    connected = run.live is not None and run.showing is run.live.tensors
-    if run.calls == 1 and not (run.finished and (connected or not trained)):
+    is_open = run.finished and (not trained or (run.live and run.showing is run.live.tensors))
+    if run.calls == 1 and not is_open:
         try:
             _open_forward(unit, trained)
         except BaseException:
@@ -137,14 +137,14 @@ def begin_call(unit: Unit) -> tuple[int, ...]:
 def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     """Gather the unit, and let its modules read the gathered parameters."""
     recomputing, engine, checks = graph_task_id() != -1, unit.engine, unit.checks
-    is_functional = unit.opened is not None and unit.opened.for_call
+    is_functional, schedule = unit.opened is not None and unit.opened.for_call, engine.schedule
     if unit.run.task is None and not is_functional:
         check_additions(unit)
     if trained and not checks.looked_around:
         find_surroundings(unit)
     if checks.watch is not None and any(checks.watch.hooks):
         watch_hooked(unit)
-    engine.schedule.enter_forward(unit, recomputing)
+    schedule.enter_forward(unit, recomputing)
     live = unit.run.live
     if trained and live and live.pass_id == engine.pass_id and is_current(unit, live, trained):
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
@@ -157,9 +157,9 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         tensors = [given.get(index, tensor) for index, tensor in enumerate(tensors)]
     install(unit, tensors)
     if not recomputing:
-        if len(engine.schedule.active) == 1:
+        if len(schedule.active) == 1:
             follow_order(unit)
-        change = engine.schedule.look_ahead(unit)
+        change = schedule.look_ahead(unit)
         if change is not None:
             warn_of_change(engine, change)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.mesh import refuse_late_group
 from fsdp_compose.base.torch_private import graph_task_id
-from fsdp_compose.buckets.bucket import Bucket, Fill, Phase, logger
+from fsdp_compose.buckets.bucket import GATHERED, GATHERING, SHARDED, Bucket, Fill, logger
 from fsdp_compose.buckets.gather import (
     is_outdated,
     keep_part,
@@ -43,7 +43,7 @@ from fsdp_compose.core.state import Engine, Unit, unit_of
 def announce(unit: Unit, reason: Hold) -> None:
     """Tell the other ranks what is about to be gathered; raises before anything is changed."""
     for bucket, events, code in unit.links.gather_events:
-        if bucket.phase is Phase.SHARDED:
+        if bucket.phase is SHARDED:
             _note(events, bucket, code, unit.name, reason._value_)
 
 
@@ -56,7 +56,7 @@ def gather(unit: Unit, is_first: bool) -> None:
     for bucket in unit.gathered:
         if bucket.residence.moved or bucket.fill.is_superseded:
             renew_bucket(bucket)
-        if bucket.phase is Phase.SHARDED:
+        if bucket.phase is SHARDED:
             released.append(bucket)
     if released:
         _start_gather(unit.engine, released)
@@ -93,11 +93,11 @@ def take_over_changes(unit: Unit) -> None:
     """Before forward: copy moved parameters back into the buckets' flat shards."""
     if unit.checks.groupless and dist.is_initialized():
         refuse_late_group(unit.name)
-    waiting = bool(unit.checks.unready_buffers)
+    waiting: Sequence[object] = unit.checks.unready_buffers
     for bucket in unit.gathered:
         if bucket.residence.moved or bucket.fill.is_superseded:
             renew_bucket(bucket)
-        waiting = waiting or bool(bucket.history.unready)
+        waiting = waiting or bucket.history.unready
     if waiting:
         require_written(unit)
 
@@ -108,7 +108,7 @@ def renew_bucket(bucket: Bucket) -> None:
         if bucket.residence.moved and unit_of(bucket).holds != {Hold.PREFETCH}:  # ahead: unread
             raise RuntimeError(moved_before_backward(bucket))
         return
-    was_gathered = bucket.phase is not Phase.SHARDED
+    was_gathered = bucket.phase is not SHARDED
     _release(unit_of(bucket).engine, bucket)
     if bucket.residence.moved:
         copy_moved_parameters(bucket)
@@ -133,10 +133,10 @@ def wait_gathered(unit: Unit) -> None:
     """Make the unit's full parameters readable on the current stream."""
     passed = None
     for bucket in unit.gathered:
-        if bucket.phase is Phase.GATHERING:
+        if bucket.phase is GATHERING:
             fill = bucket.fill
             fill.exchange.wait()
-            bucket.move_to(Phase.GATHERED)
+            bucket.move_to(GATHERED)
             if fill.mark is not None:
                 if fill.mark is not passed:  # behind it the compute stream may read
                     unit.engine.streams.wait(fill.mark)
@@ -163,7 +163,7 @@ def reread(unit: Unit, in_backward: bool) -> None:
                 return refresh_handed_out(unit)
         elif fill.stamp is not None:
             is_kept = True
-        elif is_unread and bucket.phase is not Phase.SHARDED and is_outrun(bucket):
+        elif is_unread and bucket.phase is not SHARDED and is_outrun(bucket):
             _gather_again(unit, [bucket], "again, since it was changed")
     return refresh_stale(unit) if is_kept else None
 
@@ -171,7 +171,7 @@ def reread(unit: Unit, in_backward: bool) -> None:
 def refresh_stale(unit: Unit) -> None:
     """Gather again the buckets whose shards changed while they were kept."""
     kept = [bucket for bucket in unit.gathered if bucket.fill.stamp is not None]
-    gathered = [bucket for bucket in kept if bucket.phase is not Phase.SHARDED]
+    gathered = [bucket for bucket in kept if bucket.phase is not SHARDED]
     stale = [bucket for bucket in gathered if bucket.fill.stamp != stamp_of(bucket)]
     for bucket in kept:
         if bucket.residence.is_shared and bucket not in stale:
@@ -185,7 +185,7 @@ def refresh_handed_out(unit: Unit) -> None:
     Autograd does not count writes through ``.data``, and a plain module's backward reads them.
     """
     for bucket in unit.gathered:
-        if bucket.fill.handed_out != bucket.residence.written and bucket.phase is Phase.GATHERED:
+        if bucket.fill.handed_out != bucket.residence.written and bucket.phase is GATHERED:
             _gather_again(unit, [bucket], "again, since p.data was handed out")
         elif bucket.residence.is_shared:
             check_lent(unit, bucket)
@@ -196,7 +196,7 @@ def _start_gather(engine: Engine, buckets: Sequence[Bucket]) -> None:
     filled: list[Bucket] = []
     try:
         for bucket in buckets:
-            bucket.move_to(Phase.GATHERING)
+            bucket.move_to(GATHERING)
             if not bucket.in_place:
                 bucket.fill = Fill(versions_of(bucket), bucket.residence.written)
                 filled.append(bucket)
@@ -216,7 +216,7 @@ def _start_gather(engine: Engine, buckets: Sequence[Bucket]) -> None:
 def spread_inner(unit: Unit) -> None:
     """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
     for bucket in unit.buckets:
-        if bucket.inner and bucket.spread is not None and bucket.phase is Phase.GATHERED:
+        if bucket.inner and bucket.spread is not None and bucket.phase is GATHERED:
             keep_part(bucket)
 
 
@@ -228,12 +228,12 @@ def forget_inner(unit: Unit) -> None:
 
 
 def _release(engine: Engine, bucket: Bucket) -> None:
-    if bucket.phase is Phase.SHARDED:
+    if bucket.phase is SHARDED:
         return
-    fill, streams, is_unread = bucket.fill, engine.streams, bucket.phase is Phase.GATHERING
+    streams, is_unread = engine.streams, bucket.phase is GATHERING
     if is_unread:
-        fill.exchange.end()
-    bucket.move_to(Phase.SHARDED)
+        bucket.fill.exchange.end()
+    bucket.move_to(SHARDED)
     if bucket.in_place:
         return
     if logger.isEnabledFor(DEBUG):

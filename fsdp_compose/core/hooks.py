@@ -88,16 +88,16 @@ REFUSED = Mode(lambda *_: None, lambda *_: None, lambda *_: None)
 
 def choose_mode(unit: Unit, module: nn.Module) -> Mode:
     """The mode of the call that begins."""
-    is_stored = unit.mp.full_precision_in_eval and choose_precision(unit, module)
+    is_stored, run = unit.mp.full_precision_in_eval and choose_precision(unit, module), unit.run
     if unit.opened is not None and unit.opened.in_forward:
         return SCOPE
     is_transformed = transforms_active()
     if is_transformed or is_stored:
-        if not unit.run.calls:
+        if not run.calls:
             return TRANSFORMED
         if is_transformed:
             return AGAIN
-    is_at_rest = not unit.run.calls and unit.run.task is None and not unit.run.finished
+    is_at_rest = not run.calls and run.task is None and not run.finished
     return FUNCTIONAL if is_at_rest and replaced(unit) else NORMAL
 
 

@@ -148,18 +148,18 @@ def note_opened(unit: Unit, task: Task) -> None:
 
 def open_backward(unit: Unit, task: Task) -> None:
     """Gather the unit for its backward, and show its modules the parameters of its forward."""
-    schedule = unit.engine.schedule
-    if unit.run.task is not None and unit.run.task.alive:
+    schedule, run = unit.engine.schedule, unit.run
+    if run.task is not None and run.task.alive:
         return  # it is open, and held until its gradients arrive or its task ends
-    unit.run.task = task
+    run.task = task
     note_opened(unit, task)
     if unit.graphs.unread and not reads_weights(unit):
         return
     schedule.enter_backward(unit)
     if torch.is_grad_enabled():
         retain(unit, *_list_readers(unit))
-    if unit.run.live is not None and not unit.run.calls:
-        install(unit, unit.run.live.tensors)
+    if run.live is not None and not run.calls:
+        install(unit, run.live.tensors)
     schedule.look_back(unit)
 
 
@@ -208,13 +208,14 @@ def close_backward(unit: Unit, ended: bool = False) -> None:
 
 def show_leaves_after_backward(unit: Unit) -> None:
     """After the unit's backward: put the sharded parameters back into its modules."""
-    if unit.run.live is not None:
-        unit.run.live.pass_id = 0
-        if not unit.run.calls:
+    run = unit.run
+    if run.live is not None:
+        run.live.pass_id = 0
+        if not run.calls:
             install_leaves(unit)
-    if unit.run.task is not None:
-        del unit.run.task.open[unit]
-        unit.run.task = None
+    if run.task is not None:
+        del run.task.open[unit]
+        run.task = None
 
 
 def recover(engine: Engine) -> None:

@@ -95,7 +95,8 @@ class Links:
     gather_events: list[tuple[Bucket, Log, int]] = field(default_factory=list)
     reduce_events: dict[Bucket, tuple[Log, int]] = field(default_factory=dict)
     logs: tuple[Log, ...] = ()  # of its groups
-    flags: list[bool] | None = None  # by entry: whether it needed a gradient when last asked
+    asked_at: int = -1  # ``here.retrained`` when the parameters were last asked whether they train
+    flags: list[bool] | None = None  # by entry: what they answered
     trained: tuple[int, ...] = ()  # the entries whose flag is set
 
 

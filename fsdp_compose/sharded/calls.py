@@ -472,12 +472,12 @@ _handle([torch.nn.init.constant_], _constant)
 _handle(ops.functions("dense_dim", Tensor), _method("dim"))
 for _name in (
     "__format__ __len__ __reduce_ex__ __repr__ dim is_contiguous ndimension nelement numel "
-    "register_hook register_post_accumulate_grad_hook size stride"
+    "register_hook register_post_accumulate_grad_hook requires_grad_ size stride"
 ).split():
     _handle(ops.functions(_name, torch, Tensor), _method(_name))
 for _name in "data grad nbytes ndim shape".split():
     _handle(ops.getters(_name), _getter(_name))
-for _name in "data grad".split():
+for _name in "data grad requires_grad".split():
     _handle(ops.setters(_name), _setter(_name))
 
 ON_SLICES: dict[Callable[..., Any], Handler] = {

@@ -17,8 +17,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad, set_requires_grad
+from fsdp_compose.base.attributes import (
+    Cached,
+    get_grad,
+    requires_grad,
+    set_grad,
+    set_requires_grad,
+)
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import (
     call_raw,
     disabled_torch_dispatch,
@@ -48,24 +55,6 @@ HANDLERS: dict[Callable[..., Any], Handler] = {}
 """By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
 
 
-class _Cached:
-    """An attribute that is read from torch once, and kept in the instance's own dictionary.
-
-    Optimizers read dtype and device of every tensor in every step. ``set_local`` removes what was
-    kept, since another slice may have another dtype or device.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.read = getattr(Tensor, name).__get__
-
-    def __get__(self, tensor: Any, owner: type) -> Any:
-        if tensor is None:
-            return self
-        value = tensor.__dict__[self.name] = call_raw(self.read, (), (tensor,))
-        return value
-
-
 _plain: Any = Tensor
 _data_get, _data_set = _plain.data.__get__, _plain.data.__set__
 _leaf_get = _plain.is_leaf.__get__
@@ -82,8 +71,8 @@ class _Sharded(TorchState):
     is_quantized = False
     is_nested = False
     layout = torch.strided
-    dtype = _Cached("dtype")
-    device = _Cached("device")
+    dtype = Cached("dtype")
+    device = Cached("device")
 
     @classmethod
     def __torch_function__(
@@ -124,7 +113,12 @@ class _Sharded(TorchState):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
+        here.retrained += self._is_parameter
         call_raw(set_requires_grad, (), (self, value))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        here.retrained += self._is_parameter
+        return call_raw(Tensor.requires_grad_, (), (self, requires_grad))
 
     @property
     def grad(self) -> Tensor | None:

@@ -67,7 +67,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
         placed = shown if links.in_order else map(shown.__getitem__, links.indices)
         if not all(map(is_, map(dict.get, links.tables, links.names), placed)):
             lost = lost or _find_replaced(unit)
-        if [*filter(None, map(gradient_hooks, shown))] and (problem := find_hooked(unit, shown)):
+        if any(map(gradient_hooks, shown)) and (problem := find_hooked(unit, shown)):
             return problem
     try:
         if links.pointers != []:  # None: not looked for yet

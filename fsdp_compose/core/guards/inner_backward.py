@@ -50,14 +50,15 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
             reached = ref()
             if reached is None:
                 raise RuntimeError(DELETED)
-            if reached.checks.epoch != epoch:
+            checks = reached.checks
+            if checks.epoch != epoch:
                 raise RuntimeError(moved_before_backward(reached.gathered[0]))
-            if reached.checks.surroundings is not None:
+            if checks.surroundings is not None:
                 check_noted(reached)
             task = running_task(reached)
             task.reached.add(reached)
-            if reached.checks.entrance == "unknown":
-                reached.checks.entrance = "outputs"
+            if checks.entrance == "unknown":
+                checks.entrance = "outputs"
             open_backward(reached, task)
 
         unit.checks.trigger = trigger
@@ -117,7 +118,9 @@ def _watch_tensors(units: list[Unit], tensors: list[torch.Tensor]) -> None:
 def watch_outputs(unit: Unit, output: Any) -> Backward:
     """Hook the outputs; ``"hidden"`` where no hook can tell when the unit's backward begins."""
     tensors, opaque = [output], False
-    if type(output) is not torch.Tensor or output.__dict__:
+    if output is None:  # forward raised, as the end of a recomputation does
+        tensors = []
+    elif type(output) is not torch.Tensor or output.__dict__:
         tensors, opaque = find_tensors(output)
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
@@ -125,15 +128,14 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
     start = opened_at(unit) if len(tensors) > 1 else -1
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
-            made = made_at(node)
-            if made < start:
+            if start >= 0 and made_at(node) < start:
                 continue  # an input passed through: its gradient comes after the unit's backward
             hook_for_good(tensor, trigger)
             watched = True
-    live = unit.run.live
+    live, checks = unit.run.live, unit.checks
     if live is not None and torch.is_grad_enabled():
         live.closed_at = next_node_number() - 1
-    is_complete = unit.checks.entrance == "outputs" and not unit.checks.keepers
+    is_complete = checks.entrance == "outputs" and not checks.keepers
     if watched and not is_complete and graph_task_id() == -1:
         watch_kept(unit, tensors)
     if _read_weights(unit, tensors):

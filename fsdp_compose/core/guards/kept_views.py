@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -142,14 +143,14 @@ def _count_users(units: Iterable[Unit], moment: int) -> list[tuple[Unit, tuple[i
     counted: list[tuple[Unit, tuple[int, ...]]] = []
     for unit in units:
         live = unit.run.live
-        counts = [moment, sum(map(sys.getrefcount, unit.links.aliases))]
+        counts: tuple[int, ...] = (moment, sum(map(getrefcount, unit.links.aliases)))
         if live is not None:
-            counts.append(sum(map(sys.getrefcount, live.tensors)))
+            counts += (sum(map(getrefcount, live.tensors)),)
         for bucket in unit.gathered:
             if not bucket.in_place:
                 found = storage_use_count(bucket.views.storage) - 1  # its object in Python
-                counts.append(found if bucket.users.views is None else count_users(bucket))
-        counted.append((unit, tuple(counts)))
+                counts += (found if bucket.users.views is None else count_users(bucket),)
+        counted.append((unit, counts))
     return counted
 
 
@@ -192,7 +193,7 @@ def _guard_views(engine: Engine, found: dict[int, Bucket]) -> set[Bucket]:
     kinds = set(filter(_is_looked_at, set(map(type, objects))))
     tensors = [value for value in objects if type(value) in kinds and id(value) not in known]
     del objects
-    references = list(map(sys.getrefcount, tensors))
+    references = list(map(getrefcount, tensors))
     parts = Counter(id(part_of(value)) for value in tensors if isinstance(value, DTensor))
     guarded: set[Bucket] = set()
     for value, count in zip(tensors, references, strict=True):
@@ -219,7 +220,7 @@ def _held_by_others(engine: Engine) -> list[Tensor]:
     """The tensors that modules read in a forward, as far as others than the library hold them."""
     lists = _read_in_forwards(engine)
     counts = Counter(map(id, chain.from_iterable(lists)))
-    references = [list(map(sys.getrefcount, tensors)) for tensors in lists]  # before any has a name
+    references = [list(map(getrefcount, tensors)) for tensors in lists]  # before any has a name
     pairs = zip(chain.from_iterable(lists), chain.from_iterable(references), strict=True)
     found = {id(t): t for t, count in pairs if count - count_beside(t) > counts[id(t)]}
     return list(found.values())
@@ -238,9 +239,9 @@ def _beside() -> tuple[int, int]:
     """(while only Python holds it, while a graph does too): measured, as each version counts."""
     with torch.inference_mode(False), torch.enable_grad():
         tensors = [torch.ones(1, device="cpu", requires_grad=True)]
-        alone = next(map(sys.getrefcount, tensors)) - 1
+        alone = next(map(getrefcount, tensors)) - 1
         tensors.append(tensors[0].sum())  # saves nothing, which hooks of a checkpoint would count
-    return alone, next(map(sys.getrefcount, tensors)) - 1
+    return alone, next(map(getrefcount, tensors)) - 1
 
 
 def _read_in_forwards(engine: Engine) -> list[Sequence[Tensor]]:

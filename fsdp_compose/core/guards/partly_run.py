@@ -6,6 +6,8 @@ later. Until the outermost forward ends the others may still run, on what is gat
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from fsdp_compose.base.torch_private import graph_task_id
@@ -26,9 +28,9 @@ def close_partly_run(engine: Engine) -> None:
 
 def close_forward(unit: Unit) -> None:
     """Let the unit's modules hold their shards, and release the unit."""
-    finished, unit.run.finished = unit.run.finished, {}
-    order: tuple[Backward, ...] = ("hidden", "seen")
-    backward: Backward = next((way for way in order if way in finished.values()), "none")
+    ways: Collection[Backward] = unit.run.finished.values()
+    unit.run.finished = {}
+    backward: Backward = "hidden" if "hidden" in ways else "seen" if "seen" in ways else "none"
     recomputing = graph_task_id() != -1
     if recomputing:  # in a backward that needs it, and releases it when its gradients arrive
         note_opened(unit, running_task(unit))

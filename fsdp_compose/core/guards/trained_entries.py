@@ -12,6 +12,7 @@ from operator import attrgetter
 import torch
 
 from fsdp_compose.base.attributes import requires_grad
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.core.state import Unit
 
@@ -20,13 +21,20 @@ Grads = tuple[torch.Tensor | None, ...]
 
 def trained_entries(unit: Unit) -> tuple[int, ...]:
     """Entries whose parameters need gradients now, where grad mode is on."""
+    links = unit.links
+    return links.trained if links.asked_at == here.retrained else _ask(unit)
+
+
+def _ask(unit: Unit) -> tuple[int, ...]:
+    """Ask each parameter, since ``requires_grad`` of some parameter was set."""
+    links = unit.links
+    links.asked_at = here.retrained
     flags: list[bool] = []
     with raw():
         for bucket in unit.buckets:
             flags += map(requires_grad, bucket.views.params)
         if unit.borrowed:
             flags += map(requires_grad, map(_param_of, unit.borrowed))
-    links = unit.links
     if flags != links.flags:
         links.flags, links.trained = flags, tuple(compress(count(), flags))
     return links.trained

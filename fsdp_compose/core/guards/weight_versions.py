@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
+from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Unit
@@ -33,15 +33,15 @@ def is_outrun(bucket: Bucket) -> bool:
     """Whether a parameter was written, or its ``.data`` handed out, since the bucket was filled."""
     if bucket.in_place:
         return False  # there is nothing to fill
-    filled = bucket.fill.versions, bucket.fill.handed_out
-    return filled != (versions_of(bucket), bucket.residence.written)
+    fill = bucket.fill
+    return fill.handed_out != bucket.residence.written or fill.versions != versions_of(bucket)
 
 
 def find_difference(bucket: Bucket) -> Entry | None:
     """Find an entry whose gathered values differ from this rank's shard."""
     if bucket.in_place or bucket.mp.gather_codec is not None:
         return None  # they share memory, or the codec changes values
-    if bucket.phase is not Phase.GATHERED or bucket.residence.moved:
+    if bucket.phase is not GATHERED or bucket.residence.moved:
         return None
     if is_outrun(bucket):
         return None  # the shard was written since, as its version says
@@ -99,7 +99,7 @@ def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
 def check_gathered(unit: Unit) -> None:
     """Raise unless backward computed with gathered weights (D8)."""
     for bucket in unit.gathered:
-        if bucket.phase is not Phase.GATHERED and not bucket.in_place:
+        if bucket.phase is not GATHERED and not bucket.in_place:
             raise RuntimeError(_UNSEEN.format(name=unit.name))
 
 
