@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.sharded import spec_of
+from fsdp_compose.sharded import KEPT, spec_of
 
 _ENTRY_KEY = "_fsdp_compose_entry"
 
@@ -75,7 +75,7 @@ def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
     return explain
 
 
-_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))
+_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device", KEPT))
 
 
 def has_attributes(entry: Entry) -> bool:
