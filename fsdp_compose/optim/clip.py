@@ -42,7 +42,7 @@ from fsdp_compose.optim.gradients import (
     share_groups,
 )
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
-from fsdp_compose.sharded import ON_SLICES, ShardedParameter, ShardedTensor
+from fsdp_compose.sharded import ON_SLICES, ShardedParameter
 
 
 class _Norm(NamedTuple):
@@ -462,8 +462,7 @@ def _find_clipped(grads: Any) -> list[Gradient] | None:
         return None
     if grads is None:
         return None
-    is_each = len(grads) == len(params) and set(map(type, grads)) == {ShardedTensor}
-    found, left = join_buckets(params, grads if is_each else None)
+    found, left = join_buckets(params, grads if len(grads) == len(params) else None)
     with raw():
         is_all = all(get_grad(param) is None for param in left)
     is_all &= sum(len(gradient.names) for gradient in found) == len(grads)
