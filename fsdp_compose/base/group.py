@@ -32,7 +32,7 @@ class Group:
     rank: int
     size: int
     backend: str
-    ranks: tuple[int, ...]  # of the group's members in the default process group
+    ranks: tuple[int, ...] = field(hash=False)  # of the members, in the default process group
     purpose: str = field(default="", compare=False)
     note: str = field(default="", compare=False)
     transport: Transport | None = field(default=None, compare=False)  # None: the backend's own

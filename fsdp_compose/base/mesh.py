@@ -203,6 +203,9 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Gr
 
 
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.WeakValueDictionary[tuple[int, str], Group]
+] = weakref.WeakKeyDictionary()
 _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Group]] = (
     weakref.WeakKeyDictionary()
 )
@@ -379,7 +382,10 @@ def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
         ranks = _ranks[pg] = tuple(dist.get_process_group_ranks(pg))
     if size == 1:
         return Group(pg=None, rank=0, size=1, backend="none", ranks=ranks)
-    return Group(pg, rank, size, _backend(pg, device), ranks)
+    backend = _backend(pg, device)
+    known = _groups.setdefault(pg, weakref.WeakValueDictionary())
+    # One object for all units: groups are compared for every bucket of a norm.
+    return known.setdefault((rank, backend), Group(pg, rank, size, backend, ranks))
 
 
 def _backend(pg: dist.ProcessGroup, device: torch.device) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import stateless
@@ -215,14 +215,36 @@ def is_asked_for_node() -> bool:
     return sys._getframe(2).f_code.co_name == "_get_grad_fn_or_grad_acc"
 
 
-def clipped_parameters() -> Sequence[torch.Tensor] | None:
-    """What ``torch.nn.utils.clip_grad_norm_`` was given, if it called what is handled now."""
+class Clipping(NamedTuple):
+    """A call of ``torch.nn.utils`` that clips gradients.
+
+    Attributes:
+        params: the parameters that it was given.
+        notes: what was noted while it runs, by name; forgotten when it returns or raises.
+    """
+
+    params: Sequence[torch.Tensor]
+    notes: MutableMapping[str, Any]
+
+
+def find_clipping() -> Clipping | None:
+    """The call of ``torch.nn.utils.clip_grad_norm_``, if it called what is handled now.
+
+    Also a call of ``clip_grads_with_norm_`` alone, where notes are lost at once.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("fsdp_compose."):
         frame = frame.f_back
+    params: Any = None
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-        params: Any = frame.f_locals.get("parameters")
-        if isinstance(params, list | tuple):
-            return params
+        if params is None:
+            params = frame.f_locals.get("parameters")
+        if frame.f_code is _clip.__code__:
+            break
         frame = frame.f_back
-    return None
+    else:
+        frame = None
+    if not isinstance(params, list | tuple):
+        return None
+    # A frame keeps names of its locals that are none of its variables, until it ends.
+    return Clipping(params, {} if frame is None else frame.f_locals)

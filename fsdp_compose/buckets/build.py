@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.parts import cut_by_rank
@@ -15,7 +15,7 @@ from fsdp_compose.base.torch_private import raw, read_version
 from fsdp_compose.buckets.bucket import Bucket, Dtypes, Entry, Inner, Views, alias
 from fsdp_compose.buckets.entries import mark_entry, refusal_of
 from fsdp_compose.layout.shards import Layout
-from fsdp_compose.sharded import refuse_arrivals, set_local, tag, to_local
+from fsdp_compose.sharded import refuse_arrivals, replace_grad, set_local, tag, to_local
 
 
 def make_bucket(
@@ -101,10 +101,10 @@ def _set_grad_dtype(entry: Entry, dtype: torch.dtype) -> None:
     grad = get_grad(entry.param)
     is_other = grad is not None and grad.dtype != dtype
     if is_other:
-        set_grad(entry.param, None)  # torch refuses another dtype while it is there
+        replace_grad(entry.param, None)  # torch refuses another dtype while it is there
     entry.param.grad_dtype = dtype
     if is_other:
-        set_grad(entry.param, tag(to_local(grad).to(dtype), entry.spec))
+        replace_grad(entry.param, tag(to_local(grad).to(dtype), entry.spec))
 
 
 def _make_views(

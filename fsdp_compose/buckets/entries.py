@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_compose.base.process import here
 from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.sharded import spec_of
+from fsdp_compose.sharded import KEPT, spec_of
 
 _ENTRY_KEY = "_fsdp_compose_entry"
 
@@ -77,7 +77,7 @@ def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
     return explain
 
 
-_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device"))
+_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device", KEPT))
 
 
 def has_attributes(entry: Entry) -> bool:

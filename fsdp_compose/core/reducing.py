@@ -37,7 +37,7 @@ from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
-from fsdp_compose.sharded import run_gradient_hooks, tag
+from fsdp_compose.sharded import replace_grad, run_gradient_hooks, tag
 
 
 @dataclass(eq=False, slots=True)
@@ -358,7 +358,8 @@ def accumulate(results: dict[Entry, torch.Tensor]) -> None:
             if entry.spec.hooks.gradient:
                 grad = run_gradient_hooks(entry.spec.hooks, grad)
             previous = get_grad(entry.param)
-            set_grad(entry.param, grad if previous is None else tag(previous + grad, entry.spec))
+            total = grad if previous is None else tag(previous + grad, entry.spec)
+            replace_grad(entry.param, total)
     _run_accumulated_hooks(results)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of, refuse_ended
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.base.torch_stack import clipped_parameters, clipping_under_way
+from fsdp_compose.base.torch_stack import clipping_under_way, find_clipping
 from fsdp_compose.base.wording import describe_clipping
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
@@ -38,6 +39,7 @@ from fsdp_compose.optim.gradients import (
     collect_gradients,
     join_buckets,
     list_parameters,
+    share_groups,
 )
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.sharded import ON_SLICES, ShardedParameter
@@ -174,7 +176,7 @@ def _experts_of(
     grads: list[Gradient], mesh: DeviceMesh | dist.ProcessGroup | None
 ) -> _Experts | None:
     """Which gradients are experts'; check that every other one counts on all ranks alike."""
-    if mesh is None and len({grad.groups for grad in grads}) <= 1:
+    if mesh is None and share_groups(grads):
         return None
     held = {find_entry(grad.param): grad for grad in grads if grad.param is not None}
     most = max((owner_of(entry).mesh.size for entry in held), default=1)
@@ -240,8 +242,7 @@ def _compute_norm(grads: list[Gradient], norm: _Norm, experts: _Experts | None) 
 
 def _order_alike(grads: list[Gradient]) -> list[Gradient]:
     """The gradients of several groups by name, however each rank's caller ordered parameters."""
-    is_one = len({grad.groups for grad in grads}) <= 1
-    return grads if is_one else sorted(grads, key=_names_of)
+    return grads if share_groups(grads) else sorted(grads, key=_names_of)
 
 
 def _names_of(grad: Gradient) -> tuple[str, ...]:
@@ -288,7 +289,8 @@ def _reduce_norms(
         if copies > 1 and not math.isinf(order):
             joined /= copies  # each adds its share: ranks get one norm even if they differ
         pending[groups] = torch.cat([pending[groups], joined]) if groups in pending else joined
-    return torch.cat(_combine_over_groups(pending, norm, grads))
+    combined = _combine_over_groups(pending, norm, grads)
+    return combined[0] if len(combined) == 1 else torch.cat(combined)
 
 
 def _combine(numbers: torch.Tensor, order: float) -> torch.Tensor:
@@ -312,6 +314,8 @@ def _local_norms(
     for (_, dtype), members in _by_kind(locals_).items():
         half = dtype in (torch.float16, torch.bfloat16)
         found = torch._foreach_norm(members, order, dtype=torch.float32 if half else None)
+        if len(members) == len(locals_):
+            return torch.stack(found).to(device=device, dtype=wide)
         norms.update(zip(map(id, members), found, strict=True))
     nothing = torch.full((), _norm_of_nothing(order), dtype=wide, device=device)
     listed = [norms.get(id(tensor), nothing) for tensor in locals_]
@@ -350,6 +354,11 @@ def _combine_over_groups(
 ) -> list[torch.Tensor]:
     """Combine numbers over the groups of each, with one all-reduce per group and mesh dimension."""
     done: list[torch.Tensor] = []
+    if len(pending) == 1:
+        ((groups, numbers),) = pending.items()
+        for group in groups:
+            numbers = _combine_over_ranks(numbers, norm.order, group, _describe_norm(grads, norm))
+        return [numbers]
     while pending:
         rest: dict[tuple[Group, ...], list[torch.Tensor]] = {}
         for group in dict.fromkeys(groups[0] for groups in pending if groups):
@@ -440,21 +449,33 @@ def _find_clipped(grads: Any) -> list[Gradient] | None:
     Raises:
         RuntimeError: it clips them together with gradients that nothing averages.
     """
-    params = clipped_parameters()
-    if params is None:
+    clipping = find_clipping()
+    if clipping is None:
         return None
+    params, noted = clipping.params, clipping.notes.get(_NOTE)
+    if noted is not None and grads is not None and len(noted[0]) == len(grads):
+        known: list[Gradient] = noted[1]
+        if all(map(is_, noted[0], grads)):
+            return known
     if set(map(type, params)) != {ShardedParameter}:
         check_clipped(params)
         return None
     if grads is None:
         return None
-    found, left = join_buckets(params)
+    found, left = join_buckets(params, grads if len(grads) == len(params) else None)
     with raw():
         is_all = all(get_grad(param) is None for param in left)
     is_all &= sum(len(gradient.names) for gradient in found) == len(grads)
-    if is_all and len({gradient.groups for gradient in found}) == 1:
-        return found
-    with raw():
-        own = set(map(id, grads))
-        clipped: list[Any] = [param for param in params if id(get_grad(param)) in own]
-    return collect_gradients(clipped, "clip_grad_norm_") if _adds_in_tree(clipped) else None
+    if not (is_all and share_groups(found)):
+        with raw():
+            own = set(map(id, grads))
+            clipped: list[Any] = [param for param in params if id(get_grad(param)) in own]
+        if not _adds_in_tree(clipped):
+            return None
+        found = collect_gradients(clipped, "clip_grad_norm_")
+    clipping.notes[_NOTE] = list(grads), found
+    return found
+
+
+_NOTE = "fsdp_compose_clipped"
+"""The gradients whose norm was taken and how they were joined, for their multiplication."""

@@ -8,7 +8,6 @@ them. What was set, cleared, replaced or shared since is taken one by one.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -130,39 +129,46 @@ def _list_mirrors(params: Sequence[Any]) -> list[Mirror]:
     return list(dict.fromkeys(mirror for mirror in mirrors if mirror is not None))
 
 
-def join_buckets(params: Sequence[Any]) -> tuple[list[Gradient], list[Any]]:
+def join_buckets(
+    params: Sequence[Any], grads: Sequence[Any] | None = None
+) -> tuple[list[Gradient], list[Any]]:
     """The gradients of each bucket that lie in one buffer, and the parameters left.
 
     Args:
         params: sharded parameters; those without a gradient are among the ones left.
+        grads: the gradient of each, if the caller has them.
     """
-    if len(set(map(id, params))) < len(params):
-        return [], list(params)
+    left: list[Any] = []
     with raw():
-        grads = list(map(get_grad, params))
-        left = [param for param, grad in zip(params, grads, strict=True) if grad is None]
+        if grads is None:
+            grads = list(map(get_grad, params))
+            left = [param for param, grad in zip(params, grads, strict=True) if grad is None]
         if left:
             params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         bases = list(map(read_base, grads))
-    keys = list(zip(map(id, bases), map(id, map(_get_residence, params)), strict=True))
-    firsts = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+    ids, buffers = list(map(id, params)), list(map(id, bases))
+    buffer_of = dict(zip(ids, buffers, strict=True))
+    if len(buffer_of) < len(ids):
+        return [], [*left, *params]  # one is there twice
+    firsts = dict(zip(reversed(buffers), reversed(range(len(ids))), strict=True))
     found: list[Gradient] = []
-    joined: set[tuple[int, int]] = set()
-    counts = Counter(keys)
-    for key, count in counts.items():
-        base, param = bases[firsts[key]], params[firsts[key]]
-        bucket = None if base is None else owner_of(find_entry(param))
-        known = None if bucket is None else _know(bucket)
-        if base is None or bucket is None or known is None or count < len(bucket.entries):
+    joined: set[int] = set()
+    for at in sorted(firsts.values()):
+        base, param = bases[at], params[at]
+        if base is None:
+            continue
+        bucket = owner_of(find_entry(param))
+        own, known = list(map(id, bucket.views.params)), _know(bucket)
+        if known is None or list(map(buffer_of.get, own)).count(buffers[at]) < len(own):
             continue
         if bucket.residence.regraded and not _are_slices(grads, bases, base):
             continue
         if base.numel() == bucket.layout.shard_numel and base.dim() == 1:
             found.append(Gradient(known.names, base, known.groups, param=param))
-            joined.add(key)
-    if len(joined) < len(counts):
-        left += [param for param, key in zip(params, keys, strict=True) if key not in joined]
+            joined.update(own)
+    if len(joined) < len(ids):
+        left += [param for param, key in zip(params, ids, strict=True) if key not in joined]
     return found, left
 
 
@@ -179,9 +185,10 @@ class _Known:
 
     names: tuple[str, ...]
     groups: tuple[Group, ...]
+    is_plain: bool
 
 
-_known: WeakKeyDictionary[Bucket, _Known | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Bucket, _Known] = WeakKeyDictionary()
 
 
 def _know(bucket: Bucket) -> _Known | None:
@@ -192,13 +199,14 @@ def _know(bucket: Bucket) -> _Known | None:
     """
     if unit_of(bucket).switches.comm_hook is not None:
         return None
-    if bucket not in _known:
+    known = _known.get(bucket)
+    if known is None:
         specs = [entry.spec for entry in bucket.entries]
         is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
         names = tuple(map(describe, specs))
         groups = groups_of_several((bucket.mesh.shard,))
-        _known[bucket] = _Known(names, groups) if is_plain else None
-    return _known[bucket]
+        known = _known[bucket] = _Known(names, groups, is_plain)
+    return known if known.is_plain else None
 
 
 def describe(spec: ShardSpec) -> str:
@@ -247,6 +255,12 @@ def _name_parameters(params: Params) -> dict[int, str]:
 def groups_of_several(groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """The groups of more than one rank."""
     return tuple(group for group in groups if group.size > 1)
+
+
+def share_groups(grads: Sequence[Gradient]) -> bool:
+    """Whether all gradients are spread over the same groups."""
+    first = grads[0].groups if grads else ()
+    return all(grad.groups == first for grad in grads)
 
 
 def _take_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> Gradient:

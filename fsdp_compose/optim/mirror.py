@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp_compose.base.attributes import get_grad, requires_grad, set_grad
+from fsdp_compose.base.attributes import get_grad, requires_grad
 from fsdp_compose.base.torch_private import leaf_hooks, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import mark_entry, refusal_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.sharded import tag, to_local
+from fsdp_compose.sharded import replace_grad, tag, to_local
 
 Grad: TypeAlias = torch.Tensor | None
 Note: TypeAlias = weakref.ref[torch.Tensor] | None
@@ -190,7 +190,7 @@ class Mirror:
         """Give a sharded parameter what was changed, unless it was given something else since."""
         own = get_grad(entry.param)
         if own is None or converted or _is_noted(own, self.noted.get(entry)):
-            set_grad(entry.param, None if grad is None else tag(grad.detach(), entry.spec))
+            replace_grad(entry.param, None if grad is None else tag(grad.detach(), entry.spec))
 
     def _fetch(self, bucket: Bucket, entry: Entry | None, plain: nn.Parameter, flat: Grad) -> None:
         """Give a plain parameter the gradient that the sharded ones have."""
@@ -237,7 +237,7 @@ class Mirror:
         with raw():
             for own in bucket.entries if entry is None else [entry]:
                 if _is_noted(get_grad(own.param), self.noted.get(own)):
-                    set_grad(own.param, None)
+                    replace_grad(own.param, None)
 
 
 def mirror_of(bucket: Bucket) -> Mirror | None:
@@ -328,7 +328,7 @@ def _join(entry: Entry, piece: torch.Tensor) -> None:
     elif not _same_memory(piece, grad):
         piece.copy_(to_local(grad))
         if not grad.requires_grad:  # else it has a graph that the caller asked for
-            set_grad(entry.param, tag(piece, entry.spec))
+            replace_grad(entry.param, tag(piece, entry.spec))
 
 
 def _expect_gradient(plain: nn.Parameter, bucket: Bucket) -> None:

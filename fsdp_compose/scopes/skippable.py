@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_kind, describe_value, is_number
-from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.torch_private import raw
@@ -37,6 +37,7 @@ from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
+from fsdp_compose.sharded import replace_grad
 
 __all__ = ["SkippableStep", "skippable_step"]
 
@@ -336,7 +337,7 @@ class _State:
                     flat.untyped_storage().resize_(packed.numel() * packed.element_size())
                     flat.copy_(packed)
             for param, grad, data in self.grads:
-                set_grad(holder_of(param), grad)
+                replace_grad(holder_of(param), grad)
                 if grad is not None and data is not None:
                     _data(grad).copy_(data)
             for buffer, value in self.buffers:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import resolve_name
 
-from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.buckets.bucket import Entry
@@ -22,7 +22,15 @@ from fsdp_compose.buckets.gradients import any_waits, cut, discard_waiting
 from fsdp_compose.buckets.reduce import typed
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.unshard import explain_open
-from fsdp_compose.sharded import CASTS, CLEARING, HARMLESS, ShardedTensor, tag, to_local
+from fsdp_compose.sharded import (
+    CASTS,
+    CLEARING,
+    HARMLESS,
+    ShardedTensor,
+    replace_grad,
+    tag,
+    to_local,
+)
 
 
 class UnreducedGradient(ShardedTensor):
@@ -166,6 +174,6 @@ def _zero(entry: Entry) -> None:
         grad = get_grad(entry.param)
         if grad is None:
             zeros = torch.zeros_like(to_local(entry.param), dtype=owner_of(entry).dtypes.grad)
-            set_grad(entry.param, zeros)
+            replace_grad(entry.param, zeros)
         else:
             grad.zero_()

@@ -13,6 +13,8 @@ Files, each importing only from those above it:
     spec        where a slice lies in its parameter and its bucket
     chunks      a slice as chunks of a distributed checkpoint
     reduce      reductions over the ranks of a group
+    cut         cuts this rank's elements out of a whole tensor
+    kept_grad   a parameter's gradient, kept where reading it costs little
     leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
     torchstate  what torch's functions over state dicts ask of a slice
     tensor      the classes of sharded tensor; tag, to_local
@@ -30,6 +32,8 @@ from fsdp_compose.sharded.convert import (
     untag,
     whole_slice,
 )
+from fsdp_compose.sharded.cut import own_slice, part_slice
+from fsdp_compose.sharded.kept_grad import KEPT, replace_grad
 from fsdp_compose.sharded.leaf_hooks import give_back_hooks, refuse_arrivals, run_gradient_hooks
 from fsdp_compose.sharded.ops import CASTS, CLEARING, HARMLESS
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
@@ -49,8 +53,6 @@ from fsdp_compose.sharded.tensor import (
     gather_part,
     is_sharded,
     is_sharded_parameter,
-    own_slice,
-    part_slice,
     set_local,
     spec_of,
     tag,
@@ -62,6 +64,7 @@ __all__ = [
     "CLEARING",
     "EDGE",
     "HARMLESS",
+    "KEPT",
     "ON_SLICES",
     "PRIVACY",
     "QUANTIZING",
@@ -92,6 +95,7 @@ __all__ = [
     "refuse",
     "refuse_arrivals",
     "refuse_export",
+    "replace_grad",
     "run_gradient_hooks",
     "set_local",
     "spec_of",

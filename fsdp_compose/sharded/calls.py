@@ -22,6 +22,7 @@ from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
+from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.reduce import (
     REDUCTIONS,
     average_over_replicas,
@@ -40,7 +41,6 @@ from fsdp_compose.sharded.tensor import (
     ShardedTensor,
     first_spec,
     is_sharded,
-    own_slice,
     tag,
 )
 

@@ -21,13 +21,14 @@ from fsdp_compose.base.torch_private import (
     swap_contents,
     take_leaf_hooks,
 )
+from fsdp_compose.sharded.cut import part_slice
+from fsdp_compose.sharded.kept_grad import stop_keeping
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, listen
 from fsdp_compose.sharded.spec import ShardSpec
 from fsdp_compose.sharded.tensor import (
     ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
-    part_slice,
     sharded_hook,
     spec_of,
     tag,
@@ -44,6 +45,7 @@ _PLAIN: dict[type, type] = {
 def untag(tensor: Any) -> Any:
     """Undo :func:`tag`: the same object is a plain tensor of the local slice again."""
     if type(tensor) in _PLAIN:
+        stop_keeping(tensor)
         own = tensor.__dict__
         for name in ("_shard_spec", "dtype", "device"):
             own.pop(name, None)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.base.torch_private import enable_torch_function, raw, set_leaf_hooks
+from fsdp_compose.sharded.kept_grad import stop_keeping
 from fsdp_compose.sharded.spec import Hooks, ShardSpec
 
 
@@ -63,6 +64,7 @@ def _watch_arrivals(param: Tensor, hooks: Hooks) -> None:
             raise RuntimeError(hooks.refusal())
         return run_gradient_hooks(hooks, grad)
 
+    stop_keeping(param)
     with raw():
         set_leaf_hooks(param, {0: on_arrival}, hooks.accumulated)
 

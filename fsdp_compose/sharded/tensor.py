@@ -38,6 +38,8 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.torch_stack import is_called_by_broadcast
 from fsdp_compose.comm.uneven import all_gather_uneven
+from fsdp_compose.sharded.cut import own_slice, part_slice
+from fsdp_compose.sharded.kept_grad import forget_grad, keep_grad
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel
 from fsdp_compose.sharded.spec import (
@@ -64,6 +66,7 @@ class _Sharded(TorchState):
     __slots__ = ()
     _shard_spec: ShardSpec
     _is_parameter = False
+    _kept_grad: Tensor | None = None
 
     is_sparse = False
     is_sparse_csr = False
@@ -125,9 +128,13 @@ class _Sharded(TorchState):
         """The gradient's slice, which is tagged when it is first asked for."""
         if self._shard_spec.residence.awaits:
             return self._shard_spec.answers[get_grad](get_grad, (self,), {})
+        if self._kept_grad is not None:
+            return self._kept_grad
         grad = call_raw(get_grad, (), (self,))
         if type(grad) is Tensor:
             tag(grad, self._shard_spec)
+        if grad is not None and self._is_parameter:
+            keep_grad(self, grad)
         return grad
 
     @grad.setter
@@ -137,6 +144,8 @@ class _Sharded(TorchState):
             return
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
             value = fitted(value, self._shard_spec, "the gradient assigned to")
+        if self._kept_grad is not None:
+            forget_grad(self)
         call_raw(set_grad, (), (self, value))
 
     @grad.deleter
@@ -378,23 +387,6 @@ def gather_part(tensor: Tensor) -> Tensor:
     else:
         flat = all_gather_uneven(local, spec.lengths, spec.group, f"gather {spec.fqn!r}")
     return flat.as_strided(spec.shape, spec.stride)
-
-
-def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
-    """Cut this rank's elements from a plain tensor that broadcasts to the shape it reads as.
-
-    For a DTensor parameter, ``full`` may be another DTensor on its mesh.
-    """
-    if spec.parallel is not None and spec.reads_whole:
-        full = spec.parallel.cut(full)
-    return part_slice(full, spec)
-
-
-def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
-    """Cut this rank's elements from what it would hold without sharding."""
-    order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
-    flat = full.to_dense().expand(spec.shape).permute(order).reshape(-1)  # if it is sparse
-    return flat[spec.start : spec.stop]
 
 
 def sharded_hook(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compose as fc
 from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.optim import clip as clipping
+from fsdp_compose.sharded import spec_of
 
 from harness import fake_world, run_ranks
 
@@ -208,3 +215,40 @@ def test_a_gradient_that_two_parameters_share(norm: Callable[..., Any]) -> None:
         grad = None if param.grad is None else param.grad.full_tensor()
         assert (grad is None) == (twin.grad is None)
         assert grad is None or torch.allclose(grad, twin.grad)
+
+
+def test_torch_joins_gradients_once() -> None:
+    """What the norm was taken of is what is scaled, until the call returns or raises."""
+    with fake_world(2):
+        model = sharded()
+        backward(model)
+        counted = mock.Mock(wraps=clipping.join_buckets)
+        with mock.patch.object(clipping, "join_buckets", counted):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            assert counted.call_count == 1
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, torch.tensor(1.0))
+            nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.1, torch.tensor(1.0))
+            assert counted.call_count == 2  # alone it has no norm before it
+
+
+def test_clipping_that_raises_keeps_no_gradient() -> None:
+    with fake_world(2):
+        model = sharded()
+        backward(model)
+        model[0][0].bias.grad.fill_(math.nan)
+        with raw():
+            flat = weakref.ref(model[0][0].bias.grad._base)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+        assert flat() is not None
+        model.zero_grad()
+        gc.collect()  # the error, with torch's frames
+        assert flat() is None
+
+
+def test_units_share_one_group() -> None:
+    """Groups are compared for every bucket of a norm; one object is equal to itself at once."""
+    with fake_world(4):
+        model = sharded()
+        groups = {id(spec_of(param).group) for param in model.parameters()}
+        assert len(groups) == 1

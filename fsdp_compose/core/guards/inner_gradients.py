@@ -17,6 +17,7 @@ from torch import Tensor
 from fsdp_compose.base.attributes import ABOUT_SHAPES, get_grad, set_grad
 from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.core.state import Unit
+from fsdp_compose.sharded import replace_grad
 
 
 class StandIn(Tensor):
@@ -68,7 +69,7 @@ def carry_gradients(unit: Unit) -> None:
             set_grad(tensor, None)
             own = get_grad(entry.param)
             if found is None:
-                set_grad(entry.param, None)
+                replace_grad(entry.param, None)
             elif stand_in._is_zeroed and found is stand_in and own is not None:
                 own.zero_()
         if found is not None and found is not stand_in:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, group_of, with_transport
 from fsdp_compose.base.torch_private import raw
@@ -25,7 +25,7 @@ from fsdp_compose.buckets.build import make_bucket, place_parameters
 from fsdp_compose.buckets.gradients import make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.state import Unit, engine_of, units_with
-from fsdp_compose.sharded import tag, to_local
+from fsdp_compose.sharded import replace_grad, tag, to_local
 
 _TAKEN = ("mesh dtypes stored full views aliases in_place inner counts static").split()
 """What a rebuilt bucket takes from the bucket that was made around its new shard."""
@@ -151,7 +151,7 @@ def _convert_gradients(bucket: Bucket) -> None:
             grad = get_grad(entry.param)  # not what stands there for gradients that wait
             if grad is not None and (grad.dtype, grad.device) != (kind, bucket.stored.device):
                 local = to_local(grad).to(bucket.stored.device, kind)
-                set_grad(entry.param, tag(local, entry.spec))
+                replace_grad(entry.param, tag(local, entry.spec))
 
 
 def moved_before_backward(bucket: Bucket) -> str:

@@ -1,0 +1,24 @@
+"""Cuts this rank's elements out of a whole tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fsdp_compose.sharded.spec import ShardSpec
+
+
+def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
+    """Cut this rank's elements from a plain tensor that broadcasts to the shape it reads as.
+
+    For a DTensor parameter, ``full`` may be another DTensor on its mesh.
+    """
+    if spec.parallel is not None and spec.reads_whole:
+        full = spec.parallel.cut(full)
+    return part_slice(full, spec)
+
+
+def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
+    """Cut this rank's elements from what it would hold without sharding."""
+    order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
+    flat = full.to_dense().expand(spec.shape).permute(order).reshape(-1)  # if it is sparse
+    return flat[spec.start : spec.stop]
