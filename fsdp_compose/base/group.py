@@ -111,6 +111,9 @@ class Transport:
             compared is there to be read. None: nothing is offered.
         lend: ``(nbytes, group)``: memory in which gradients are packed, so that they are offered
             where they lie; it answers None where there is none.
+        copy: ``(data, group)``: copy ``data``, the ``own`` of a gather, to where it can be offered
+            again and again without another copy. What is returned is held as long as that is
+            wanted, and gathers get its ``memory`` as their ``own``; None where there is no room.
         gather_all: ``(wholes, parts, owns, call)``: do what ``gather`` does for several buffers,
             those of a unit's buckets, at once; ``call`` is that of the first. None: each of them is
             a ``gather``, as on gloo, where ranks compare what they do before each.
@@ -130,6 +133,7 @@ class Transport:
     may_wait: bool = True
     offer: Callable[[torch.Tensor, Group], Sequence[int]] | None = None
     lend: Callable[[int, Group], Any] | None = None
+    copy: Callable[[torch.Tensor, Group], Any] | None = None
     gather_all: Callable[[Tensors, Sequence[Tensors], Tensors, Call], Started] | None = None
     reduce_all: Callable[[Tensors, Sequence[Tensors], Call], Sequence[Started]] | None = None
     room: Callable[[Sequence[torch.Tensor], Group], Sequence[torch.Tensor]] | None = None

@@ -163,6 +163,14 @@ class Dtypes:
 
 
 @dataclass(eq=False, repr=False)
+class SentCopy:
+    """A copy of the shard where other ranks read it, and the versions that it was made of."""
+
+    lease: Any  # see Transport.copy
+    versions: tuple[int, ...]
+
+
+@dataclass(eq=False, repr=False)
 class Views:
     """Views of a bucket's buffers, made once; where a buffer is replaced, they are too.
 
@@ -179,6 +187,7 @@ class Views:
         in_order: whether the slices come first, in the order of the entries.
         every: the bits of all entries.
         plan: of gathers over these views, made by the first one; None where they are not alike.
+        sent: what gathers send, while microbatches gather the same weights again and again.
     """
 
     params: list[nn.Parameter]
@@ -193,6 +202,7 @@ class Views:
     in_order: bool
     every: int
     plan: GatherPlan | None = field(default=None, init=False)
+    sent: SentCopy | None = field(default=None, init=False)
 
 
 @dataclass(eq=False, repr=False, slots=True)

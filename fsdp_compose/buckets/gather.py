@@ -10,7 +10,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.streams import Streams, copy_shard
 from fsdp_compose.base.torch_private import call_raw, read_version
-from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Inner
+from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Inner, SentCopy
 from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
@@ -96,6 +96,7 @@ def _begin_fill(bucket: Bucket) -> comm.GatherPlan | None:
     views, inner, group = bucket.views, bucket.inner, bucket.mesh.shard
     purpose, caller, codec = purpose_of(bucket), bucket.users.caller, bucket.mp.gather_codec
     whole, parts, own, decode = views.whole_bytes, views.part_bytes, views.shard_bytes, None
+    sent = _find_sent_copy(bucket)
     if inner is not None and _is_stored(bucket, inner):
         assert inner.store is not None
         group, parts, own = inner.group, inner.parts, None
@@ -105,11 +106,17 @@ def _begin_fill(bucket: Bucket) -> comm.GatherPlan | None:
         into = cut_by_rank(bucket.full, group.size)
         whole, parts, decode = encode_parts(shard, into, codec, group)
         own = None
+    elif sent is not None:
+        own = sent.lease.memory
+        if not (_is_repeated(bucket) or views.params[0].requires_grad):
+            views.sent = None  # no reduction will tell that it was sent for the last time
     elif own is None or not comm.transport_of(group).copies_own or not group.pg:
         own = None
         copy_shard(views.own, _resident_shard(bucket))
     if own is None:
         own = parts[group.rank] if parts else whole
+    if sent is None and inner is None and codec is None and _is_repeated(bucket):
+        own = _keep_sent_copy(bucket, own, group)
     if comm.is_point_to_point(group):
         gather = comm.gather_parts(whole, parts, own, group, purpose, caller, decode)
         bucket.fill.exchange = gather
@@ -118,6 +125,41 @@ def _begin_fill(bucket: Bucket) -> comm.GatherPlan | None:
     if inner is None and decode is None:
         views.plan = plan
     return plan
+
+
+def _find_sent_copy(bucket: Bucket) -> SentCopy | None:
+    """What an earlier gather of the same weights sent, if it is still where other ranks read it."""
+    sent = bucket.views.sent
+    if sent is not None and (_is_written_unseen(bucket) or sent.versions != bucket.fill.versions):
+        sent = bucket.views.sent = None
+    return sent
+
+
+def _keep_sent_copy(bucket: Bucket, own: torch.Tensor, group: Group) -> torch.Tensor:
+    """What a gather sends in place of ``own``: a copy that later gathers can send again."""
+    copy = comm.transport_of(group).copy
+    if copy is None or not own.numel() or _is_written_unseen(bucket):
+        return own
+    lease = copy(own, group)
+    if lease is None:
+        return own
+    bucket.views.sent = SentCopy(lease, bucket.fill.versions)
+    memory: torch.Tensor = lease.memory
+    return memory
+
+
+def _is_repeated(bucket: Bucket) -> bool:
+    """Whether the microbatches that follow gather the same weights again."""
+    unit = None if bucket.users.unit is None else bucket.users.unit()
+    if unit is None or unit.switches.sync:
+        return False
+    stays = unit.switches.keep_over_microbatches or not unit.switches.reshard_after_backward
+    return not stays
+
+
+def _is_written_unseen(bucket: Bucket) -> bool:
+    """Whether the shard may be written in a way that its versions do not show."""
+    return bucket.residence.written > 0 or bucket.residence.is_shared
 
 
 def _is_stored(bucket: Bucket, inner: Inner) -> bool:

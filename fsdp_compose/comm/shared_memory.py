@@ -13,7 +13,8 @@ has read a slot notes the ticket in its own header, and the owner writes into th
 once it finds that ticket in the headers of all ranks that may read it. The owner never waits for
 this: where no slot is free, it makes another, so a rank that is slow holds up nobody and reads what
 it was offered. What a rank was offered and never read, since an exchange was given up, it passes
-with its *floor*: of this rank's offers, nothing up to that ticket will be read any more.
+with its *floor*: of this rank's offers, nothing up to that ticket will be read any more. A copy
+that its owner keeps is offered again as it lies, under another ticket.
 
 **Nothing is left behind.** A segment is a memfd: it has no name, other ranks open it below
 ``/proc``, and the kernel frees it with the last process that maps it, however that ended. Its pages
@@ -50,7 +51,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.comm.mail import Mail
 from fsdp_compose.comm.messages import gather_objects
 
-MAX_SLOTS = 64
+MAX_SLOTS = 256
 """Of a rank in a group; with more offers unread than that, data travels in messages."""
 
 _PAGE = mmap.PAGESIZE
@@ -82,7 +83,7 @@ class Lease:
     memory: torch.Tensor  # uint8, a storage of exactly the bytes that were asked for
     kept: MutableMapping[Any, Any]
     was_offered: bool = False
-    is_copy: bool = False  # of what lies elsewhere
+    is_copy: bool = False  # of what lies elsewhere; nobody writes it, and it is offered again
 
 
 @dataclass(eq=False)
@@ -229,15 +230,21 @@ class Segments:
             self.slots.append(slot)
         return slot
 
+    def copy(self, data: torch.Tensor) -> Lease | None:
+        """A copy of ``data``, which can be offered again and again while the lease is held."""
+        lease = self.lend(data.nbytes)
+        if lease is not None:
+            lease.is_copy = True
+            lease.memory.view(data.dtype).copy_(data)
+        return lease
+
     def offer(self, data: torch.Tensor) -> Offer:
         """Make ``data`` readable for the others: as it lies, if it is lent, or else as a copy."""
         lease = self.lease_of(data)
-        if lease is None or lease.was_offered:
-            lease = self.lend(data.nbytes)
-            if lease is None:
-                return Offer()
-            lease.is_copy = True
-            lease.memory.view(data.dtype).copy_(data)
+        if lease is None or (lease.was_offered and not lease.is_copy):
+            lease = self.copy(data)
+        if lease is None:
+            return Offer()
         lease.was_offered = True
         with self.lock:
             self.ticket += 1
@@ -284,10 +291,10 @@ class Segments:
         """Shared memory that this rank has allocated for the group."""
         return sum(len(slot.map) for slot in self.slots)
 
-    def lent_bytes(self) -> int:
-        """Bytes of that memory in which gradients are packed now."""
+    def lent_bytes(self, copies: bool = False) -> int:
+        """Bytes of that memory in which gradients are packed now, or that hold ``copies``."""
         leases = [slot.lease() for slot in self.slots if slot.lease is not None]
-        return sum(x.memory.numel() for x in leases if x is not None and not x.is_copy)
+        return sum(x.memory.numel() for x in leases if x is not None and x.is_copy == copies)
 
 
 _segments: weakref.WeakKeyDictionary[dist.ProcessGroup, Segments | None] = (

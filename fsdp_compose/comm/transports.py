@@ -32,7 +32,7 @@ from fsdp_compose.base.torch_private import (
     reduce_scatter_single,
 )
 from fsdp_compose.comm.messages import post_pairs
-from fsdp_compose.comm.shared_memory import Lease, Offer, Reading, segments_of
+from fsdp_compose.comm.shared_memory import MAX_SLOTS, Lease, Offer, Reading, segments_of
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -145,6 +145,13 @@ def _offer_on_host(data: torch.Tensor, group: Group) -> Offer:
 def _lend_on_host(nbytes: int, group: Group) -> Lease | None:
     segments = segments_of(group)
     return None if segments is None else segments.lend(nbytes)
+
+
+def _copy_on_host(data: torch.Tensor, group: Group) -> Lease | None:
+    segments = segments_of(group)
+    if segments is None or data.device.type != "cpu" or len(segments.slots) > MAX_SLOTS // 2:
+        return None  # the other slots are for what is under way
+    return segments.copy(data)
 
 
 def _room_on_host(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -263,6 +270,7 @@ ON_HOST = replace(
     copies_own=True,
     offer=_offer_on_host,
     lend=_lend_on_host,
+    copy=_copy_on_host,
     room=_room_on_host,
 )
 """Ranks of one host read each other's memory, the others send; where some ranks share a host."""

@@ -73,6 +73,7 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
         note_reduction(unit, bucket)
     factor, used = unit.switches.divide_factor, comm.Flags(arriving.used, len(bucket.entries))
     arriving.packed, arriving.used, arriving.trained = False, 0, 0
+    bucket.views.sent = None  # no further microbatch reads these weights
     scale = 1.0 / (mesh.divisor if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, used)
     if unites and bucket.users.caller is not None:

@@ -166,7 +166,7 @@ def _state_of(unit: Unit) -> UnitState:
         waiting=sum(_nbytes(t) for b in unit.buckets for t in _waiting(b)),
         spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner and b.spread),
         weight_copies=sum(
-            _nbytes(b.inner.store if b.inner and not b.spread else _device_copy(b))
+            _nbytes(b.inner.store if b.inner and not b.spread else _device_copy(b)) + _sent_bytes(b)
             for b in unit.buckets
         ),
         is_stale=any(_is_stale(unit, b) for b in unit.gathered),
@@ -239,6 +239,10 @@ def _other(survey: Survey) -> int:
 
 def _device_copy(bucket: Bucket) -> torch.Tensor | None:
     return None if bucket.device_copy is None else bucket.device_copy.tensor
+
+
+def _sent_bytes(bucket: Bucket) -> int:
+    return 0 if bucket.views.sent is None else _nbytes(bucket.views.sent.lease.memory)
 
 
 def _now(engine: Engine) -> Iterator[str]:

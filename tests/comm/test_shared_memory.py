@@ -23,14 +23,17 @@ from fsdp_compose import (
     ShardingStrategy,
     accumulate,
     default_hook,
+    explain,
     fully_shard,
     gathered,
     no_sync,
     register_comm_hook,
+    set_reshard_after_backward,
     unshard,
 )
+from fsdp_compose.buckets.bucket import SentCopy
 from fsdp_compose.comm import shared_memory, transports
-from fsdp_compose.comm.shared_memory import Reading, Segments, all_segments
+from fsdp_compose.comm.shared_memory import Offer, Reading, Segments, all_segments
 from fsdp_compose.comm.transports import PAIRS, _Read
 
 from harness import RankFailure, rank_errors, run_ranks
@@ -141,6 +144,116 @@ def test_what_is_read_late_is_what_was_offered() -> None:
     run_ranks(check_late_reads, 2)
 
 
+def check_kept_copies(rank: int) -> None:
+    """Microbatches gather the same weights again: their shard is copied once in a step.
+
+    Rank 1 reads late. What it reads is nevertheless what was offered, also where the weights are
+    written between gathers, or in a way that their versions do not show.
+    """
+    layer = fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=True)
+    read, copy, copies, ones = Reading.read_from, Segments.copy, [], torch.ones(1, 64)
+
+    def read_late(self: Reading, other: int, offer: Any) -> Tensor:
+        found = read(self, other, offer)
+        if rank == 1:
+            time.sleep(0.03)
+        return found
+
+    def check(value: float) -> None:
+        with no_sync(layer):
+            outputs = [layer(ones) for _ in range(3)]
+        assert all(bool((y == 64 * value).all()) for y in outputs), f"other weights than {value}"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reading, "read_from", read_late)
+        patch.setattr(Segments, "copy", lambda *a: copies.append(a[1].nbytes) or copy(*a))
+        for step in range(6):
+            with torch.no_grad():
+                layer.weight.fill_(step)
+            check(step)
+        assert copies == [4 * 64 * 32] * 6
+        layer.weight.to_local().data.fill_(7.0)
+        check(7.0)
+        assert len(copies) == 9, "what may be written unseen is copied each time"
+
+
+def test_a_shard_is_copied_once_for_microbatches() -> None:
+    run_ranks(check_kept_copies, 2)
+
+
+def check_tickets(rank: int) -> None:
+    """A copy that is offered again is not free before it was read again."""
+    fully_shard(nn.Linear(8, 8))
+    (segments,) = all_segments()
+    lease = segments.copy(torch.zeros(64, dtype=torch.uint8))
+    assert lease is not None
+    first, again = segments.offer(lease.memory), segments.offer(lease.memory)
+    assert first.slot == again.slot, "it is copied again"
+    slot = segments.slots[first.slot]
+    del lease
+    for offer in (first, again):
+        assert not segments._is_free(offer.slot, slot), "written while it is read again"
+        dist.barrier()
+        reading = segments.begin()
+        reading.read_from(1 - rank, offer)
+        reading.close()
+        dist.barrier()
+    assert segments._is_free(first.slot, slot)
+
+
+def test_a_copy_is_offered_again() -> None:
+    run_ranks(check_tickets, 2)
+
+
+def test_kept_copies_are_given_back() -> None:
+    """With the reduction they are done with; strategies that keep weights gathered keep none."""
+
+    def ranks(rank: int, strategy: ShardingStrategy, kept: int) -> None:
+        plain = seeded(Tower)
+        plain.blocks[1].requires_grad_(False)
+        model = by_block(plain, strategy=strategy)
+        if strategy is ShardingStrategy.SHARD_GRAD_OP:
+            set_reshard_after_backward(model, False)
+        optim = sgd(model.parameters())
+        for step in range(3):
+            with no_sync(model):
+                for micro in range(2):
+                    square(model, data(10 * step + micro, rank)).backward()
+            (segments,) = all_segments()
+            copies = sum(state.weight_copies for state in explain(model).units)
+            assert segments.lent_bytes(copies=True) == copies == kept * shard_bytes(model)
+            square(model, data(step, rank)).backward()
+            assert segments.lent_bytes(copies=True) == segments.lent_bytes() == 0
+            assert sum(state.weight_copies for state in explain(model).units) == 0
+            optim.step()
+            optim.zero_grad()
+
+    run_ranks(ranks, 2, ShardingStrategy.FULL_SHARD, 1)
+    run_ranks(ranks, 2, ShardingStrategy.SHARD_GRAD_OP, 0)
+
+
+class AlwaysEqual:
+    """Versions that are those of every gather."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def offer_alike(segments: Segments, offer: Offer) -> Offer:
+    """An owner that does not wait for those who read a copy again."""
+    segments.slots[offer.slot].ticket = min(segments.slots[offer.slot].ticket, 1)
+    return offer
+
+
+def shard_bytes(model: nn.Module) -> int:
+    return sum(unit.shards for unit in explain(model).units)
+
+
 BREAKS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "written while it is read": (Segments, "_is_free", lambda self, index, slot: (
         slot.lease is None or slot.lease() is None)),
@@ -150,6 +263,10 @@ BREAKS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "another part than this rank's": (_Read, "wait", lambda self, wait=_Read.wait: (
         setattr(self, "begin", 0), wait(self))),
     "lent while it is offered": (Segments, "lease_of", lambda self, data: None),
+    "offered again under the same ticket": (Segments, "offer", lambda self, data,
+        offer=Segments.offer: offer_alike(self, offer(self, data))),
+    "sent though it was written": (SentCopy, "__setattr__", lambda self, name, value:
+        object.__setattr__(self, name, AlwaysEqual() if name == "versions" else value)),
 }  # fmt: skip
 
 
@@ -159,6 +276,10 @@ def test_a_broken_protocol_is_noticed(name: str) -> None:
         setattr(*BREAKS[name])
         if name == "lent while it is offered":
             check_copies(rank)
+        elif name == "offered again under the same ticket":
+            check_tickets(rank)
+        elif name == "sent though it was written":
+            check_kept_copies(rank)
         elif name == "another part than this rank's":
             train_alike(rank, "released")
         else:
