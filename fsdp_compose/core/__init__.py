@@ -35,6 +35,7 @@ Files, each importing only from those above it:
     guards/failed_steps         what a failed step left is cleared before it is taken for more
     guards/frozen_units         where the backward of a unit that trains nothing ends
     autograd                    gathering as a function; the one way for gradients to arrive
+    guards/standing_views       parameters of forwards under no_grad that turn gradients on inside
     guards/static_buffers       units at fixed addresses take turns
     guards/added_parameters     parameters added to a unit since it was sharded (D5)
     guards/callers              threads, child processes and recorders that may not run a unit

@@ -24,6 +24,7 @@ from fsdp_compose.core.guards.kept_views import guard_after_error, note_forward,
 from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.partly_run import close_forward, close_partly_run
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
+from fsdp_compose.core.guards.standing_views import view_standing
 from fsdp_compose.core.guards.surroundings import find_surroundings
 from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.passes import begin_forward_pass, end_step
@@ -147,7 +148,8 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
         live.joined_at = next_node_number()
     else:
-        tensors = view_parameters(unit, trained)
+        enabled = torch.is_grad_enabled()
+        tensors = view_parameters(unit, trained) if enabled else view_standing(unit)
     if is_functional:
         assert unit.opened is not None
         given = unit.opened.given

@@ -97,6 +97,7 @@ class Links:
     logs: tuple[Log, ...] = ()  # of its groups
     flags: list[bool] | None = None  # by entry: whether it needed a gradient when last asked
     trained: tuple[int, ...] = ()  # the entries whose flag is set
+    standing: Live | None = None  # what forwards without gradients read, see standing_views.py
 
 
 @dataclass(eq=False, repr=False)
