@@ -30,7 +30,10 @@ def view_standing(unit: Unit) -> Sequence[torch.Tensor]:
         standing, versions = unit.links.standing, read_versions(unit)
         if standing is None or standing.trained != trained or standing.versions != versions:
             standing = unit.links.standing = _connect(unit, trained, versions)
-        standing.pass_id, standing.joined_at = unit.engine.pass_id, next_node_number()
+        schedule = unit.engine.schedule
+        is_evaluation = schedule.eval_order is not None or len(schedule.active) == 1
+        standing.pass_id = unit.engine.pass_id if is_evaluation else 0  # see kept_tensors.py
+        standing.joined_at = next_node_number()
         read = standing.tensors
     if unit.links.dtensors:
         with torch.set_grad_enabled(bool(trained)):  # they are made as functions of the views
