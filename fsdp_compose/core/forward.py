@@ -20,6 +20,7 @@ from fsdp_compose.core.guards.forward_writes import find_writes, forget_written,
 from fsdp_compose.core.guards.frozen_units import bound_inputs
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
+from fsdp_compose.core.guards.interrupts import leave_interrupted
 from fsdp_compose.core.guards.kept_views import guard_after_error, note_forward, note_users
 from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.partly_run import close_forward, close_partly_run
@@ -87,8 +88,8 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     run.calls -= 1
     if active and active[0] is unit and not run.calls:
         close_partly_run(unit.engine)
-    while active and active.pop() is not unit:
-        pass
+    while active and (last := active.pop()) is not unit:
+        leave_interrupted(last)
     lost: str | None = None
     backward: Backward = "none"
     try:

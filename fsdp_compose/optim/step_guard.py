@@ -19,6 +19,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.core.guards.collective_log import Log, Settings
+from fsdp_compose.core.guards.interrupts import check_uninterrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
@@ -181,6 +182,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if any(group.get("fused") for group in optimizer.param_groups):
         _refuse_fused(optimizer, caller)
     for engine in here.engines.values():
+        if engine.schedule.active:
+            check_uninterrupted(engine, caller)
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:
             continue
