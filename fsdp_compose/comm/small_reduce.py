@@ -27,12 +27,13 @@ def compares(tensor: torch.Tensor, group: Group) -> bool:
 
 
 def reduce_alike(
-    tensor: torch.Tensor, group: Group, op: Literal["sum", "max"], what: str
+    tensor: torch.Tensor, group: Group, op: Literal["sum", "max"], what: str, advice: str = ""
 ) -> torch.Tensor:
     """``tensor`` combined over the group, another tensor of its dtype and shape.
 
     Args:
         what: what is reduced, the same on every rank: "take the norm of 'head.weight'".
+        advice: what to do where it differs.
 
     Raises:
         RuntimeError: on every rank, if some reduce something else; who and what.
@@ -51,7 +52,7 @@ def reduce_alike(
     first, second = both[-2:].tolist()
     alike = first**2 == second * group.size if op == "sum" else first == -second
     if not alike:
-        _raise(group, what)
+        _raise(group, what, advice or _ADVICE)
     result = both[: flat.numel()].to(flat.dtype)
     if tensor.is_complex():
         result = torch.view_as_complex(result.view(-1, 2))
@@ -64,16 +65,21 @@ def _number(what: str, ranks: int) -> int:
     return 1 + zlib.crc32(what.encode()) % ((1 << max(bits, 4)) - 1)
 
 
-def _raise(group: Group, what: str) -> None:
+_ADVICE = (
+    "Call what is computed over all ranks (p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every "
+    "rank, for the same tensors, with the same arguments and in the same order, also where only "
+    "rank 0 uses the result."
+)
+
+
+def _raise(group: Group, what: str, advice: str) -> None:
     found = gather_objects(what, group, "a sum or a norm")
     rank = dist.get_rank()
     other = next((r for r, text in zip(group.ranks, found, strict=True) if text != what), rank)
     theirs = found[group.ranks.index(other)]
     raise RuntimeError(
         f"rank {rank} was to {_shorten(what)}, and rank {other} at the same time to "
-        f"{_shorten(theirs)}: the result would mix the two. Call what is computed over all ranks "
-        "(p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors, with "
-        "the same arguments and in the same order, also where only rank 0 uses the result."
+        f"{_shorten(theirs)}: the result would mix the two. {advice}"
     )
 
 

@@ -36,6 +36,7 @@ Files, each importing only from those above it:
     guards/failed_steps         what a failed step left is cleared before it is taken for more
     guards/frozen_units         where the backward of a unit that trains nothing ends
     autograd                    gathering as a function; the one way for gradients to arrive
+    guards/standing_views       parameters of forwards under no_grad that turn gradients on inside
     guards/static_buffers       units at fixed addresses take turns
     guards/added_parameters     parameters added to a unit since it was sharded (D5)
     guards/callers              threads, child processes and recorders that may not run a unit
@@ -43,11 +44,11 @@ Files, each importing only from those above it:
     guards/surroundings         trainable parameters beside sharded ones (D18)
     guards/inner_backward       backward that reaches a unit through an inner tensor
     guards/functional_calls     forwards on other tensors than the gathered parameters
-    guards/interrupts           gradients that could not be cleared after an interrupt
     guards/hooked_weights       gradient hooks that a forward registers on gathered weights
     guards/forward_writes       weights written while a forward runs (D16)
     guards/order_changes        says when the order of units changed
     guards/partly_run           units of whose modules a forward left some out
+    guards/interrupts           units whose forward was interrupted, and their gradients
     forward                     a unit's normal forward
     guards/cast_buffers         buffers follow the precision of a forward
     guards/other_forwards       forwards in scopes, functional, transformed, stored precision

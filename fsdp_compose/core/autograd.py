@@ -189,7 +189,10 @@ def _is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
     if node is None or len(unit.engine.tasks) > 1:
         return True  # more may follow in a compiled graph, or in a backward inside another
     users = unit, *bucket.users.borrowers
-    return any(_is_expected(node) for user in users for node in tuple(user.graphs.nodes))
+    nodes = [node for user in users for node in user.graphs.nodes]
+    standing = [live for user in users if (live := user.links.standing) is not None]
+    nodes += [live.tensors[live.trained[0]].grad_fn for live in standing]
+    return any(map(_is_expected, nodes))
 
 
 def _is_expected(node: Any) -> bool:
@@ -289,21 +292,17 @@ DELETED = (
 
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
-    if not trained:
-        read = as_read(unit, unit.links.aliases)
-        _copy_all_attributes(unit, read)
-        if torch.is_grad_enabled():  # a checkpointed part of it may be recomputed in backward
-            unit.run.live = Live(read, unit.engine.pass_id, (), read_versions(unit))
-        return read
     versions = read_versions(unit)
-    tensors = _gather(weakref.ref(unit), trained, versions, unit.links.anchor)
-    if len(trained) != len(unit.links.aliases):
+    tensors: Sequence[torch.Tensor] = unit.links.aliases
+    if trained:
+        tensors = _gather(weakref.ref(unit), trained, versions, unit.links.anchor)
+    if trained and len(trained) != len(unit.links.aliases):
         outputs, tensors = tensors, list(unit.links.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     read = as_read(unit, tensors) if unit.links.dtensors else tensors
     if unit.links.with_attributes:
-        _copy_all_attributes(unit, read)
+        copy_all_attributes(unit, read)
     unit.run.live = Live(read, unit.engine.pass_id, trained, versions)
     return read
 
@@ -313,7 +312,7 @@ def is_current(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
     return live.trained == trained and live.versions == read_versions(unit)
 
 
-def _copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+def copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Give full tensors, by entry, the classes and attributes of their parameters."""
     for index in unit.links.with_attributes:
         copy_attributes(tensors[index], unit.entries[index])

@@ -20,10 +20,12 @@ from fsdp_compose.core.guards.forward_writes import find_writes, forget_written,
 from fsdp_compose.core.guards.frozen_units import bound_inputs
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.inner_backward import watch_hooked, watch_outputs
+from fsdp_compose.core.guards.interrupts import leave_interrupted
 from fsdp_compose.core.guards.kept_views import guard_after_error, note_forward, note_users
 from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.partly_run import close_forward, close_partly_run
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
+from fsdp_compose.core.guards.standing_views import view_standing
 from fsdp_compose.core.guards.surroundings import find_surroundings
 from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.guards.unread_weights import note_unread
@@ -87,8 +89,8 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     run.calls -= 1
     if active and active[0] is unit and not run.calls:
         close_partly_run(unit.engine)
-    while active and active.pop() is not unit:
-        pass
+    while active and (last := active.pop()) is not unit:
+        leave_interrupted(last)
     lost: str | None = None
     backward: Backward = "none"
     try:
@@ -150,7 +152,8 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
         live.joined_at = next_node_number()
     else:
-        tensors = view_parameters(unit, trained)
+        enabled = torch.is_grad_enabled()
+        tensors = view_parameters(unit, trained) if enabled else view_standing(unit)
     if is_functional:
         assert unit.opened is not None
         given = unit.opened.given

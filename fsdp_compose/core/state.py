@@ -98,6 +98,7 @@ class Links:
     asked_at: int = -1  # ``here.retrained`` when the parameters were last asked whether they train
     flags: list[bool] | None = None  # by entry: what they answered
     trained: tuple[int, ...] = ()  # the entries whose flag is set
+    standing: Live | None = None  # what forwards without gradients read, see standing_views.py
 
 
 @dataclass(eq=False, repr=False)

@@ -18,7 +18,8 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
-from fsdp_compose.core.guards.collective_log import Log
+from fsdp_compose.core.guards.collective_log import Log, Settings
+from fsdp_compose.core.guards.interrupts import check_uninterrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
@@ -86,21 +87,63 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     """Have the ranks that share its parameters compare, when a step ends, that all have stepped.
 
     Ranks may have given optimizers the parameters that they hold a part of, so whether one has
-    stepped is compared, and not how many.
+    stepped is compared, and not how many; and with what settings.
     """
     logs = (log for engine in here.engines.values() for log in engine.logs.values())
-    unknown: dict[object, Log] = {log: log for log in logs if log.stepped is None}
+    unknown: dict[object, Log] = {log: log for log in logs if log.steps.parameter is None}
     params = (param for group in optimizer.param_groups for param in group["params"])
+    settings: Settings | None = None
     with raw():
-        for param in params if unknown else ():
+        for param in params:
             bucket = _find_bucket(param)
-            log = None if bucket is None else unknown.get(bucket.users.caller)
-            if bucket is not None and log is not None and get_grad(param) is not None:
+            log: Any = None if bucket is None else bucket.users.caller
+            if bucket is None or log is None:
+                continue
+            settings = settings or take_settings(optimizer)
+            log.steps.settings[id(optimizer)] = settings
+            if log in unknown and get_grad(param) is not None:
                 spec = (entry_of(param) or bucket.entries[0]).spec
-                log.stepped = spec.unit, spec.fqn
+                log.steps.parameter = spec.unit, spec.fqn
                 del unknown[log]
-                if not unknown:
-                    return
+            if not unknown:
+                return
+
+
+def _list_names(params: Sequence[nn.Parameter]) -> list[tuple[str, str]]:
+    """(unit, parameter) of the sharded parameters among ``params``, or those that they lie over."""
+    found: list[tuple[str, str]] = []
+    for param in params:
+        bucket, entry = _find_bucket(param), entry_of(param)
+        entries = [] if bucket is None else bucket.entries if entry is None else [entry]
+        found += [(e.spec.unit, e.spec.fqn) for e in entries]
+    return found
+
+
+def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
+    """What the groups of an optimizer say now, for ranks to compare; no device is waited for."""
+    groups = [(group["params"], _list_numbers(group)) for group in optimizer.param_groups]
+    number = hash(frozenset([tuple(numbers.values()) for _, numbers in groups]))
+
+    def by_parameter() -> dict[tuple[str, str], dict[str, str]]:
+        texts = [(params, {k: repr(v) for k, v in numbers.items()}) for params, numbers in groups]
+        return {name: text for params, text in texts for name in _list_names(params)}
+
+    return Settings(number, by_parameter)
+
+
+def _list_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group that are numbers or several, whose hash is the same on every rank."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        kind = type(value)
+        if kind in _NUMBERS or (kind is tuple and _NUMBERS.issuperset(map(type, value))):
+            found[name] = value
+        elif kind is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
+            found[name] = value.item()
+    return found
+
+
+_NUMBERS = frozenset((int, float, bool))
 
 
 def _find_bucket(param: nn.Parameter) -> Bucket | None:
@@ -139,6 +182,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if any(group.get("fused") for group in optimizer.param_groups):
         _refuse_fused(optimizer, caller)
     for engine in here.engines.values():
+        if engine.schedule.active:
+            check_uninterrupted(engine, caller)
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:
             continue

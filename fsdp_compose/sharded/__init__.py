@@ -18,6 +18,7 @@ Files, each importing only from those above it:
     leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
     torchstate  what torch's functions over state dicts ask of a slice
     tensor      the classes of sharded tensor; tag, to_local
+    operands    plain operands of elementwise functions, cut and compared
     convert     a parameter with its hooks becomes sharded, and plain again
     calls       __torch_function__, by those tables
 """

@@ -16,13 +16,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fsdp_compose.base.torch_private import call_raw, is_opaque, raw
+from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.base.torch_stack import is_converted_by_module
 from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
-from fsdp_compose.sharded.cut import own_slice
+from fsdp_compose.sharded.operands import (
+    INTO_PLAIN,
+    PLAIN_FORMATS,
+    check_cut,
+    compare_partners,
+    cut_operand,
+    cut_operands,
+    with_partners,
+)
 from fsdp_compose.sharded.reduce import (
     REDUCTIONS,
     average_over_replicas,
@@ -52,65 +60,26 @@ def _shared(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an elementwise function on the slices."""
-    spec, plain = None, False
+    spec: ShardSpec | None = None
+    partners: tuple[Tensor, ...] = ()
+    plain: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if is_sharded(value):
             if spec is None:
                 spec = value._shard_spec
-            elif value._shard_spec is not spec and value._shard_spec.key != spec.key:
-                refuse(func, spec, _mismatch(value._shard_spec, spec))
+            elif value._shard_spec is not spec:
+                check_cut(func, value._shard_spec, spec)
+                partners += value._shard_spec.partners
         elif isinstance(value, Tensor):
-            plain = True
+            plain.append(value)
     if spec is None:
         refuse(func, first_spec(args, kwargs))
     if plain or kwargs:
-        args, kwargs = _operands(func, args, kwargs, spec)
+        args, kwargs = cut_operands(func, args, kwargs, spec)
     out = call_raw(func, (), args, kwargs)
     if type(out) is Tensor:
-        tag(out, spec)
+        tag(out, with_partners(func, spec, plain, partners) if plain or partners else spec)
     return out
-
-
-def _operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, Any]:
-    """Cut every plain operand as ``spec`` says; refuse what could mean several things."""
-    target = kwargs.get("out", args[0] if func in ops.IN_PLACE and args else None)
-    if target is not None and not is_sharded(target):
-        refuse(func, spec, _INTO_PLAIN, WHOLE_COPY)
-    if kwargs.get("memory_format") not in _PLAIN_FORMATS:
-        refuse(func, spec, "the slice has no memory format")
-    cut = tuple(_operand(func, value, spec) for value in args)
-    return cut, {k: _operand(func, value, spec) for k, value in kwargs.items()}
-
-
-_INTO_PLAIN = "it would write a slice into a plain tensor"
-_PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
-
-
-def _operand(func: Any, value: Any, spec: ShardSpec) -> Any:
-    """A plain operand, cut as ``spec`` says."""
-    if not isinstance(value, Tensor) or is_sharded(value):
-        return value
-    if value.requires_grad and torch.is_grad_enabled() and func not in ops.COMPARING:
-        refuse(func, spec, _DIFFERENTIATED)
-    if value.ndim == 0:
-        return value
-    if is_opaque(value):
-        refuse(func, spec, f"the other is a {type(value).__name__}, which cannot be cut")
-    pairs = zip(reversed(value.shape), reversed(spec.seen), strict=False)
-    if value.ndim > len(spec.seen) or any(n not in (1, m) for n, m in pairs):
-        refuse(func, spec, f"the other has shape {tuple(value.shape)}")
-    return value.reshape(1) if value.numel() == 1 else own_slice(value, spec)
-
-
-_DIFFERENTIATED = (
-    "the other operand requires grad (where no gradient is wanted, detach() it or compute under "
-    "torch.no_grad())"
-)
-
-
-def _mismatch(other: ShardSpec, spec: ShardSpec) -> str:
-    """Say how another operand is cut."""
-    return f"the other, {other.fqn!r}, is cut differently: {other.held_unlike(spec)}"
 
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +87,7 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and not is_sharded(args[0]):
         return call_raw(func, (), args, kwargs)
     spec = args[0]._shard_spec
-    if kwargs.get("memory_format") not in _PLAIN_FORMATS:
+    if kwargs.get("memory_format") not in PLAIN_FORMATS:
         refuse(func, spec, "the slice has no memory format")
     _check_swap(func, spec)
     out = call_raw(func, (), args, kwargs)
@@ -210,8 +179,8 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             other = items[i]._shard_spec
             if spec is None:
                 spec = other
-            elif other is not spec and other.key != spec.key:
-                refuse(func, spec, _mismatch(other, spec))
+            elif other is not spec:
+                check_cut(func, other, spec)
         specs.append(spec)
         if spec is None:
             continue
@@ -221,8 +190,8 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if (name == first and func in ops.FOREACH_IN_PLACE) or (
                 func in ops.FUSED and items[i].ndim
             ):
-                refuse(func, spec, _INTO_PLAIN, WHOLE_COPY)
-            items[i] = _operand(func, items[i], spec)
+                refuse(func, spec, INTO_PLAIN, WHOLE_COPY)
+            items[i] = cut_operand(func, items[i], spec)
     args = tuple(lists.get(i, value) for i, value in enumerate(args))
     out = call_raw(func, (), args, {k: lists.get(k, value) for k, value in kwargs.items()})
     if func in ops.FUSED:
@@ -257,6 +226,8 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse(func, first_spec(args, kwargs))
     spec = tensor._shard_spec
     require_group(spec, getattr(func, "__name__", "a reduction"))
+    if spec.partners:
+        compare_partners([spec])
     named = spec if tensor._is_parameter else replace(spec, fqn=name_of(tensor, spec))
     out = REDUCTIONS[func](tensor.to_local(), named, *rest, **kwargs)
     if out is NotImplemented:
@@ -273,6 +244,7 @@ def _foreach_reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for spec in specs:
         if spec is not None:
             require_group(spec, func.__name__)
+    compare_partners([spec for spec in specs if spec is not None and spec.partners])
     with raw():
         return foreach_reduce(func, tensors, specs, *args[1:], **kwargs)
 

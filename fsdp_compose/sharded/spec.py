@@ -116,6 +116,8 @@ class ShardSpec:
     """Whether the user asked for this rank's own slice (``kind="local"``): pickle may store it."""
     is_copy: bool = False
     """Whether the tensor was copied without the bucket that would gather it."""
+    partners: tuple[torch.Tensor, ...] = ()
+    """Plain tensors that it was computed with: equal on every rank, or no sum of it is right."""
     answers: Mapping[Callable[..., Any], Handler] = field(default_factory=dict)
     """How the unit answers torch functions that concern whole buckets or the graph."""
     numel: int = field(init=False)

@@ -129,9 +129,9 @@ def test_weights_that_all_ranks_load_are_whole() -> None:
             lambda: model.load_state_dict(state),
             lambda: fc.load_state_dict(model, state),
         ):
-            assert any(log.stepped for log in here.engines[torch.device("cpu")].logs.values()) == (
-                rank == 0
-            )
+            assert any(
+                log.steps.parameter for log in here.engines[torch.device("cpu")].logs.values()
+            ) == (rank == 0)
             load()
             train(model, [sgd(model.parameters())], rank, 1, steps=rank != 1)
         fc.load_state_dict(model, state)

@@ -13,7 +13,8 @@ comparison runs beside the compute, and the host reads it at the end of the next
 result has arrived: it never waits for the step that it has just issued.
 
 Whether an optimizer has stepped since the last comparison is the last event of a step: a rank that
-left the step out has old slices of weights that are new on the others.
+left the step out has old slices of weights that are new on the others. With what settings it has
+stepped is part of the message: where that differs, the ranks compare them by parameter.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from fsdp_compose.core.guards.rank_differences import (
     Frozen,
     explain,
     explain_frozen,
+    explain_settings,
     explain_stepped,
     explain_unknown,
 )
@@ -99,6 +101,24 @@ class Guess:
     anywhere: int  # assumed to be used by some rank
 
 
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What an optimizer stepped with, as its groups have it: learning rates and the like."""
+
+    number: int  # follows from them
+    by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
+    """Their texts, by (unit, parameter) and name."""
+
+
+@dataclass(eq=False)
+class Steps:
+    """The steps of optimizers, for ranks to compare."""
+
+    parameter: tuple[str, str] | None = None  # (unit, parameter) that one has stepped, if any
+    settings: dict[int, Settings] = field(default_factory=dict)  # by the optimizer's id
+    are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
+
+
 Report = tuple[int, list[Event], Frozen]
 """A rank, its events since the ranks last agreed, and what it does not train."""
 
@@ -112,6 +132,7 @@ class _Pending:
     step: int
     events: list[Event]
     guesses: list[Guess]
+    settings: list[Settings]
 
     def read(self) -> list[int]:
         """Wait for the result, and return its integers."""
@@ -145,8 +166,7 @@ class Log:
     unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
     is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
-    stepped: tuple[str, str] | None = None
-    """(unit, parameter) that an optimizer has stepped since the ranks last compared, if any."""
+    steps: Steps = field(default_factory=Steps)  # since the ranks last compared
 
     @property
     def place(self) -> tuple[int, int, Sequence[int]]:
@@ -188,31 +208,38 @@ class Log:
         if not self.events:
             return
         if is_capturing():
-            self.events, self.hash, self.stepped = [], 0, None
-            self.guesses, self.doubts = [], 0
+            self._forget()
             return
         previous, self.pending = self.pending, None
         if previous is not None:
             self._check(previous)
-        if self.stepped is not None:
-            self.events.append((_STEPPED, STEPPED, *self.stepped))
+        if self.steps.parameter is not None:
+            self.events.append((_STEPPED, STEPPED, *self.steps.parameter))
             self.hash = (self.hash * _FACTOR + _STEPPED) & _MASK
         comparison = self._compare(_END)
         if self.is_stepwise or comparison.mark is None:
             self._check(comparison)
         else:
             self.pending = comparison
-        self.events, self.hash, self.stepped = [], 0, None
-        self.guesses, self.doubts = [], 0
+        self._forget()
         self.step += trained
         self.passes += not trained
         self.is_proven |= trained
         if self.is_proven or self.passes >= TRIAL_PASSES:
             self.is_stepwise = self.is_debugging
 
+    def _forget(self) -> None:
+        """Begin a step: what the last one did is compared, or never will be."""
+        self.events, self.hash = [], 0
+        self.steps = Steps(are_compared=self.steps.are_compared)
+        self.guesses, self.doubts = [], 0
+
     def _compare(self, code: int) -> _Pending:
         """Send this rank's event and hash to all ranks of the groups."""
-        values = (code, self.hash, int(here.is_debugging), self.doubts)
+        is_compared = code == _END and self.steps.are_compared
+        settings = [*self.steps.settings.values()] if is_compared else []
+        number = hash(tuple([one.number for one in settings])) & _MASK if settings else 0
+        values = (code, self.hash, here.is_debugging + 2 * (self.doubts > 0), number)
         streams = self.streams
         with streams.on(streams.reduce):
             result = comm.span(values, self.groups, streams.device, self)
@@ -221,15 +248,17 @@ class Log:
                 host = torch.empty_like(result, device="cpu", pin_memory=True)
                 result = host.copy_(result, non_blocking=True)
                 mark = streams.record(streams.reduce)
-        return _Pending(result, mark, self.step, self.events, self.guesses)
+        return _Pending(result, mark, self.step, self.events, self.guesses, settings)
 
     def _check(self, comparison: _Pending) -> None:
         """Raise where the ranks sent different events or hashes."""
-        code, hashed, debug, doubts, low_code, low_hashed, *_ = comparison.read()
-        self.is_debugging = debug > 0
+        code, hashed, flags, settings, low_code, low_hashed, _, low_settings = comparison.read()
+        self.is_debugging = flags % 2 > 0  # where ranks have doubts, perhaps a step later
         if code == -low_code and hashed == -low_hashed:
-            if doubts and code == _END:
+            if flags > 1 and code == _END:
                 self._check_guesses(comparison)
+            if settings != -low_settings:
+                self._check_settings(comparison)
             return
         self._raise(self.groups, comparison.step, comparison.events, late=not self.is_stepwise)
 
@@ -264,6 +293,22 @@ class Log:
                     wrong = explain_unknown(spec.fqn, spec.unit, comparison.step, is_used)
         if wrong:
             raise RuntimeError(wrong)
+
+    def _check_settings(self, comparison: _Pending) -> None:
+        """Compare by parameter what optimizers have stepped with, as something of it differs.
+
+        Raises:
+            RuntimeError: a parameter was stepped in other ways; names it, the ranks and the ways.
+        """
+        mine: dict[tuple[str, str], dict[str, str]] = {}
+        for settings in comparison.settings:
+            mine |= settings.by_parameter()
+        reports = [(self.groups[0].ranks[self.groups[0].rank], mine)]
+        for group in self.groups:
+            reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]
+        if text := explain_settings(comparison.step, sorted(reports, key=lambda found: found[0])):
+            raise RuntimeError(text)
+        self.steps.are_compared = False
 
     def _gather(self, mine: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """By guess: (used there, taken for used anywhere) of every rank."""
@@ -351,9 +396,8 @@ class Log:
 
     def start_over(self, groups: Sequence[Group]) -> None:
         """Forget the step's events; what was sent over ``groups`` for them is never read."""
-        self.events, self.hash, self.pending, self.is_stepwise = [], 0, None, True
-        self.stepped = None
-        self.guesses, self.doubts = [], 0
+        self._forget()
+        self.pending, self.is_stepwise = None, True
         self.disagreements += 1
         for group in groups:
             self.epochs[group] = self.epoch(group) + 1

@@ -27,3 +27,4 @@ def leave_full(engine: Engine, bucket: Bucket) -> None:
     replaced = dict(zip(map(id, former), bucket.aliases, strict=True))
     for unit in engine.units:
         unit.links.aliases[:] = [replaced.get(id(item), item) for item in unit.links.aliases]
+        unit.links.standing = None

@@ -94,7 +94,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
 def forget_written(unit: Unit) -> None:
     """Have the next forward gather again, so that it does not read what this one wrote."""
     unit.engine.schedule.drop(unit, Hold.KEPT)
-    unit.run.live = None
+    unit.run.live = unit.links.standing = None
     for bucket in unit.gathered:
         bucket.fill.stamp = object()
 
@@ -210,6 +210,7 @@ def _keep_assigned(unit: Unit, shown: Sequence[torch.Tensor]) -> list[Entry]:
     pointers = unit.links.pointers
     if not pointers or list(map(torch.Tensor.data_ptr, shown)) == pointers:
         return kept
+    unit.links.standing = None  # it may read the memory that was assigned
     for index, (tensor, pointer) in enumerate(zip(shown, pointers, strict=True)):
         if tensor.data_ptr() == pointer:
             continue

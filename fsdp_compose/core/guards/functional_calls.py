@@ -150,7 +150,10 @@ def close_functional_call(unit: Unit) -> None:
 
 
 def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry, torch.Tensor]:
-    """Gather full parameters into a buffer of their own, connected to the leaves in grad mode."""
+    """Gather full parameters into a buffer of their own, connected to the leaves.
+
+    A forward under ``no_grad`` may turn gradients on inside, a forward in inference mode not.
+    """
     fulls: dict[Entry, torch.Tensor] = {}
     wanted = set(entries)
     with torch.no_grad():
@@ -160,7 +163,10 @@ def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry,
                 dtype = shard_of(bucket).dtype if stored else bucket.full.dtype
                 flat = gather_flat(bucket, shard_of(bucket).to(bucket.mesh.device), dtype)
                 fulls.update((e, full_tensor(flat, e)) for e in members)
-    return connect(owners(unit), fulls, []) if torch.is_grad_enabled() else fulls
+    if torch.is_inference_mode_enabled():
+        return fulls
+    with torch.enable_grad():
+        return connect(owners(unit), fulls, [])
 
 
 def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:

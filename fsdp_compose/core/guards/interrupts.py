@@ -1,14 +1,54 @@
-"""Gradients that could not be cleared after a forward was interrupted are an error, and not kept.
+"""A forward that an interrupt ended is cleaned up, or what it left is an error and not kept.
 
-A KeyboardInterrupt runs no hook of the modules that it leaves. They hold gathered tensors until the
-next forward begins, so ``zero_grad`` of a module does not reach its parameters meanwhile.
+A KeyboardInterrupt runs no hook of the modules that it leaves. Where a forward around them goes on,
+its end closes them. Otherwise they hold gathered tensors until the next forward or step begins, so
+``zero_grad`` of a module does not reach its parameters meanwhile, nor does clipping.
 """
 
 from __future__ import annotations
 
+import sys
+from threading import get_ident
+
 from fsdp_compose.base.attributes import get_grad
-from fsdp_compose.base.torch_private import raw
-from fsdp_compose.core.state import Engine
+from fsdp_compose.base.torch_private import graph_task_id, raw
+from fsdp_compose.base.torch_stack import is_in_call
+from fsdp_compose.core.gathering import install_leaves
+from fsdp_compose.core.guards.functional_calls import close_functional_call
+from fsdp_compose.core.guards.partly_run import close_forward
+from fsdp_compose.core.guards.saved_tensors import unshield
+from fsdp_compose.core.schedule import Hold
+from fsdp_compose.core.state import Engine, Unit
+
+
+def leave_interrupted(unit: Unit) -> None:
+    """Close a unit whose forward was interrupted inside one that caught the interrupt."""
+    unit.run.calls = 0
+    unit.run.modes.clear()
+    if unit.run.shield is not None:
+        unshield(unit)
+    if Hold.FORWARD in unit.holds:
+        close_forward(unit)
+        return
+    install_leaves(unit)
+    if unit.opened is not None and unit.opened.for_call:
+        close_functional_call(unit)
+
+
+def check_uninterrupted(engine: Engine, caller: str) -> None:
+    """Before a step, let modules hold their parameters again after a forward that was interrupted.
+
+    Raises:
+        RuntimeError: parameters have gradients, which clipping did not reach; not at the next step.
+    """
+    if engine.thread != get_ident() or graph_task_id() != -1 or is_in_call(sys._getframe()):
+        return  # a forward is running, or its backward
+    uncleared = find_uncleared(engine)
+    for unit in engine.units:
+        if unit.run.showing is not None:
+            install_leaves(unit)
+    if uncleared is not None:
+        raise RuntimeError(f"{caller}: {uncleared}")
 
 
 def find_uncleared(engine: Engine) -> str | None:

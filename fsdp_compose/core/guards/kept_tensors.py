@@ -15,7 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_compose.base.torch_private import graph_task_id, leaf_hooks, made_at, untraced
+from fsdp_compose.base.torch_private import (
+    graph_task_id,
+    leaf_hooks,
+    made_at,
+    next_node_number,
+    untraced,
+)
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
@@ -50,6 +56,12 @@ def watch_inside(units: Iterable[Unit]) -> None:
         (max(start, live.joined_at, unit.checks.bound_at + 1), live.closed_at, unit)
         for unit in units
         if (live := unit.run.live) is not None and (start := opened_at(unit)) >= 0
+    ]
+    now = next_node_number()
+    spans += [
+        (standing.joined_at, now, unit)
+        for unit in units
+        if (standing := unit.links.standing) and standing.pass_id == unit.engine.pass_id
     ]
     spans = [span for span in spans if span[0] < span[1]]
     for value in gc.get_objects() if spans else ():

@@ -38,8 +38,8 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
-from fsdp_compose.core.guards.kept_tensors import watch_forwards, watch_inside
-from fsdp_compose.core.state import Engine, Unit
+from fsdp_compose.core.guards.kept_tensors import KEPT, watch_forwards, watch_inside
+from fsdp_compose.core.state import Engine, Unit, unit_of
 from fsdp_compose.sharded import part_of
 
 
@@ -126,7 +126,7 @@ def note_users(units: Iterable[Unit]) -> None:
     as the graph is kept. Somebody kept any other from the forward.
     """
     for unit, counts in _count_users(units, _STEP):
-        if counts not in unit.checks.inspected:
+        if counts not in unit.checks.inspected or KEPT in unit.checks.warned:
             unit.engine.inspected.add(unit)
 
 
@@ -142,8 +142,10 @@ def _count_users(units: Iterable[Unit], moment: int) -> list[tuple[Unit, tuple[i
     """
     counted: list[tuple[Unit, tuple[int, ...]]] = []
     for unit in units:
-        live = unit.run.live
+        live, standing = unit.run.live, unit.links.standing
         counts: tuple[int, ...] = (moment, sum(map(getrefcount, unit.links.aliases)))
+        if standing is not None:
+            counts += (sum(map(getrefcount, standing.tensors)),)
         if live is not None:
             counts += (sum(map(getrefcount, live.tensors)),)
         for bucket in unit.gathered:
@@ -248,18 +250,28 @@ def _read_in_forwards(engine: Engine) -> list[Sequence[Tensor]]:
     """The library's lists of what modules read in a forward, each once."""
     lists: list[Sequence[Tensor]] = []
     for unit in engine.units:
-        live = unit.run.live
+        live, standing = unit.run.live, unit.links.standing
         lists += [unit.links.aliases, () if live is None else live.tensors]
+        lists.append(() if standing is None else standing.tensors)
         lists += [bucket.aliases for bucket in unit.buckets]
     return list({id(tensors): tensors for tensors in lists}.values())
 
 
 def _give_up(engine: Engine, tensor: Tensor) -> None:
     """Have the library go on with another tensor over the same memory, where it can."""
+    _forget_standing(engine, tensor)
     other = tensor.detach()
     for tensors in _read_in_forwards(engine):
         if isinstance(tensors, list):
             tensors[:] = [other if known is tensor else known for known in tensors]
+
+
+def _forget_standing(engine: Engine, tensor: Tensor) -> None:
+    """Have the next forward without gradients read other tensors, if it would read this one."""
+    for unit in engine.units:
+        standing = unit.links.standing
+        if standing is not None and any(known is tensor for known in standing.tensors):
+            unit.links.standing = None
 
 
 def count_users(bucket: Bucket) -> int:
@@ -288,9 +300,10 @@ def _storages(units: Iterable[Unit], released: bool = False) -> dict[int, Bucket
 
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
     """List the library's own tensors over the memory of the unit's gathered weights."""
-    read = unit.run.live.tensors if unit.run.live is not None else ()
-    yield from read
-    yield from map(part_of, read)
+    for kept in unit.run.live, unit.links.standing:
+        read = kept.tensors if kept is not None else ()
+        yield from read
+        yield from map(part_of, read)
     for bucket in unit.gathered:
         views = bucket.views
         yield from (bucket.full, views.own, views.whole_bytes, *kept_views(views.part_bytes))
@@ -321,6 +334,8 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
             _guard(part_of(value), bucket)
     elif any(value is alias for alias in bucket.aliases):
         value = value.detach()  # the library goes on using that object
+    else:
+        _forget_standing(unit_of(bucket).engine, value)
     entry = _entry_at(bucket, int(part_of(value).storage_offset()))
     value._kept_in = weakref.ref(bucket)
     value._kept_from = (

@@ -47,6 +47,7 @@ from fsdp_compose.core.guards.functional_calls import (
     find_given_tensors,
     open_functional_call,
 )
+from fsdp_compose.core.guards.interrupts import leave_interrupted
 from fsdp_compose.core.guards.partly_run import close_partly_run
 from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.records import Opened
@@ -197,8 +198,8 @@ def _leave_apart(unit: Unit) -> None:
     close_functional_call(unit)
     if schedule.active and schedule.active[0] is unit:
         close_partly_run(unit.engine)
-    while schedule.active and schedule.active.pop() is not unit:
-        pass
+    while schedule.active and (last := schedule.active.pop()) is not unit:
+        leave_interrupted(last)
     if not schedule.active:
         if schedule.order.is_open and not transforms_active():
             end_pass(unit, failed=sys.exc_info()[0] is not None)

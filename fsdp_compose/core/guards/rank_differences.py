@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Event = tuple[int, str, str, str]
 """(number, verb, name of the unit, purpose); two events are the same if their numbers are."""
@@ -82,6 +82,35 @@ def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> st
         f"of unit {unit!r}, perhaps among others, was stepped on {_name(list(last))} alone, so the "
         "ranks hold parts of different weights. Load a checkpoint on every rank, and step alike on "
         "every rank: with fsdp_compose.skippable_step(model) all discard what one cannot use."
+    )
+
+
+def explain_settings(
+    step: int, reports: Sequence[tuple[int, Mapping[tuple[str, str], Mapping[str, str]]]]
+) -> str | None:
+    """Say which parameter ranks stepped with other settings; None where they did not.
+
+    Args:
+        reports: (rank, texts of settings by (unit, parameter) and name), by rank.
+    """
+    found: dict[tuple[tuple[str, str], str], dict[str, list[int]]] = {}
+    for rank, settings in reports:
+        for place, texts in settings.items():
+            for name, text in texts.items():
+                found.setdefault((place, name), {}).setdefault(text, []).append(rank)
+    differing = [(place, name) for (place, name), ways in found.items() if len(ways) > 1]
+    if not differing:
+        return None
+    (unit, parameter), name = differing[0]
+    ways = " and ".join(
+        f"{name}={text} on {_name(ranks)}" for text, ranks in found[differing[0]].items()
+    )
+    return (
+        f"optimizer.step() before step {step} had settings that differ between ranks: parameter "
+        f"{parameter!r} of unit {unit!r}, perhaps among others, was stepped with {ways}, so the "
+        "ranks hold parts of weights that no optimizer makes. Set the same on every rank: give "
+        "ReduceLROnPlateau, and whatever else follows a loss, the mean of the loss over the ranks. "
+        "Then load a checkpoint on every rank."
     )
 
 

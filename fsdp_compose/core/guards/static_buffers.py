@@ -135,6 +135,8 @@ class StaticWork(EngineWork):
                 with streams.on(streams.gather):  # which alone writes there
                     place_full(bucket, place, start)
                 bucket.static = Turns(choice.lenders, pack)
+        for user in readers:
+            user.links.standing = None  # a graph over them sees that they were written
         self.homes[unit] = place
 
 

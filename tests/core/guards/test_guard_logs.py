@@ -257,19 +257,21 @@ def test_orders_of_the_same_events_differ() -> None:
 
 @pytest.mark.usefixtures("caught")
 def test_ranks_agree_if_code_and_hash_do() -> None:
-    """Either alone is not enough; what they guessed is compared where the step ended."""
+    """Either alone is not enough; guesses and settings are compared where the step ended."""
     log = log_over()
     checked: list[Any] = []
+    settings: list[Any] = []
     log._check_guesses = checked.append  # type: ignore[method-assign]
-    for smallest in ([1, 9, 0, 0], [1, 9, 0, 1]):
+    log._check_settings = settings.append  # type: ignore[method-assign]
+    for smallest in ([1, 9, 0, 0], [1, 9, -1, 0]):
         log._check(compared(1, 9, 0, 0, smallest=smallest))
         assert not log.is_debugging and not checked
-    log._check(compared(5, 9, 0, 2, smallest=[5, 9, 0, 0]))
+    log._check(compared(5, 9, 2, 0, smallest=[5, 9, 0, 0]))
     assert not checked
-    log._check(compared(1, 9, 1, 2, smallest=[1, 9, 0, 0]))
-    assert log.is_debugging and len(checked) == 1
-    log._check(compared(1, 9, 0, 0, smallest=[1, 9, 0, 0]))
-    assert not log.is_debugging
+    log._check(compared(1, 9, 3, 0, smallest=[1, 9, 0, 0]))
+    assert log.is_debugging and len(checked) == 1 and not settings
+    log._check(compared(1, 9, 0, 7, smallest=[1, 9, 0, 6]))
+    assert not log.is_debugging and len(checked) == len(settings) == 1
     for stepwise in (True, False):
         log.is_stepwise = stepwise
         for smallest in ([0, 9, 0, 0], [1, 8, 0, 0], [0, 8, 0, 0]):
@@ -315,7 +317,7 @@ def test_a_comparison_on_a_device_stalls_nothing(monkeypatch: pytest.MonkeyPatch
     assert pending.read() == [1, 2]
     assert done == [
         "enter",
-        ((5, 9, 0, 2), log.groups, result.device, log),
+        ((5, 9, 2, 0), log.groups, result.device, log),
         ((result,), {"device": "cpu", "pin_memory": True}),
         ("copy", result, True),
         ("record", "reduce"),

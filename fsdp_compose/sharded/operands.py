@@ -1,0 +1,121 @@
+"""Plain operands of elementwise functions are cut as the sharded ones are, and equal on all ranks.
+
+Each rank cuts its own part of a plain operand. Where ranks hold other tensors, a sum of the result
+would be made of parts of each. So the result remembers what it was computed with, which ranks
+compare before it is reduced; on an accelerator nothing is compared, as the host would wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_compose.base.torch_private import is_opaque, transforms_active
+from fsdp_compose.comm.small_reduce import compares, reduce_alike
+from fsdp_compose.sharded import ops
+from fsdp_compose.sharded.advice import WHOLE_COPY
+from fsdp_compose.sharded.cut import own_slice
+from fsdp_compose.sharded.spec import ShardSpec, refuse
+from fsdp_compose.sharded.tensor import is_sharded
+
+INTO_PLAIN = "it would write a slice into a plain tensor"
+PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def check_cut(func: Any, other: ShardSpec, spec: ShardSpec) -> None:
+    """Raise D1 unless another operand is cut as ``spec`` says."""
+    if other.key != spec.key:
+        how = other.held_unlike(spec)
+        refuse(func, spec, f"the other, {other.fqn!r}, is cut differently: {how}")
+
+
+def cut_operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, Any]:
+    """Cut every plain operand as ``spec`` says; refuse what could mean several things."""
+    target = kwargs.get("out", args[0] if func in ops.IN_PLACE and args else None)
+    if target is not None and not is_sharded(target):
+        refuse(func, spec, INTO_PLAIN, WHOLE_COPY)
+    if kwargs.get("memory_format") not in PLAIN_FORMATS:
+        refuse(func, spec, "the slice has no memory format")
+    cut = tuple(cut_operand(func, value, spec) for value in args)
+    return cut, {k: cut_operand(func, value, spec) for k, value in kwargs.items()}
+
+
+def cut_operand(func: Any, value: Any, spec: ShardSpec) -> Any:
+    """A plain operand, cut as ``spec`` says."""
+    if not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    if value.requires_grad and torch.is_grad_enabled() and func not in ops.COMPARING:
+        refuse(func, spec, _DIFFERENTIATED)
+    if value.ndim == 0:
+        return value
+    if is_opaque(value):
+        refuse(func, spec, f"the other is a {type(value).__name__}, which cannot be cut")
+    pairs = zip(reversed(value.shape), reversed(spec.seen), strict=False)
+    if value.ndim > len(spec.seen) or any(n not in (1, m) for n, m in pairs):
+        refuse(func, spec, f"the other has shape {tuple(value.shape)}")
+    return value.reshape(1) if value.numel() == 1 else own_slice(value, spec)
+
+
+_DIFFERENTIATED = (
+    "the other operand requires grad (where no gradient is wanted, detach() it or compute under "
+    "torch.no_grad())"
+)
+
+
+def with_partners(
+    func: Any, spec: ShardSpec, plain: Sequence[Tensor], partners: tuple[Tensor, ...]
+) -> ShardSpec:
+    """The spec of a result, which remembers the plain operands that it was computed with.
+
+    What a parameter, gradient or state is written with in place is not remembered, nor what it is
+    compared with, nor outside of losses the numbers of an optimizer.
+
+    Args:
+        plain: operands of this function.
+        partners: of its sharded operands but the first, whose spec this is.
+    """
+    if func in ops.IN_PLACE or func in ops.COMPARING or transforms_active():
+        return spec
+    least = 0 if torch.is_grad_enabled() else 1
+    found = [x for x in plain if x.ndim >= least and not isinstance(x, DTensor)]
+    known = {id(x): x for x in (*spec.partners, *partners, *found)}
+    if len(known) == len(spec.partners):
+        return spec
+    return replace(spec, partners=tuple(known.values()))
+
+
+def compare_partners(specs: Sequence[ShardSpec]) -> None:
+    """Have the ranks that reduce tensors of ``specs`` compare what these were computed with.
+
+    Raises:
+        RuntimeError: on every rank, if they differ.
+    """
+    for spec in sorted(specs, key=lambda s: (s.unit, s.fqn)):
+        probe = torch.zeros(1, dtype=torch.int64, device=spec.partners[0].device)
+        groups = [g for g in (*spec.groups, spec.replicas) if g.size > 1 and compares(probe, g)]
+        if not groups:
+            continue
+        found = ", ".join(f"{tuple(x.shape)} (checksum {_sum_bytes(x):08x})" for x in spec.partners)
+        what = f"reduce {spec.fqn!r} after it was computed with plain tensors of shape {found}"
+        for group in groups:
+            reduce_alike(probe, group, "max", what, _OWN)
+
+
+def _sum_bytes(tensor: Tensor) -> int:
+    """A checksum of a tensor on the CPU, in the order of its elements."""
+    dense = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr() or 1))
+
+
+_OWN = (
+    "Each rank has only a part of the parameter, and would take that part of its own tensor. Where "
+    "the tensor is each rank's own, as a batch is, compute the loss inside `with "
+    "fsdp_compose.gathered(model):`; otherwise make it the same on every rank."
+)

@@ -1,0 +1,142 @@
+"""After a KeyboardInterrupt that is caught, units are closed, and no gradient is lost."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.testing import assert_close
+
+from fsdp_compose import fully_shard, wrap
+
+from harness import simulate_ranks
+from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, sgd, square, whole
+
+
+class Catching(nn.Module):
+    """Goes on where an interrupt ended the module inside it, perhaps by calling it again."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again, self.stops, self.shielded = again, 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        try:
+            return torch.tanh(self.inner(x))
+        except KeyboardInterrupt:
+            return torch.tanh(self.inner(x)) if self.again else x
+
+
+def stop(outer: Any, *_: Any) -> None:
+    """Forward pre-hook: interrupt a forward as often as ``outer.stops`` says."""
+    if outer.stops:
+        outer.stops -= 1
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:the forward of unit")
+def test_a_forward_that_catches_the_interrupt(
+    again: bool, enabled: bool, options: dict[str, Any]
+) -> None:
+    """The unit inside trains on: it was left gathered, and computed with old weights for ever."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(partial(Catching, again))
+        model = fully_shard(copy.deepcopy(plain), units=wrap.by_class({nn.Linear}), **options)
+        optims = [sgd(model.parameters()), sgd(plain.parameters())]
+        for module in (plain, model):
+            module.inner.register_forward_pre_hook(partial(stop, module))
+        for step in range(4):
+            if step == 1:
+                with torch.set_grad_enabled(enabled):
+                    model.stops = plain.stops = 1
+                    assert_close(model(data(step, rank)), plain(data(step, rank)))
+            for optim in optims:
+                optim.zero_grad()
+            square(model, data(step, rank)).backward()
+            (square(plain, data(step, 0)) + square(plain, data(step, 1))).div(2).backward()
+            for optim in optims:
+                optim.step()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found), wanted)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_an_interrupt_inside_saved_tensor_hooks() -> None:
+    """Hooks that the caller entered apply to the rest of its forward, and none is left."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Catching)
+        model = fully_shard(copy.deepcopy(plain), units=wrap.by_class({nn.Linear}))
+        model.inner.register_forward_pre_hook(partial(stop, model))
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            model.stops = 1
+            model(data(0, rank)).sum().backward()
+        count = len(kept)
+        model(data(0, rank)).sum().backward()
+        assert count and len(kept) == count
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of clipping
+def test_a_step_after_an_interrupt() -> None:
+    """It raises, as clipping may have reached nothing; the parameters are shown then."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = sgd(model.parameters())
+        square(model, data(0, rank)).backward()
+        wanted = clip_grad_norm_(list(model.parameters()), 1e9)
+        outer: Any = model
+        outer.stops = 1
+        handle = model.head.register_forward_pre_hook(partial(stop, model))
+        with pytest.raises(KeyboardInterrupt):
+            model(data(1, rank))
+        handle.remove()
+        assert not clip_grad_norm_(model.parameters(), 1e9).equal(wanted)
+        before = whole(model.head.weight)
+        with pytest.raises(RuntimeError, match=r"SGD.step\(\): the forward before .* interrupted"):
+            optim.step()
+        assert_close(whole(model.head.weight), before)
+        assert_close(clip_grad_norm_(model.parameters(), 1e9), wanted)
+        optim.step()
+        assert not whole(model.head.weight).equal(before)
+        square(model, data(1, rank)).backward()
+        optim.zero_grad()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+def test_a_step_inside_a_forward() -> None:
+    """No interrupt: an optimizer of something else steps while a forward runs."""
+
+    class Stepping(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                extra = nn.Parameter(torch.ones(1, dtype=torch.float64))
+                (extra * 2).sum().backward()
+            sgd([extra]).step()
+            return super().forward(x)
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Stepping))
+        for _ in range(2):
+            square(model, data(0, rank)).backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)

@@ -1,0 +1,156 @@
+"""An optimizer's settings that differ by rank are found when the next step ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import fsdp_compose as fc
+from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards import collective_log
+from fsdp_compose.core.guards.rank_differences import explain_settings
+from fsdp_compose.core.state import iter_units
+from fsdp_compose.sharded import to_local
+
+from harness import run_ranks, simulate_ranks
+from models import Tower, adamw, by_block, data, seeded, sgd, square
+
+FOUND = r"settings that differ between ranks: parameter 'first.weight' of unit .* stepped with lr="
+
+
+def train(model: nn.Module, optims: list[Any], rank: int, seed: int) -> None:
+    for optim in optims:
+        optim.zero_grad()
+    square(model, data(seed, rank)).backward()
+    for optim in optims:
+        optim.step()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [nn.Module.parameters, fc.flat_parameters, fc.local_parameters],
+    ids=lambda f: f.__name__,
+)
+def test_a_plateau_of_its_own_on_each_rank(take: Callable[[nn.Module], Any]) -> None:
+    """Every rank raises, and trains again when weights were loaded and the rates are the same."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = sgd(take(model))
+        plateau = ReduceLROnPlateau(optim, patience=0)
+        first = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for seed in range(2):
+            train(model, [optim], rank, seed)
+            plateau.step(1.0 + seed if rank == 1 else 1.0 - seed)
+        train(model, [optim], rank, 2)
+        with pytest.raises(RuntimeError, match=FOUND) as raised:
+            train(model, [optim], rank, 3)
+        text = str(raised.value)
+        assert "on ranks 0 and 2 and lr=" in text and "on rank 1" in text, text
+        model.load_state_dict(first)
+        optim.param_groups[0]["lr"] = 0.1
+        for seed in range(3):
+            train(model, [optim], rank, seed)
+
+    simulate_ranks(ranks, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight_decay", 0.5), ("betas", (0.5, 0.5)), ("lr", None)]
+)
+def test_any_setting_of_any_group(name: str, value: Any) -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        first, *rest = model.parameters()
+        optims = [sgd([first]), adamw(rest)]
+        if rank:
+            optims[1].param_groups[0][name] = torch.tensor(0.5) if value is None else value
+        train(model, optims, rank, 0)
+        with pytest.raises(RuntimeError, match=f"stepped with {name}="):
+            train(model, optims, rank, 1)
+
+    run_ranks(ranks)
+
+
+def test_on_a_device_it_is_found_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host does not wait for the comparison of the step that it has just issued."""
+    compare = collective_log.Log._compare
+
+    class Mark:
+        def synchronize(self) -> None:
+            pass
+
+    def later(log: collective_log.Log, code: int) -> Any:
+        comparison = compare(log, code)
+        comparison.mark = Mark()
+        return comparison
+
+    monkeypatch.setattr(collective_log.Log, "_compare", later)
+    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = sgd(model.parameters())
+        train(model, [optim], rank, 0)
+        optim.param_groups[0]["lr"] = 0.1 + rank
+        train(model, [optim], rank, 1)
+        optim.param_groups[0]["lr"] = 0.1
+        train(model, [optim], rank, 2)
+        with pytest.raises(RuntimeError, match=FOUND):
+            train(model, [optim], rank, 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_ranks(ranks)
+
+
+def test_ranks_may_have_other_groups() -> None:
+    """Of what they hold a part of; what they have in common was stepped alike."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), granularity="tensor")
+        mine = [p for p in model.parameters() if to_local(p).numel()]
+        groups = [{"params": [p], "lr": 0.1 + p.numel() / 100} for p in mine]
+        optim = torch.optim.SGD(groups, lr=0.1)
+        (log,) = {log for unit in iter_units(model) for log in unit.links.logs}
+        train(model, [optim], rank, 0)
+        assert log.steps.are_compared
+        with fc.count_traffic() as traffic:
+            train(model, [optim], rank, 1)
+        assert not log.steps.are_compared
+        with fc.count_traffic() as later:
+            train(model, [optim], rank, 2)
+        assert later.control < traffic.control
+
+    simulate_ranks(ranks)
+
+
+def test_what_the_same_settings_send() -> None:
+    """No collective more than without an optimizer, however often the rate changes."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = adamw(model.parameters())
+        counts = []
+        for seed in range(4):
+            with fc.count_traffic() as traffic:
+                train(model, [optim] if seed % 2 else [], rank, seed)
+            optim.param_groups[0]["lr"] *= 0.5
+            counts.append(traffic.control)
+        assert counts[1:] == counts[1:2] * 3
+
+    simulate_ranks(ranks)
+
+
+def test_the_text_names_what_differs() -> None:
+    a, b = {"lr": "0.1", "eps": "1"}, {"lr": "0.2", "eps": "1"}
+    assert explain_settings(3, [(0, {("u", "w"): a}), (1, {("u", "v"): b})]) is None
+    text = explain_settings(3, [(0, {("u", "w"): a}), (1, {("u", "w"): b}), (2, {("u", "w"): a})])
+    assert text is not None and "lr=0.1 on ranks 0 and 2 and lr=0.2 on rank 1" in text
+    assert "'w' of unit 'u'" in text and "before step 3" in text

@@ -1,0 +1,88 @@
+"""Sums of what was computed with each rank's own plain tensor raise, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_compose import fully_shard, gathered
+
+from harness import run_ranks, simulate_ranks
+from models import WIDTH, Tower, mesh_of_replicas, seeded
+
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "product": lambda p, x: (p * x).sum(),
+    "other way round": lambda p, x: ((x - p) ** 2).mean(),
+    "joined later": lambda p, x: (2 * p * p + p * x).norm(),
+    "a row": lambda p, x: torch.exp(p + x[0]).amax(),
+    "lists": lambda p, x: torch._foreach_norm([p, p + x])[1],
+    "dot": lambda p, x: torch.dist(p, x),
+}
+
+
+def values(rank: int) -> Tensor:
+    return torch.arange(2 * WIDTH, dtype=torch.float64).view(2, WIDTH) + rank
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_of_its_own_on_each_rank(way: str) -> None:
+    def ranks(rank: int) -> None:
+        plain, model = seeded(Tower), fully_shard(seeded(Tower))
+        weight: Any = model.head.weight
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                found, wanted = (WAYS[way](m.head.weight, values(0)) for m in (model, plain))
+                torch.testing.assert_close(found, wanted)
+                with pytest.raises(RuntimeError, match="with plain tensors of shape") as raised:
+                    WAYS[way](weight, values(rank))
+            text = str(raised.value)
+            assert "'head.weight'" in text and "gathered(model)" in text, text
+        with gathered(model):
+            loss = WAYS[way](model.head.weight, values(rank))
+        torch.testing.assert_close(loss, WAYS[way](plain.head.weight, values(rank)))
+
+    run_ranks(ranks)
+
+
+def test_a_number_of_its_own_on_each_rank() -> None:
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Tower))
+        with pytest.raises(RuntimeError, match=r"plain tensors of shape \(\)"):
+            (model.head.weight * torch.tensor(1.0 + rank)).sum()
+
+    simulate_ranks(ranks)
+
+
+def test_writes_remember_nothing() -> None:
+    """Optimizers and masks write parameters: the parameter is no result of what it was given."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Tower))
+        weight: Any = model.head.weight
+        spec = weight._shard_spec
+        with torch.no_grad():
+            weight.mul_(values(0)).add_(weight * values(0))
+            assert weight._shard_spec is spec and not spec.partners
+            assert (weight * torch.tensor(2.0))._shard_spec is spec
+            assert weight.gt(values(rank))._shard_spec is spec
+            weight.norm()
+
+    simulate_ranks(ranks)
+
+
+def test_replicas_with_tensors_of_their_own() -> None:
+    """Each would step its copy of the parameter by another gradient."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Tower), mesh=mesh_of_replicas(2, 2))
+        weight: Any = model.head.weight
+        (weight * values(0)).sum().backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), values(0))
+        with pytest.raises(RuntimeError, match="with plain tensors of shape"):
+            (weight * values(rank // 2)).sum()
+
+    run_ranks(ranks, 4)
