@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,14 @@ def has_attributes(entry: Entry) -> bool:
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:
     """Attributes of a parameter that this library did not set."""
     return {name: value for name, value in param.__dict__.items() if name not in _OURS}
+
+
+def copy_all_attributes(
+    tensors: Sequence[torch.Tensor], entries: Sequence[Entry], indices: Iterable[int]
+) -> None:
+    """Give full tensors, by entry, the classes and attributes of the parameters at ``indices``."""
+    for index in indices:
+        copy_attributes(tensors[index], entries[index])
 
 
 def copy_attributes(tensor: torch.Tensor, entry: Entry) -> None:

@@ -35,7 +35,7 @@ from fsdp_compose.base.torch_private import (
     untraced,
 )
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
-from fsdp_compose.buckets.entries import copy_attributes
+from fsdp_compose.buckets.entries import copy_all_attributes
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.buckets.gradients import pack, zero_gradient
 from fsdp_compose.comm import collectives as comm
@@ -302,7 +302,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
             tensors[index] = output
     read = as_read(unit, tensors) if unit.links.dtensors else tensors
     if unit.links.with_attributes:
-        copy_all_attributes(unit, read)
+        copy_all_attributes(read, unit.entries, unit.links.with_attributes)
     unit.run.live = Live(read, unit.engine.pass_id, trained, versions)
     return read
 
@@ -310,12 +310,6 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
 def is_current(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
     """Whether one backward may serve both forwards: the same train, and none was written since."""
     return live.trained == trained and live.versions == read_versions(unit)
-
-
-def copy_all_attributes(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """Give full tensors, by entry, the classes and attributes of their parameters."""
-    for index in unit.links.with_attributes:
-        copy_attributes(tensors[index], unit.entries[index])
 
 
 class Gather(torch.autograd.Function):

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from fsdp_compose.base.torch_private import (
-    outside_transforms,
     remove_forward_hooks,
     transforms_active,
     untraced,
@@ -26,15 +25,13 @@ from fsdp_compose.core.guards.callers import (
     allow_script,
     check_caller,
     is_foreign,
-    is_running,
     refuse_script,
 )
 from fsdp_compose.core.guards.cast_buffers import choose_precision
 from fsdp_compose.core.guards.inner_backward import unwatch
-from fsdp_compose.core.guards.interrupts import find_uncleared
+from fsdp_compose.core.guards.interrupts import clear_failed
 from fsdp_compose.core.guards.other_forwards import AGAIN, FUNCTIONAL, SCOPE, TRANSFORMED
 from fsdp_compose.core.guards.replaced_parameters import replaced
-from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Unit
 from fsdp_compose.sharded import STATE_KEY
 
@@ -99,20 +96,6 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
             return AGAIN
     is_at_rest = not run.calls and run.task is None and not run.finished
     return FUNCTIONAL if is_at_rest and replaced(unit) else NORMAL
-
-
-def clear_failed(unit: Unit, module: nn.Module) -> None:
-    """Clear up after a forward or a backward that was interrupted."""
-    engine, active = unit.engine, unit.engine.schedule.active
-    is_left = active and active[0] is unit and not is_running(unit, module)
-    if not active and unit.run.task is None and unit.opened is None:
-        is_left = unit.run.showing is not None  # interrupted while it put its leaves back
-    uncleared = find_uncleared(engine) if is_left else None
-    if is_left or (not active and engine.has_failed):
-        with outside_transforms():
-            recover(engine)
-    if uncleared is not None:
-        raise RuntimeError(uncleared)
 
 
 @untraced_itself

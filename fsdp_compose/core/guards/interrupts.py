@@ -10,13 +10,17 @@ from __future__ import annotations
 import sys
 from threading import get_ident
 
+from torch import nn
+
 from fsdp_compose.base.attributes import get_grad
-from fsdp_compose.base.torch_private import graph_task_id, raw
+from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, raw
 from fsdp_compose.base.torch_stack import is_in_call
 from fsdp_compose.core.gathering import install_leaves
+from fsdp_compose.core.guards.callers import is_running
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.partly_run import close_forward
 from fsdp_compose.core.guards.saved_tensors import unshield
+from fsdp_compose.core.passes import recover
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
 
@@ -33,6 +37,20 @@ def leave_interrupted(unit: Unit) -> None:
     install_leaves(unit)
     if unit.opened is not None and unit.opened.for_call:
         close_functional_call(unit)
+
+
+def clear_failed(unit: Unit, module: nn.Module) -> None:
+    """Clear up after a forward or a backward that was interrupted."""
+    engine, active = unit.engine, unit.engine.schedule.active
+    is_left = active and active[0] is unit and not is_running(unit, module)
+    if not active and unit.run.task is None and unit.opened is None:
+        is_left = unit.run.showing is not None  # interrupted while it put its leaves back
+    uncleared = find_uncleared(engine) if is_left else None
+    if is_left or (not active and engine.has_failed):
+        with outside_transforms():
+            recover(engine)
+    if uncleared is not None:
+        raise RuntimeError(uncleared)
 
 
 def check_uninterrupted(engine: Engine, caller: str) -> None:

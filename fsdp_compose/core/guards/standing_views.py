@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.torch_private import next_node_number, plain_apply, untraced
-from fsdp_compose.core.autograd import Gather, Versions, copy_all_attributes
+from fsdp_compose.buckets.entries import copy_all_attributes
+from fsdp_compose.core.autograd import Gather, Versions
 from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.guards.weight_versions import read_versions
 from fsdp_compose.core.records import Live
@@ -39,7 +40,7 @@ def view_standing(unit: Unit) -> Sequence[torch.Tensor]:
         with torch.set_grad_enabled(bool(trained)):  # they are made as functions of the views
             read = as_read(unit, read)
     if unit.links.with_attributes:
-        copy_all_attributes(unit, read)
+        copy_all_attributes(read, unit.entries, unit.links.with_attributes)
     return read
 
 

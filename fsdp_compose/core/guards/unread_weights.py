@@ -24,6 +24,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.guards.gathered_memory import lies_in
+from fsdp_compose.core.guards.weight_versions import read_versions
 from fsdp_compose.core.records import Switches
 from fsdp_compose.core.schedule import Backward
 from fsdp_compose.core.state import Unit
@@ -45,7 +46,7 @@ def note_unread(unit: Unit, module: nn.Module, output: Any) -> Backward:
     A unit that the caller keeps gathered is kept all the same.
     """
     nodes, live, graphs = list(unit.graphs.nodes), unit.run.live, unit.graphs
-    if not nodes or live is None or not live.trained:
+    if not nodes or live is None or not live.trained or not torch.is_grad_enabled():
         return "seen"
     node = nodes[-1]
     known = [ref for ref in graphs.unread if ref() is not None and ref() is not node]
@@ -57,9 +58,12 @@ def note_unread(unit: Unit, module: nn.Module, output: Any) -> Backward:
 
 
 def reads_weights(unit: Unit) -> bool:
-    """Whether the backward of any of the unit's graphs reads its weights."""
+    """Whether the backward of any of the unit's graphs may read its weights."""
     unread = {id(node) for ref in unit.graphs.unread if (node := ref()) is not None}
-    return not unread or any(id(node) not in unread for node in unit.graphs.nodes)
+    standing = unit.links.standing
+    if not unread or (standing is not None and standing.versions == read_versions(unit)):
+        return True
+    return any(id(node) not in unread for node in unit.graphs.nodes)
 
 
 def _is_kept(switches: Switches) -> bool:
