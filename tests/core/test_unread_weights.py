@@ -257,6 +257,34 @@ def test_a_frozen_forward_between() -> None:
     run_ranks(freeze_between, 2)
 
 
+class Inside(Scale):
+    """Turns gradients on where it multiplies."""
+
+    def forward(self, x: Tensor, multiplies: bool) -> Tensor:
+        with torch.set_grad_enabled(multiplies or torch.is_grad_enabled()):
+            return super().forward(x, multiplies)
+
+
+def evaluate_between(rank: int) -> None:
+    """A forward under no_grad that turns gradients on inside is read, beside one that is not."""
+    model = fully_shard(Inside())
+    set_unshard_in_backward(model, False)
+    x = torch.ones(WIDTH, requires_grad=True)
+    loss = model(x, False).sum()
+    with torch.no_grad():
+        out = model(x, True)
+    assert out.requires_grad
+    out.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3.0] * WIDTH
+    loss.backward()
+    assert x.grad.tolist() == [4.0] * WIDTH
+    assert model.weight.grad.full_tensor().tolist() == [2.0] * WIDTH
+
+
+def test_an_evaluation_between() -> None:
+    run_ranks(evaluate_between, 2)
+
+
 def test_hooks_of_the_caller_are_left_alone() -> None:
     """What they packed is not unpacked to be looked at."""
 
