@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -267,9 +267,10 @@ def _agree(mirrors: Iterable[Mirror]) -> bool:
             return False
         params += mirror.list_parameters(bucket)
         noted += mirror.ids
-    if len(params) != len(noted) or any(map(is_, params, repeat(None))):
+    try:
+        return list(map(id, map(get_grad, params))) == noted
+    except TypeError:  # None in place of a plain one that is being deleted
         return False
-    return list(map(id, map(get_grad, params))) == noted
 
 
 def leaves_of(param: torch.Tensor) -> Sequence[Any]:
