@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +54,7 @@ class Exchange:
     def wait(self) -> None:
         works, heads, finish = self.works, self.heads, self.finish
         if works or heads is not None or finish is not None:
-            self.works, self.is_lost = (), True
-            if heads is not None or finish is not None:
-                self.heads = self.finish = None
+            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
             if heads is None or heads.check():
                 wait_for(works, self.peers, self.purpose)
                 if finish is not None:
@@ -430,7 +427,7 @@ def sum_replicas(
 @contextlib.contextmanager
 def _blocking(purpose: str, group: Group, tensor: torch.Tensor) -> Iterator[None]:
     """Scope of a collective that on a CPU returns when it is done."""
-    waiting.enter(purpose, group.ranks, get_ident())
+    waiting.enter(purpose, group.ranks)
     try:
         yield
     except RuntimeError as error:

@@ -47,11 +47,10 @@ def wait_for(
         RuntimeError: one does not answer, and which.
     """
     if works:
-        thread, work = get_ident(), None
-        if here.calls and (group := here.calls.get(thread)) is not None:
+        if here.calls and (group := here.calls.get(get_ident())) is not None:
             _wait_attentively(works, peers, purpose, group)
             return
-        begun = waiting.enter(purpose, peers, thread)
+        begun, work = waiting.enter(purpose, peers), None
         try:
             for work in works:
                 work.wait()
@@ -59,7 +58,7 @@ def wait_for(
             who = f"rank {peers[works.index(work)]}" if peers else "another rank"
             raise no_answer(purpose, who, advice, error) from error
         finally:
-            begun.pop(thread, None)
+            begun.pop(get_ident(), None)
 
 
 def no_answer(purpose: str, who: str, advice: str, error: object) -> RuntimeError:

@@ -141,20 +141,20 @@ def _survive_forks() -> None:
 @contextlib.contextmanager
 def waiting(purpose: str, ranks: Sequence[int]) -> Iterator[None]:
     """Scope in which this thread waits for ``ranks``, by their numbers in the process group."""
-    enter(purpose, ranks, get_ident())
+    enter(purpose, ranks)
     try:
         yield
     finally:
         leave()
 
 
-def enter(purpose: str, ranks: Sequence[int], thread: int) -> dict[int, Begun]:
-    """This ``thread`` waits until ``leave``, or until it is taken out of what is returned."""
+def enter(purpose: str, ranks: Sequence[int]) -> dict[int, Begun]:
+    """This thread waits until ``leave``, or until it is taken out of what is returned."""
     watch = here.watch or the_watch()
+    begun: dict[int, Begun] = watch.begun
+    begun[get_ident()] = (purpose, ranks, monotonic())
     if watch.thread is None:
         watch.start()
-    begun: dict[int, Begun] = watch.begun
-    begun[thread] = (purpose, ranks, monotonic())
     return begun
 
 
