@@ -214,6 +214,7 @@ FOUND = {
         (("clip", 0), ("accumulate unsharded", 0), ("convert", 7), ("clip", 0)), prefetch=(0, 0),
     ),
     # Each finds a hole of tests/holes.
+    "gradients turned on inside": Case(PAIR, 2, "FULL_SHARD", (("enabled inside", 0),)),
     "a hook on a weight of two units": Case(TIED, 2, "FULL_SHARD", (("hook", 0),)),
     "backward of one weight of two units": Case(TIED, 2, "FULL_SHARD", (("inputs", 1),)),
     "clipping where a parameter has no gradient": Case(

@@ -136,3 +136,19 @@ def _backward_by_parts(run: Run, n: int, seed: int) -> None:
         (0.25 * total).backward(retain_graph=True)
         (total * total).backward() if count == 1 else (losses * losses).mean().backward()
     run.twin.check_grads()
+
+
+@operation("enabled inside")
+def _enable_inside(run: Run, n: int, seed: int) -> None:
+    """A forward under ``no_grad`` that turns gradients on inside, and a backward after it."""
+    outputs = []
+    for model, x in zip(run.both, (run.twin.input(seed), run.twin.all_inputs(seed)), strict=True):
+        call: Any = torch.enable_grad()(model.forward)
+        model.forward = call
+        with torch.no_grad():
+            outputs.append(model(x))
+        del model.forward
+    for output in outputs:
+        if output.requires_grad:
+            output.square().mean().backward()
+    run.twin.check_grads()

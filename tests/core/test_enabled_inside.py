@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy, linear
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecision, count_traffic, fully_shard, reshard, wrap
 
 from harness import run_ranks, simulate_ranks
-from models import WIDTH, Tower, assert_at_rest, data, seeded, units, units_by_name, whole
+from models import WIDTH, Tower, assert_at_rest, data, seeded, sgd, units, units_by_name, whole
 from tp_models import language_model, mean_cross_entropy, mesh_of, sharded_lm, tokens_of
 from tp_models import whole as whole_of_both
 
@@ -85,6 +86,38 @@ def test_backward_inside_and_after_the_forward(inside: bool, options: dict[str, 
         assert_at_rest(model)
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_part_is_recomputed(reentrant: bool) -> None:
+    """In a backward after the forward, which shows the unit's modules what that read."""
+
+    class Part(Probe):
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.blocks[0](torch.tanh(self.first(x)))
+            with torch.enable_grad():
+                features.requires_grad_()
+                inner: Any = checkpoint(self.first, features, use_reentrant=reentrant)
+                return self.last(torch.tanh(inner)).square().mean()
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Part)
+        model = shard(plain, **RELEASED)
+        for step in range(3):
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.grad = None
+            with torch.no_grad():
+                losses = [model(data(step, rank)), *(plain(data(step, r)) for r in range(2))]
+            for loss in losses:
+                loss.backward()
+            assert_same(model, plain)
+            sgd(model.parameters()).step()
+            for parameter in plain.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= 2
+            sgd(plain.parameters()).step()
+
+    simulate_ranks(ranks)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.kept_tensors import opened_at
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
 from fsdp_compose.core.guards.surroundings import check_noted
+from fsdp_compose.core.guards.weight_versions import read_versions
 from fsdp_compose.core.passes import open_backward, retain, running_task
+from fsdp_compose.core.records import Live
 from fsdp_compose.core.schedule import Backward
-from fsdp_compose.core.state import Unit
+from fsdp_compose.core.state import Unit, as_read
 
 
 def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
@@ -132,6 +135,8 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
                 continue  # an input passed through: its gradient comes after the unit's backward
             hook_for_good(tensor, trigger)
             watched = True
+    if watched and not torch.is_grad_enabled() and graph_task_id() == -1:
+        unit.run.live = _list_read(unit)  # for parts of it that backward recomputes
     live, checks = unit.run.live, unit.checks
     if live is not None and torch.is_grad_enabled():
         live.closed_at = next_node_number() - 1
@@ -154,6 +159,15 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
             stacklevel=2,
         )
     return "hidden"
+
+
+def _list_read(unit: Unit) -> Live:
+    """What the ending forward, under ``no_grad``, has read; its gradients join no other's."""
+    standing = unit.links.standing
+    if standing is None:
+        standing = Live(unit.links.aliases, 0, (), read_versions(unit))
+    with torch.enable_grad():
+        return replace(standing, tensors=as_read(unit, standing.tensors), pass_id=0)
 
 
 def _read_weights(unit: Unit, outputs: list[torch.Tensor]) -> bool:
