@@ -63,10 +63,11 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     spec: ShardSpec | None = None
     partners: tuple[Tensor, ...] = ()
     plain: list[Tensor] = []
+    remembers = False
     for value in (*args, *kwargs.values()):
         if is_sharded(value):
             if spec is None:
-                spec = value._shard_spec
+                spec, remembers = value._shard_spec, value._is_parameter
             elif value._shard_spec is not spec:
                 check_cut(func, value._shard_spec, spec)
                 partners += value._shard_spec.partners
@@ -78,7 +79,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args, kwargs = cut_operands(func, args, kwargs, spec)
     out = call_raw(func, (), args, kwargs)
     if type(out) is Tensor:
-        tag(out, with_partners(func, spec, plain, partners) if plain or partners else spec)
+        remembers = (remembers or out.requires_grad) and bool(plain or partners)
+        tag(out, with_partners(func, spec, plain, partners) if remembers else spec)
     return out
 
 

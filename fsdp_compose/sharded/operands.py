@@ -75,7 +75,9 @@ def with_partners(
     """The spec of a result, which remembers the plain operands that it was computed with.
 
     What a parameter, gradient or state is written with in place is not remembered, nor what it is
-    compared with, nor outside of losses the numbers of an optimizer.
+    compared with, nor outside of losses the numbers of an optimizer. The caller asks where the
+    result is part of a graph, or made of a parameter: what is kept of gradients over steps, such as
+    a running mean, would hold the tensors of all steps.
 
     Args:
         plain: operands of this function.

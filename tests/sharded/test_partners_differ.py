@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_compose import fully_shard, gathered
 
 from harness import run_ranks, simulate_ranks
-from models import WIDTH, Tower, mesh_of_replicas, seeded
+from models import WIDTH, Tower, data, mesh_of_replicas, seeded, square
 
 WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "product": lambda p, x: (p * x).sum(),
@@ -24,6 +24,9 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+BOTH = torch.enable_grad, torch.no_grad
+
+
 def values(rank: int) -> Tensor:
     return torch.arange(2 * WIDTH, dtype=torch.float64).view(2, WIDTH) + rank
 
@@ -33,7 +36,7 @@ def test_a_tensor_of_its_own_on_each_rank(way: str) -> None:
     def ranks(rank: int) -> None:
         plain, model = seeded(Tower), fully_shard(seeded(Tower))
         weight: Any = model.head.weight
-        for mode in (torch.enable_grad, torch.no_grad):
+        for mode in (torch.enable_grad,) if way == "joined later" else BOTH:
             with mode():
                 found, wanted = (WAYS[way](m.head.weight, values(0)) for m in (model, plain))
                 torch.testing.assert_close(found, wanted)
@@ -70,6 +73,23 @@ def test_writes_remember_nothing() -> None:
             assert (weight * torch.tensor(2.0))._shard_spec is spec
             assert weight.gt(values(rank))._shard_spec is spec
             weight.norm()
+
+    simulate_ranks(ranks)
+
+
+def test_what_is_kept_of_gradients_holds_no_tensors() -> None:
+    """A mean over steps of masked gradients would otherwise keep the mask of each step."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Tower))
+        square(model, data(0, rank, 3, WIDTH)).backward()
+        grad: Any = model.head.weight.grad
+        for mode in BOTH:
+            with mode():
+                mean = grad * values(0)
+                for step in range(3):
+                    mean = 0.9 * mean + grad * values(step)
+                assert not mean._shard_spec.partners
 
     simulate_ranks(ranks)
 
