@@ -18,7 +18,7 @@ from conformance.outcomes import CLEAR, EXACT, ROWS, Seen, _judge, run_row
 from harness import RankError
 
 EXACTLY = """
-    autograd.hvp autograd.checkpoints_inside autograd.kept_view
+    autograd.hvp autograd.enabled_inside autograd.checkpoints_inside autograd.kept_view
     identity.deepcopies identity.streams
     meshes.one_shard
     modules.declared_method modules.hidden_between
@@ -29,7 +29,8 @@ EXACTLY = """
 """.split()
 CLEARLY = """
     identity.read_outside identity.to_safetensors identity.optimizer_of_a_copy
-    mistakes.other_order mistakes.frozen_unit mistakes.stale_graph
+    autograd.own_partner
+    mistakes.other_rates mistakes.other_order mistakes.frozen_unit mistakes.stale_graph
     modules.max_norm
     saving.other_files saving.other_shape saving.plain_optimizer
     setup.different_seeds setup.no_group setup.late_lora

@@ -119,5 +119,5 @@ def _sum_bytes(tensor: Tensor) -> int:
 _OWN = (
     "Each rank has only a part of the parameter, and would take that part of its own tensor. Where "
     "the tensor is each rank's own, as a batch is, compute the loss inside `with "
-    "fsdp_compose.gathered(model):`; otherwise make it the same on every rank."
+    "fsdp_compose.gathered(model):` instead; otherwise make sure that it is the same on every rank."
 )

@@ -55,6 +55,30 @@ def hvp(lib: Library) -> None:
     compare(dict(enumerate(found)), dict(enumerate(product(pair.plain, loss))))
 
 
+@row("basic", "gradients turned on inside a forward that runs under no_grad")
+def enabled_inside(lib: Library) -> None:
+    class Inside(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return super().forward(x)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = model(x)
+        return out.square().mean()
+
+    lib.pair(Inside).train(loss=loss)
+
+
+@row("U2", "a loss of a weight and each rank's own batch: (p * x).sum()", names=r"head\.weight")
+def own_partner(lib: Library) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        weight = getattr(model, "module", model).head.weight
+        return square(model, x) + (weight * x[: len(weight)]).sum()
+
+    lib.pair(tower).train(loss=loss)
+
+
 @row("basic", "two backwards over one graph (retain_graph)")
 def retained(lib: Library) -> None:
     pair = lib.pair(tower)

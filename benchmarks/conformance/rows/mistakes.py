@@ -39,6 +39,13 @@ def frozen_unit(lib: Library) -> None:
     pair.train()
 
 
+@row("D17", "a learning rate of each rank's own", names=r"weight|lr|rank \d")
+def other_rates(lib: Library) -> None:
+    pair = lib.pair(tower)
+    pair.optims[0].param_groups[0]["lr"] *= 1 + dist.get_rank()
+    pair.train()
+
+
 @row("D2", "ranks run their units in another order", names=r"blocks\.\d|rank \d")
 def other_order(lib: Library) -> None:
     class Ordered(Tower):
