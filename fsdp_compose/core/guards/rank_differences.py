@@ -109,8 +109,10 @@ def explain_settings(
         f"optimizer.step() before step {step} had settings that differ between ranks: parameter "
         f"{parameter!r} of unit {unit!r}, perhaps among others, was stepped with {ways}, so the "
         "ranks hold parts of weights that no optimizer makes. Set the same on every rank: give "
-        "ReduceLROnPlateau, and whatever else follows a loss, the mean of the loss over the ranks. "
-        "Then load a checkpoint on every rank."
+        "ReduceLROnPlateau, and whatever else follows a loss, the mean of the loss over the ranks; "
+        "give an optimizer that sums over all parameters (Prodigy, D-Adaptation) "
+        "model.parameters(), not a rank's part of them (owner_step, local_parameters, "
+        "flat_parameters). Then load a checkpoint on every rank."
     )
 
 
