@@ -307,6 +307,7 @@ class Log:
         for group in self.groups:
             reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]
         if text := explain_settings(comparison.step, sorted(reports, key=lambda found: found[0])):
+            self._forget()  # the next step is compared by itself
             raise RuntimeError(text)
         self.steps.are_compared = False
 
