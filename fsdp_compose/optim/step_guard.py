@@ -89,7 +89,9 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     Ranks may have given optimizers the parameters that they hold a part of, so whether one has
     stepped is compared, and not how many; and with what settings.
     """
-    logs = (log for engine in here.engines.values() for log in engine.logs.values())
+    logs = [log for engine in here.engines.values() for log in engine.logs.values()]
+    if not logs:
+        return
     unknown: dict[object, Log] = {log: log for log in logs if log.steps.parameter is None}
     params = (param for group in optimizer.param_groups for param in group["params"])
     settings: Settings | None = None
