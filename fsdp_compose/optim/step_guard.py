@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,12 +124,18 @@ def _list_names(params: Sequence[nn.Parameter]) -> list[tuple[str, str]]:
 
 def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
     """What the groups of an optimizer say now, for ranks to compare; no device is waited for."""
-    groups = [(group["params"], _list_numbers(group)) for group in optimizer.param_groups]
-    number = hash(frozenset([tuple(numbers.values()) for _, numbers in groups]))
+    settings = [_list_numbers(group) for group in optimizer.param_groups]
+    number = hash(frozenset([tuple(numbers.values()) for numbers in settings]))
+    ref = weakref.ref(optimizer)  # the next step may never come, and this hold the weights
 
     def by_parameter() -> dict[tuple[str, str], dict[str, str]]:
-        texts = [(params, {k: repr(v) for k, v in numbers.items()}) for params, numbers in groups]
-        return {name: text for params, text in texts for name in _list_names(params)}
+        stepped = ref()
+        groups = [] if stepped is None else stepped.param_groups
+        return {
+            name: {k: repr(v) for k, v in numbers.items()}
+            for group, numbers in zip(groups, settings, strict=False)
+            for name in _list_names(group["params"])
+        }
 
     return Settings(number, by_parameter)
 

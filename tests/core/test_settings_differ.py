@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +157,18 @@ def test_the_text_names_what_differs() -> None:
     text = explain_settings(3, [(0, {("u", "w"): a}), (1, {("u", "w"): b}), (2, {("u", "w"): a})])
     assert text is not None and "lr=0.1 on ranks 0 and 2 and lr=0.2 on rank 1" in text
     assert "'w' of unit 'u'" in text and "before step 3" in text
+
+
+def test_a_step_keeps_no_model_alive() -> None:
+    """What is remembered of a step, until ranks compare, holds neither optimizer nor weights."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = adamw(model.parameters())
+        train(model, [optim], rank, 0)
+        refs = [weakref.ref(optim), *map(weakref.ref, model.parameters())]
+        del model, optim
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * len(refs)
+
+    run_ranks(ranks)
