@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -489,6 +490,10 @@ def test_caches_in_and_out(name: str) -> None:
 
 
 def _continue(model: nn.Module, tokens: Tensor) -> Tensor:
-    first = model(input_ids=tokens[:, :6], use_cache=True)
-    rest = {"input_ids": tokens[:, 6:], "past_key_values": first.past_key_values}
+    _, cache, *_ = model(input_ids=tokens[:, :6], use_cache=True).to_tuple()
+    accepted = inspect.signature(model.forward).parameters  # transformers 5.24 renamed it
+    rest = {
+        "input_ids": tokens[:, 6:],
+        "cache" if "cache" in accepted else "past_key_values": cache,
+    }
     return model(**rest, logits_to_keep=1).logits
