@@ -126,7 +126,7 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
     """What the groups of an optimizer say now, for ranks to compare; no device is waited for."""
     settings = [_list_numbers(group) for group in optimizer.param_groups]
     number = hash(frozenset([tuple(numbers.values()) for numbers in settings]))
-    ref = weakref.ref(optimizer)  # the next step may never come, and this hold the weights
+    ref = weakref.ref(optimizer)  # else this holds the weights if no step follows
 
     def by_parameter() -> dict[tuple[str, str], dict[str, str]]:
         stepped = ref()

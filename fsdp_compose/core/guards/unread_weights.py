@@ -3,7 +3,7 @@
 An embedding's backward needs the indices alone, and that of a first layer its input. A unit that
 is a plain ``nn.Embedding`` is looked at by itself, any other after ``set_unshard_in_backward``.
 Each forward is looked at: the graph between its output and the unit's parameters is searched for
-saved tensors that lie in the gathered memory. Where one does, the unit is gathered as usual.
+saved tensors that lie in the gathered memory. Where there is one, the unit is gathered as usual.
 """
 
 from __future__ import annotations
