@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose.base.group import SELF, Group, Transport
 from fsdp_compose.base.policy import Placement
+from fsdp_compose.base.process import here, once
 from fsdp_compose.base.slots import check_slots
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, ordered_group
 
@@ -202,6 +205,9 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Gr
     )
 
 
+_GLOO_ENDS = 0.1
+"""Seconds; a thread that may run gets its turn on a processor within them."""
+
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.WeakValueDictionary[tuple[int, str], Group]
@@ -379,6 +385,7 @@ def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
     size = dist.get_world_size(pg)
     ranks = _ranks.get(pg)
     if ranks is None:  # one tuple for every unit: it takes 8 bytes a rank
+        once(_let_gloo_end)
         ranks = _ranks[pg] = tuple(dist.get_process_group_ranks(pg))
     if size == 1:
         return Group(pg=None, rank=0, size=1, backend="none", ranks=ranks)
@@ -386,6 +393,17 @@ def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
     known = _groups.setdefault(pg, weakref.WeakValueDictionary())
     # One object for all units: groups are compared for every bucket of a norm.
     return known.setdefault((rank, backend), Group(pg, rank, size, backend, ranks))
+
+
+def _let_gloo_end() -> None:
+    """At exit, wait a moment for gloo's threads to let go of the last messages.
+
+    They do so after whoever waited for a message has gone on, and need Python for it, which by then
+    may be shutting down: a process that has done its work would abort, with or without
+    ``destroy_process_group``, while anything refers to the group.
+    """
+    if here.simulated is None:
+        atexit.register(time.sleep, _GLOO_ENDS)
 
 
 def _backend(pg: dist.ProcessGroup, device: torch.device) -> str:

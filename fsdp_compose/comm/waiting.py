@@ -11,6 +11,7 @@ whether the device has passed them, so that the host is never held up.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -71,14 +72,15 @@ class _Watch:
         self.newest: Wait | None = None  # of those for the device
         self.thread: threading.Thread | None = None
         self.posted = ""
+        self.is_over = threading.Event()
 
     def start(self) -> None:
+        once(_stop_at_exit)
         self.thread = threading.Thread(target=self.run, name="fsdp_compose waits", daemon=True)
         self.thread.start()
 
     def run(self) -> None:
-        while True:
-            time.sleep(min(_POLL, POST_AFTER / 2))
+        while not self.is_over.wait(min(_POLL, POST_AFTER / 2)):
             # The store may be gone, or the process group: nobody can be told then.
             with contextlib.suppress(RuntimeError, ValueError):
                 self.look(time.monotonic())
@@ -117,6 +119,13 @@ class _Watch:
         self.posted = text
 
 
+    def stop(self) -> None:
+        """End the thread, but wait for no store that does not answer."""
+        self.is_over.set()
+        if self.thread is not None:
+            self.thread.join(timeout=5.0)
+
+
 class NoWatch(_Watch):
     """The watch of simulated ranks: a simulation knows without a thread who waits for whom."""
 
@@ -136,6 +145,11 @@ def the_watch() -> _Watch:
 def _survive_forks() -> None:
     """A fork has none of its parent's threads, and waits for nothing."""
     os.register_at_fork(after_in_child=lambda: setattr(here, "watch", None))
+
+
+def _stop_at_exit() -> None:
+    """Python cannot end a thread that is inside the store, and aborts instead."""
+    atexit.register(lambda: here.watch and here.watch.stop())
 
 
 @contextlib.contextmanager
