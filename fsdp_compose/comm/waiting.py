@@ -118,7 +118,6 @@ class _Watch:
             default_store().delete_key(key)
         self.posted = text
 
-
     def stop(self) -> None:
         """End the thread, but wait for no store that does not answer."""
         self.is_over.set()
