@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from operator import itemgetter
-from typing import Any
-from weakref import WeakKeyDictionary
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -174,14 +173,35 @@ def _mirror_of(bucket: Bucket) -> Mirror:
     return known
 
 
-_stepped: WeakKeyDictionary[Any, list[Callable[[], Bucket | None]]] = WeakKeyDictionary()
-"""By optimizer, the buckets that its plain parameters are over, from before a step until after."""
+class _Stepped(NamedTuple):
+    """What an optimizer last stepped, and what gives the buckets that it lies over."""
+
+    params: list[Any]
+    buckets: list[Callable[[], Bucket | None]]
+
+    def __reduce__(self) -> Any:
+        """A copied optimizer has other parameters."""
+        return _Stepped, ([], [])
+
+
+_NOTHING = _Stepped([], [])
+_STEPPED_KEY = "_fsdp_compose_stepped"
+"""The attribute of an optimizer of plain parameters; with it goes what is in there."""
+
+
+def _find_buckets(optimizer: Any) -> list[Callable[[], Bucket | None]]:
+    """Those that plain parameters of the optimizer are over; looked up where others are in it."""
+    params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    known: _Stepped = optimizer.__dict__.get(_STEPPED_KEY, _NOTHING)
+    if len(params) != len(known.params) or not all(map(is_, params, known.params)):
+        buckets = buckets_under(params)
+        known = _Stepped(params, buckets) if buckets else _NOTHING
+        optimizer.__dict__[_STEPPED_KEY] = known
+    return known.buckets
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    params = chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
-    stepped = _stepped[optimizer] = buckets_under(params)
-    buckets = [ref() for ref in stepped]
+    buckets = [ref() for ref in _find_buckets(optimizer)]
     if buckets and isinstance(optimizer, _OF_WHOLE):
         raise RuntimeError(
             f"{type(optimizer).__name__} computes with norms and sums of whole parameters, and "
@@ -218,8 +238,8 @@ _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
-    stepped = _stepped.pop(optimizer, ())
-    increment_version([shard_of(b) for ref in stepped if (b := ref()) is not None])
+    stepped: _Stepped = optimizer.__dict__.get(_STEPPED_KEY, _NOTHING)
+    increment_version([shard_of(b) for ref in stepped.buckets if (b := ref()) is not None])
 
 
 def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_number, describe_value
+from fsdp_compose.base.arguments import check_flag, check_kind, check_number, describe_value
 from fsdp_compose.buckets.gradients import discard_waiting
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.slots import refuse_postponing
@@ -142,7 +142,8 @@ def set_unshard_in_backward(module: nn.Module, value: bool | None, recurse: bool
         >>> set_unshard_in_backward(fully_shard(first), False)
     """
     if value is not None:
-        check_flag("set_unshard_in_backward", "value", value)
+        wanted = "True, False, or None for what fully_shard chose"
+        check_kind("set_unshard_in_backward", "value", value, bool, wanted)
     units = require_units(module, "set_unshard_in_backward", recurse)
     for unit in units:
         if value is False and len(unit.modules) > 1:

@@ -440,5 +440,5 @@ def test_bad_arguments() -> None:
     model = fully_shard([nn.Embedding(4, 2), nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="is one of 2 modules; wanted a unit of one"):
         set_unshard_in_backward(model[0], False)
-    with pytest.raises(TypeError, match="value"):
+    with pytest.raises(TypeError, match="value is 1; wanted True, False, or None for"):
         set_unshard_in_backward(model[0], 1)  # type: ignore[arg-type]

@@ -273,6 +273,49 @@ def test_a_copied_optimizer_says_so(way: str) -> None:
     both[1].step()
 
 
+class CopiedWhole(torch.optim.SGD):
+    """An optimizer whose copies have all its attributes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@ways
+def test_a_copy_of_an_optimizer_that_has_stepped_says_so(way: str) -> None:
+    model = by_block(seeded(Tower))
+    optim = CopiedWhole(WAYS[way](model), 0.1)
+    square(model, data(0, 0)).backward()
+    optim.step()
+    copied = copy.deepcopy((model, optim))[1]
+    with pytest.raises(RuntimeError, match=r"copies of plain parameters \(copy.deepcopy\)"):
+        copied.step()
+
+
+@ways
+@pytest.mark.parametrize("change", ["all", "one more", "in place"])
+def test_an_optimizer_is_given_other_parameters(change: str, way: str) -> None:
+    """Behind steps, and the step takes gradients that were set on the sharded side."""
+    model, other = by_block(seeded(Tower)), by_block(seeded(Tower))
+    params, others = WAYS[way](model), WAYS[way](other)
+    given = params[:-1] if change == "one more" else list(params)
+    optim = torch.optim.SGD(given, 0.1)
+    for _ in range(2):
+        square(model, data(0, 0)).backward()
+        optim.step()
+        optim.zero_grad()
+    changed = model if change == "one more" else other
+    if change == "all":
+        optim.param_groups[0]["params"] = others
+    else:
+        optim.param_groups[0]["params"][:] = params if change == "one more" else others
+    before = [p.detach().clone() for p in changed.parameters()]
+    for p in changed.parameters():
+        p.grad = torch.ones_like(p)
+    optim.step()
+    for p, old in zip(changed.parameters(), before, strict=True):
+        assert torch.equal(p.detach(), old - 0.1)
+
+
 @ways
 def test_norms_of_plain_parameters_are_of_all_ranks(way: str) -> None:
     """Given to this library, they are what the model's parameters are; clipping scales both."""
