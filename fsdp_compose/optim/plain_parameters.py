@@ -184,7 +184,6 @@ class _Stepped(NamedTuple):
         return _Stepped, ([], [])
 
 
-_NOTHING = _Stepped([], [])
 _STEPPED_KEY = "_fsdp_compose_stepped"
 """The attribute of an optimizer of plain parameters; with it goes what is in there."""
 
@@ -192,12 +191,16 @@ _STEPPED_KEY = "_fsdp_compose_stepped"
 def _find_buckets(optimizer: Any) -> list[Callable[[], Bucket | None]]:
     """Those that plain parameters of the optimizer are over; looked up where others are in it."""
     params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
-    known: _Stepped = optimizer.__dict__.get(_STEPPED_KEY, _NOTHING)
+    known = _stepped_by(optimizer)
     if len(params) != len(known.params) or not all(map(is_, params, known.params)):
         buckets = buckets_under(params)
-        known = _Stepped(params, buckets) if buckets else _NOTHING
+        known = _Stepped(params if buckets else [], buckets)
         optimizer.__dict__[_STEPPED_KEY] = known
     return known.buckets
+
+
+def _stepped_by(optimizer: Any) -> _Stepped:
+    return optimizer.__dict__.get(_STEPPED_KEY) or _Stepped([], [])
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -238,8 +241,8 @@ _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
-    stepped: _Stepped = optimizer.__dict__.get(_STEPPED_KEY, _NOTHING)
-    increment_version([shard_of(b) for ref in stepped.buckets if (b := ref()) is not None])
+    buckets = _stepped_by(optimizer).buckets
+    increment_version([shard_of(b) for ref in buckets if (b := ref()) is not None])
 
 
 def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:

@@ -281,7 +281,7 @@ class CopiedWhole(torch.optim.SGD):
 
 
 @ways
-def test_a_copy_of_an_optimizer_that_has_stepped_says_so(way: str) -> None:
+def test_a_copy_of_one_that_has_stepped_says_so(way: str) -> None:
     model = by_block(seeded(Tower))
     optim = CopiedWhole(WAYS[way](model), 0.1)
     square(model, data(0, 0)).backward()
