@@ -248,3 +248,21 @@ def find_clipping() -> Clipping | None:
         return None
     # A frame keeps names of its locals that are none of its variables, until it ends.
     return Clipping(params, {} if frame is None else frame.f_locals)
+
+
+def hides_reads(node: Any) -> bool:
+    """Whether the backward of a node may read tensors that the node does not show as saved.
+
+    So does that of an ``autograd.Function`` of others, as of a reentrant checkpoint, and that of
+    any operator in whose forward hooks took the saved tensors, as another checkpoint's do.
+    """
+    function = getattr(node, "_forward_cls", None)
+    if function is not None:
+        return not function.__module__.startswith("fsdp_compose.")
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, tuple | list) else (saved,):
+                if getattr(one, "unpack_hook", None) is not None:
+                    return True
+    return False

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, fully_shard, set_unshard_in_backward, wrap
@@ -16,7 +17,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.report import Plan, plan
 
-from harness import fake_world, run_ranks
+from harness import fake_world, run_ranks, simulate_ranks
 from models import Block, seeded
 
 WIDTH = 12
@@ -309,6 +310,67 @@ def test_what_the_caller_keeps_is_kept() -> None:
         fc.set_reshard_after_backward(model, False)
         for gathers in ((4, 4), (0, 0)):
             assert count_gathers(model, tokens()) == gathers
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps its weight where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight, ctx.x = weight, x
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight.t(), ctx.x.t() @ grad
+
+
+def selective(run: Callable[..., Tensor], x: Tensor) -> Tensor:
+    saves = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return checkpoint(run, x, use_reentrant=False, context_fn=saves)
+
+
+PARTS: dict[str, Callable[[Callable[..., Tensor], Tensor], Tensor]] = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "selective": selective,
+}
+
+
+class Hidden(nn.Module):
+    """A part of it runs again in backward, or keeps its weight on its own."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.weight = nn.Parameter(torch.eye(WIDTH) * 2)
+
+    def run(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return (
+            PARTS[self.part](self.run, x) if self.part in PARTS else Doubled.apply(x, self.weight)
+        )
+
+
+def use_hidden(rank: int, part: str) -> None:
+    plain = Hidden(part)
+    model = fully_shard(nn.Sequential(fully_shard(Hidden(part)), nn.Linear(WIDTH, 1)))
+    set_unshard_in_backward(model[0], False)
+    for _ in range(2):
+        hidden = model[0](torch.ones(2, WIDTH))
+        assert reads_weights(fc.get_state(model[0]).unit)
+        hidden.sum().backward()
+        plain(torch.ones(2, WIDTH)).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain.weight.grad)
+
+
+@pytest.mark.parametrize("part", [*PARTS, "function"])
+def test_reads_that_the_graph_does_not_show(part: str, caplog: Any) -> None:
+    simulate_ranks(lambda rank: use_hidden(rank, part))
+    assert "may read parameters in" in caplog.text
 
 
 def test_a_weight_that_is_read_is_named(caplog: Any) -> None:

@@ -3,7 +3,8 @@
 An embedding's backward needs the indices alone, and that of a first layer its input. A unit that
 is a plain ``nn.Embedding`` is looked at by itself, any other after ``set_unshard_in_backward``.
 Each forward is looked at: the graph between its output and the unit's parameters is searched for
-saved tensors that lie in the gathered memory. Where there is one, the unit is gathered as usual.
+saved tensors that lie in the gathered memory. Where there is one, the unit is gathered as usual; so
+it is where the graph does not show what is read, as where a part of the unit is checkpointed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fsdp_compose.base.torch_private import (
     made_at,
     saved_tensor_hooks,
 )
+from fsdp_compose.base.torch_stack import hides_reads
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.weight_versions import read_versions
@@ -93,7 +95,7 @@ def _runs_alone(module: nn.Module) -> bool:
 
 
 def _find_saved(unit: Unit, output: Any, last: Any) -> str | None:
-    """The name of a parameter that a node between ``output`` and ``last`` saved, if one did."""
+    """What nodes between ``output`` and ``last`` read of the unit; None if they read nothing."""
     pending: list[Any] = [tensor.grad_fn for tensor in find_tensors(output)[0]]
     seen: set[Any] = {None, last}
     while pending:
@@ -101,9 +103,11 @@ def _find_saved(unit: Unit, output: Any, last: Any) -> str | None:
         if node in seen or made_at(node) < made_at(last):
             continue
         seen.add(node)
+        if hides_reads(node):
+            return f"may read parameters in {node.name()} (a checkpoint, a function or hooks)"
         for tensor in _saved_by(node):
             if any(lies_in(bucket, tensor) for bucket in unit.gathered):
-                return _name_at(unit, tensor.data_ptr())
+                return f"reads its parameter {_name_at(unit, tensor.data_ptr())!r}"
         pending += [source for source, _ in node.next_functions]
     return None
 
@@ -127,6 +131,6 @@ def _name_at(unit: Unit, pointer: int) -> str:
 
 _logger = logging.getLogger("fsdp_compose")
 _READ = (
-    "set_unshard_in_backward(False): the backward of unit %r reads its parameter %r, so the unit "
+    "set_unshard_in_backward(False): the backward of unit %r %s, so the unit "
     "is gathered in backward all the same. set_unshard_in_backward(module, None) stops asking."
 )
