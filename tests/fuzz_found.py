@@ -295,6 +295,14 @@ FOUND = {
         TWO, 4, "FULL_SHARD", (("scaler", 0),), prefetch=(0, 0), reordered=True,
         mixed="HYBRID_SHARD_OPTIMIZER",
     ),
+    "seed 940461: a part of an ungathered unit runs again (reentrant)": Case(
+        Node((Leaf("matrix", dtype="float64"),), False, "reentrant"), 2, "FULL_SHARD",
+        (("switch", 9),), prefetch=(0, 0),
+    ),
+    "seed 942158: a part of an ungathered unit runs again (selective)": Case(
+        Node((Leaf("matrix", dtype="float64"),), False, "selective"), 2, "FULL_SHARD",
+        (("switch", 9),), prefetch=(0, 0),
+    ),
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),
     ),
