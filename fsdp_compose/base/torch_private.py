@@ -246,6 +246,11 @@ def forward_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[i
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def backward_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """A module's dictionaries of backward-pre hooks and of backward hooks."""
+    return module._backward_pre_hooks, module._backward_hooks
+
+
 def replace_forward_hooks(module: torch.nn.Module, replaced: Mapping[Any, Any]) -> None:
     """Put other functions in the places of forward and forward-pre hooks."""
     for table in forward_hook_tables(module):

@@ -22,6 +22,7 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors
+from fsdp_compose.core.guards.inner_gradients import guard_hooks
 from fsdp_compose.core.guards.kept_views import guard_after_error, guard_everywhere, note_users
 from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
@@ -160,6 +161,7 @@ def open_backward(unit: Unit, task: Task) -> None:
         retain(unit, *_list_readers(unit))
     if run.live is not None and not run.calls:
         install(unit, run.live.tensors)
+        guard_hooks(unit)
     schedule.look_back(unit)
 
 
@@ -170,8 +172,7 @@ def _list_readers(unit: Unit) -> list[Any]:
     for plain parameters inside a frozen unit, the unit stays gathered until its next forward.
     """
     nodes = [node for other in list(unit.engine.units) for node in tuple(other.graphs.nodes)]
-    found = [*unit.graphs.nodes, *filter(node_will_run, nodes)]
-    return found or list(filter(None, [unit.run.live]))
+    return [*unit.graphs.nodes, *filter(node_will_run, nodes)] or [*filter(None, [unit.run.live])]
 
 
 def retain(unit: Unit, *readers: Any) -> None:

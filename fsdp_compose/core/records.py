@@ -84,6 +84,7 @@ class Watch:
     children: list[nn.Module | None]  # the values of ``parents``
     strays: list[tuple[dict[str, Any], str]]  # (values, name) of what no bucket has
     hooks: list[dict[int, Any]]  # forward hooks of the modules inside the unit's own
+    backward_hooks: list[dict[int, Any]]  # those of all its modules
 
 
 @dataclass(frozen=True, eq=False, repr=False)

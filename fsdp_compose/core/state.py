@@ -133,8 +133,7 @@ class Graphs:
     nodes: WeakList = field(default_factory=WeakList)  # where its parameters' gradients arrive
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Objects that live as long as graphs over its backward, which read its weights."""
-    unread: list[weakref.ref[Any]] = field(default_factory=list)
-    """Those of ``nodes`` whose forwards saved no weight; see guards/unread_weights.py."""
+    unread: list[weakref.ref[Any]] = field(default_factory=list)  # ``nodes`` that saved no weight
 
 
 @dataclass(eq=False, repr=False)

@@ -14,7 +14,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compose.base.torch_private import child_slots, forward_hook_tables, parameter_slots
+from fsdp_compose.base.torch_private import (
+    backward_hook_tables,
+    child_slots,
+    forward_hook_tables,
+    parameter_slots,
+)
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.core.records import Watch
 from fsdp_compose.core.state import Unit, find_state
@@ -146,6 +151,7 @@ def remember(unit: Unit) -> None:
     inside = [module for module in modules if id(module) not in roots]
     unit.checks.watch = Watch(
         hooks=[table for module in inside for table in forward_hook_tables(module)],
+        backward_hooks=[table for module in modules for table in backward_hook_tables(module)],
         tables=tables,
         lengths=list(map(len, tables)),
         parents=parents,

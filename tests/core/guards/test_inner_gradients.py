@@ -130,3 +130,77 @@ def test_a_stand_in_tells_its_shape() -> None:
     model.edit = look
     square(model, data(0, 0)).backward()
     assert found == [(True, torch.float64, True, False)] * 4
+
+
+class Hooked(nn.Module):
+    """Its second layer has a backward hook, which is called with a parameter."""
+
+    does: Callable[[nn.Parameter], Any] | None = None
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        getattr(self.last, f"register_full_backward_{kind}")(self.hook)
+
+    def hook(self, module: nn.Module, *grads: Any) -> None:
+        if self.does is not None:
+            self.does(module.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+HOOKS = ["pre_hook", "hook"]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("is_first", [True, False], ids=["no gradient yet", "accumulated"])
+def test_gradients_read_in_backward_hooks_raise(kind: str, is_first: bool) -> None:
+    """A plain parameter has its gradient there or soon; the next step is right again."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Hooked(kind), one_unit)
+        if not is_first:
+            twin.backward(square, 0)
+        twin.model.does = lambda p: None if p.grad is None else float(p.grad.sum())
+        with pytest.raises(RuntimeError, match=r"hook read the gradient of parameter 'last\.wei"):
+            square(twin.model, data(1, rank)).backward()
+        twin.model.does = None
+        twin.zero_grad()
+        twin.train()
+        assert_at_rest(twin.model)
+
+    simulate_ranks(ranks)
+
+
+EDITED: dict[str, Callable[[nn.Parameter], Any]] = {
+    "cleared": lambda p: setattr(p, "grad", None),
+    "zeroed": lambda p: p.grad.zero_(),
+    "set": lambda p: setattr(p, "grad", torch.ones_like(p)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITED)
+def test_gradients_edited_in_backward_hooks_raise(edit: str) -> None:
+    """It would be lost, as the gradient of this backward is still to come."""
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(lambda: Hooked("hook")))
+        model.does = EDITED[edit]
+        square(model, data(0, rank)).backward()
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "cleared or set the gradient of parameter 'last.wei" in text
+
+
+def test_backward_hooks_may_leave_gradients_alone() -> None:
+    """Reading the weight, its gradient's shape and the gradients of inputs is right."""
+    seen: list[Any] = []
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Hooked("hook"), one_unit)
+        twin.model.does = lambda p: seen.append((p.shape, p.grad.shape, p.detach().sum()))
+        twin.train()
+
+    simulate_ranks(ranks)
+    assert seen and all(shape == graded == (2, WIDTH) for shape, graded, _ in seen)
