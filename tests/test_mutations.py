@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
 
+from breaking import replace
 from harness import RankFailure, run_ranks
 from laws import (
     GATHERS,
@@ -58,20 +58,6 @@ from models import Tower, Twin, by_block, data, seeded, square
 from saved import Code
 
 pytestmark = pytest.mark.slow
-
-
-def replace(name: str, make: Callable[[Any], Any], home: str = "") -> None:
-    """Put ``make(original)`` wherever the package has bound the function of this name.
-
-    ``home`` is the file that defines it, where several define one of that name.
-    """
-    loaded = [vars(m) for key, m in sys.modules.items() if key.startswith("fsdp_compose.")]
-    found = {n[name] for n in loaded if name in n and n["__name__"] == n[name].__module__}
-    (original,) = (f for f in found if not home or f.__module__ == f"fsdp_compose.{home}")
-    mutant = make(original)
-    for names in loaded:
-        if names.get(name) is original:
-            names[name] = mutant
 
 
 # Checks

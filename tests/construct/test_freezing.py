@@ -259,6 +259,21 @@ def test_freezing_on_one_rank_before_the_backward(parts: str) -> None:
         assert text is not None and "requires a gradient on rank 0 and not on rank 1" in text
 
 
+def test_each_rank_freezes_another_parameter() -> None:
+    """Each trains as many, and reduces as it always does."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(2)))
+        for step in range(2):
+            loss = square(model, data(step, rank))
+            if step:
+                (model.blocks[0].up.weight, model.blocks[0].up.bias)[rank].requires_grad_(False)
+            loss.backward()
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "requires a gradient on rank" in text
+
+
 class Alternating(nn.Module):
     """Calls a layer several times in a forward, and freezes it for some of the calls."""
 

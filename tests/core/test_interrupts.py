@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
 
@@ -69,6 +70,45 @@ def test_a_forward_that_catches_the_interrupt(
                 optim.step()
         for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(whole(found), wanted)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+class Given(Catching):
+    """Computes the module inside on tensors that the caller gives, if any."""
+
+    def forward(self, x: Tensor, given: dict[str, Tensor] | None = None) -> Tensor:
+        try:
+            x = self.first(x)
+            return functional_call(self.inner, given, (x,)) if given else self.inner(x)
+        except KeyboardInterrupt:
+            return x
+
+
+@pytest.mark.parametrize("names", [["weight"], ["weight", "bias"]], ids=len)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_functional_call_is_interrupted_inside(names: list[str], inside: bool) -> None:
+    """The modules hold their parameters again, and not what the call was given in their place."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Given)
+        model = fully_shard(copy.deepcopy(plain), units=wrap.by_class({nn.Linear}))
+        given = {name: torch.zeros_like(plain.inner.get_parameter(name)) for name in names}
+        x, results = data(0, rank), []
+        for module in (plain, model):
+            module.inner.register_forward_pre_hook(partial(stop, module))
+            module.stops = 1
+            if inside:
+                results.append(module(x, given))
+            else:
+                every = {f"inner.{name}": value for name, value in given.items()}
+                results.append(functional_call(module, every, (x,)))
+            results.append(module(x))
+        found, wanted = results[2:], results[:2]
+        assert_close(found, wanted)
+        found[1].sum().backward()
+        assert model.inner.weight.grad is not None
         assert_at_rest(model)
 
     simulate_ranks(ranks)

@@ -163,7 +163,7 @@ class Opaque(nn.Linear):
 
 
 class Mixed(nn.Module):
-    """Backward reaches the opaque output before the other module's."""
+    """Backward reaches the opaque output, and the other module's not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.lead(x)
         hidden = next(self.opaque(x))
-        return self.last(x.sin()) + hidden.tanh().cos()
+        return self.last(x.sin()).detach() + hidden.tanh().cos()
 
 
 @pytest.mark.filterwarnings("ignore:unit .* returned:UserWarning")

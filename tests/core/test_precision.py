@@ -177,6 +177,20 @@ def test_buffers_follow_full_precision_in_eval(way: str) -> None:
     simulate_ranks(check, 2)
 
 
+def test_buffers_cast_in_inference_can_be_trained_on() -> None:
+    """In eval mode too, where nothing casts them again before they are saved for a backward."""
+    policy = MixedPrecision(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
+
+    def check(rank: int) -> None:
+        model = fc.fully_shard(Normed(), mp_policy=policy)
+        model(inputs())
+        shown(model, "inference")
+        assert not any(buffer.is_inference() for buffer in model.buffers())
+        model(inputs()).square().mean().backward()
+
+    simulate_ranks(check, 2)
+
+
 def test_a_converted_buffer_stays_what_it_was_made() -> None:
     """A dtype that is neither of those that mixed precision knows of is the caller's."""
     policy = MixedPrecision(BF16, buffer_dtype=BF16, full_precision_in_eval=True)

@@ -266,15 +266,16 @@ class Inside(Scale):
             return super().forward(x, multiplies)
 
 
-def evaluate_between(rank: int) -> None:
+def evaluate_between(rank: int, **options: Any) -> None:
     """A forward under no_grad that turns gradients on inside is read, beside one that is not."""
-    model = fully_shard(Inside())
+    model = fully_shard(Inside(), **options)
     set_unshard_in_backward(model, False)
     x = torch.ones(WIDTH, requires_grad=True)
     loss = model(x, False).sum()
+    assert not reads_weights(fc.get_state(model).unit)
     with torch.no_grad():
         out = model(x, True)
-    assert out.requires_grad
+    assert out.requires_grad and reads_weights(fc.get_state(model).unit)
     out.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3.0] * WIDTH
     loss.backward()
@@ -282,8 +283,31 @@ def evaluate_between(rank: int) -> None:
     assert model.weight.grad.full_tensor().tolist() == [2.0] * WIDTH
 
 
-def test_an_evaluation_between() -> None:
-    run_ranks(evaluate_between, 2)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}], ids=str)
+def test_an_evaluation_between(options: dict[str, Any]) -> None:
+    """It keeps the unit gathered, or does not."""
+    run_ranks(evaluate_between, 2, **options)
+
+
+class Around(nn.Module):
+    """An embedding, and a unit of its own behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.words(x))
+
+
+def test_a_unit_inside_is_no_hidden_read() -> None:
+    """What this library puts into the graph reads no weight of the unit around it."""
+    with fake_world(2):
+        model = fully_shard(Around(), units=wrap.by_name("inner"))
+        set_unshard_in_backward(model, False)
+        loss = model(tokens()).sum()
+        assert not reads_weights(fc.get_state(model).unit)
+        loss.backward()
 
 
 def test_hooks_of_the_caller_are_left_alone() -> None:

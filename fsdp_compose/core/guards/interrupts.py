@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from threading import get_ident
+from typing import Any
 
 from torch import nn
 
@@ -31,12 +32,30 @@ def leave_interrupted(unit: Unit) -> None:
     unit.run.modes.clear()
     if unit.run.shield is not None:
         unshield(unit)
+    returned = _find_returned(unit)
     if Hold.FORWARD in unit.holds:
         close_forward(unit)
-        return
-    install_leaves(unit)
-    if unit.opened is not None and unit.opened.for_call:
-        close_functional_call(unit)
+    else:
+        install_leaves(unit)
+        if unit.opened is not None and unit.opened.for_call:
+            close_functional_call(unit)
+    for values, name, value in returned:
+        values[name] = value
+
+
+def _find_returned(unit: Unit) -> list[tuple[dict[str, Any], str, Any]]:
+    """What a functional call that the interrupt ended, too, has put back into the unit's modules.
+
+    Where the call goes on, they hold what its forward reads.
+    """
+    opened, shown = unit.opened, unit.run.showing
+    if shown is None or opened is None or not opened.for_call:
+        return []
+    return [
+        (values, name, value)
+        for values, name, index in unit.links.places
+        if (value := values.get(name)) is not shown[index]
+    ]
 
 
 def clear_failed(unit: Unit, module: nn.Module) -> None:
