@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported after a group exists, it keeps gloo alive at exit
 from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.distributed.checkpoint import filesystem, state_dict_loader
 from torch.distributed.checkpoint import metadata as checkpoint_metadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -128,6 +128,11 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of ``made_at``
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward under way leaves its graph as it is, for another one (retain_graph)."""
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode AD is under way (``dual_level``, ``jvp``): a process has one level."""
+    return forward_ad._current_level >= 0
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

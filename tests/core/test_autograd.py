@@ -15,10 +15,12 @@ from fsdp_compose import (
     MixedPrecision,
     ShardingStrategy,
     accumulate,
+    fully_shard,
     gathered,
     is_fully_sharded,
     no_sync,
     reduce_grads,
+    wrap,
 )
 from fsdp_compose.sharded import own_slice
 
@@ -235,6 +237,36 @@ def test_forward_mode_over_inputs(shard: str, frozen: bool) -> None:
             agree(twin, tangent)
         if not frozen:
             twin.train(lambda m, x: tangent(m, x).square().mean())
+        assert_at_rest(twin.model)
+
+    run_ranks(ranks)
+
+
+class Deep(nn.Module):
+    """Of its layers, each is a unit, and the model around them has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh()).tanh()
+
+
+def test_a_backward_from_the_tangent() -> None:
+    """It reaches a unit by what forward-mode AD computes beside the output, which has no hook."""
+
+    def ranks(rank: int) -> None:
+        def shard(model: nn.Module) -> nn.Module:
+            return fully_shard(model, units=wrap.by_class({nn.Linear}))
+
+        def tangent(model: nn.Module, x: Tensor) -> Tensor:
+            with fwd.dual_level():
+                out = fwd.unpack_dual(model(fwd.make_dual(x, torch.ones_like(x))))
+                return out.tangent.square().mean() + out.primal.sum()
+
+        twin = Twin(rank, 2, lambda: nn.Sequential(*(Deep() for _ in range(2))), shard)
+        twin.train(tangent)
         assert_at_rest(twin.model)
 
     run_ranks(ranks)

@@ -397,6 +397,37 @@ def test_reads_that_the_graph_does_not_show(part: str, caplog: Any) -> None:
     assert "may read parameters in" in caplog.text
 
 
+class Beside(nn.Module):
+    """Gives a second result in a list of the caller's, and its backward reads the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) * 2)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append((x @ self.weight).tanh() @ self.weight.t())
+        return x @ self.weight
+
+
+def use_beside(rank: int, weighs: float) -> None:
+    plain, model, x = Beside(), fully_shard(Beside()), torch.ones(2, WIDTH)
+    set_unshard_in_backward(model, False)
+    for _ in range(2):
+        for module in (model, plain):
+            kept: list[Tensor] = []
+            output = module(x, kept)
+            (kept[0].square().sum() + weighs * output.sum()).backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
+
+
+@pytest.mark.parametrize("weighs", [0.0, 1.0])
+def test_reads_beside_the_output(weighs: float, caplog: Any) -> None:
+    """What a forward gives beside its output leads to no node that the output leads to."""
+    run_ranks(use_beside, 2, weighs)
+    simulate_ranks(use_beside, 2, weighs)
+    assert "may read parameters in what its forward computed beside" in caplog.text
+
+
 def test_a_weight_that_is_read_is_named(caplog: Any) -> None:
     with fake_world(2):
         model = fully_shard(First(), units=wrap.by_class({nn.Linear}))

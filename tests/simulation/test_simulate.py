@@ -399,6 +399,18 @@ def test_threads_share_what_torch_has_one_of() -> None:
     assert len(rules.SKIP_DIRS) == before
 
 
+def test_forward_mode_is_refused() -> None:
+    """A process has one level of it, in which the second rank would compute without tangents."""
+
+    def differentiate() -> Tensor:
+        model, x = by_block(seeded(Tower)), data(0, dist.get_rank())
+        return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(SimulationError, match="would wait for the others inside forward-mode AD"):
+        simulate(differentiate, 2)
+    assert simulate(lambda: square(by_block(seeded(Tower)), data(0, 0)).item(), 2)
+
+
 def runs_for_ever() -> None:
     while dist.get_rank() == 0:
         sum(range(1000))

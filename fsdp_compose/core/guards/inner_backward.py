@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import (
     forward_hook_tables,
     graph_task_id,
     hook_for_good,
+    is_forward_mode,
     made_at,
     next_node_number,
     remove_forward_hooks,
@@ -125,6 +127,9 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
         tensors = []
     elif type(output) is not torch.Tensor or output.__dict__:
         tensors, opaque = find_tensors(output)
+    if is_forward_mode():  # a backward may come through what it computes beside the outputs
+        found = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors]
+        tensors = [*tensors, *(tangent for tangent in found if tangent is not None)]
     if not unit.gathered:
         opaque = False  # nothing that would have to stay
     watched, trigger = False, unit.checks.trigger or trigger_of(unit)

@@ -4,7 +4,8 @@ An embedding's backward needs the indices alone, and that of a first layer its i
 is a plain ``nn.Embedding`` is looked at by itself, any other after ``set_unshard_in_backward``.
 Each forward is looked at: the graph between its output and the unit's parameters is searched for
 saved tensors that lie in the gathered memory. Where there is one, the unit is gathered as usual; so
-it is where the graph does not show what is read, as where a part of the unit is checkpointed.
+it is where the graph does not show what is read, as where a part of the unit is checkpointed, or
+where the forward made nodes that the output does not lead to: a result kept in a list may read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 from fsdp_compose.base.torch_private import (
     forward_hook_tables,
     made_at,
+    next_node_number,
     saved_tensor_hooks,
 )
 from fsdp_compose.base.torch_stack import hides_reads
@@ -98,18 +100,21 @@ def _find_saved(unit: Unit, output: Any, last: Any) -> str | None:
     """What nodes between ``output`` and ``last`` read of the unit; None if they read nothing."""
     pending: list[Any] = [tensor.grad_fn for tensor in find_tensors(output)[0]]
     seen: set[Any] = {None, last}
+    live, shown, end = unit.run.live, 0, next_node_number()
+    start = made_at(last) + 1 if live is None or live.joined_at < 0 else live.joined_at
     while pending:
         node = pending.pop()
         if node in seen or made_at(node) < made_at(last):
             continue
         seen.add(node)
+        shown += start <= made_at(node) < end
         if hides_reads(node):
             return f"may read parameters in {node.name()} (a checkpoint, a function or hooks)"
         for tensor in _saved_by(node):
             if any(lies_in(bucket, tensor) for bucket in unit.gathered):
                 return f"reads its parameter {_name_at(unit, tensor.data_ptr())!r}"
         pending += [source for source, _ in node.next_functions]
-    return None
+    return None if shown == end - start else _BESIDE
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
@@ -130,6 +135,7 @@ def _name_at(unit: Unit, pointer: int) -> str:
 
 
 _logger = logging.getLogger("fsdp_compose")
+_BESIDE = "may read parameters in what its forward computed beside its output"
 _READ = (
     "set_unshard_in_backward(False): the backward of unit %r %s, so the unit "
     "is gathered in backward all the same. set_unshard_in_backward(module, None) stops asking."
