@@ -333,16 +333,11 @@ def match(
     found = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
     problems = [problem for problem in found if problem is not None]
     if strict and missing:
-        names_missing = list_names(missing, unexpected)
-        problems.append(
-            f"missing keys: {names_missing}; pass strict=False to keep these as they are"
-        )
+        advice = "pass strict=False to keep these as they are"
+        problems.append(f"missing keys: {list_names(missing, unexpected)}; {advice}")
     if strict and unexpected:
-        names_unexpected = list_names(unexpected, missing or names)
-        problems.append(
-            f"unexpected keys: {names_unexpected}; pass strict=False to leave them out, as where "
-            "other ranks alone hold these layers"
-        )
+        advice = "pass strict=False to leave them out, as where other ranks alone hold them"
+        problems.append(f"unexpected keys: {list_names(unexpected, missing or names)}; {advice}")
     problem: Exception | None = None
     if problems:
         problem = RuntimeError(

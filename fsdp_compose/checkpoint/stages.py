@@ -172,11 +172,10 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
 
 def _names_of_fewer(module: nn.Module) -> tuple[set[str], list[str]]:
     """The clean names in ``module``, and those in units that fewer ranks hold, such as experts."""
-    tensors = chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    )
+    params = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
     clean = name_cleaner(module)
-    names = {clean(name) for name, _ in tensors}
+    names = {clean(name) for name, _ in chain(params, buffers)}
     entries = held_by_fewer(entry for unit in iter_units(module) for entry in unit.entries)
     units = {id(unit) for unit in iter_units(module) if not set(entries).isdisjoint(unit.entries)}
     paths = tuple(

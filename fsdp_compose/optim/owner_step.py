@@ -180,7 +180,7 @@ class OwnerOptimizer(Optimizer):
         groups = [n for n, group in enumerate(self.param_groups) for _ in group["params"]]
         costs = [work(matrix.shape) for matrix in self._matrices]
         for cost in costs:
-            check_number("owner_step", "what work returned", cost, "a number: the cost of an update")
+            check_number("owner_step", "what work returned", cost, "a number")
         names = [matrix.name for matrix in self._matrices]
         params = list(zip(names, groups, costs, strict=True))
         settings = list_settings(self.optimizer.param_groups)

@@ -48,7 +48,7 @@ def remember_modules(module: nn.Module) -> list[Before]:
 
 
 def restore_edited(before: Iterable[Before]) -> None:
-    """Give back the modules that a parameter was taken out of, as pruning does, with their hooks."""
+    """Give back the modules that a parameter was taken out of, as pruning does."""
     for one in before:
         if not one.copies["_parameters"].keys() <= parameter_slots(one.module).keys():
             one.restore()

@@ -59,7 +59,7 @@ def test_extra_that_does_not_pickle_is_named(tmp_path: Path) -> None:
         model = fc.fully_shard(net())
         fc.save_checkpoint(tmp_path, model, extra=3)
         rows = (row for row in [1])
-        with pytest.raises(Exception, match="save_checkpoint: extra is a dict that does not pickle"):
+        with pytest.raises(Exception, match="extra is a dict that does not pickle"):
             fc.save_checkpoint(tmp_path, model, extra={"rows": rows} if rank else None)
         assert fc.load_checkpoint(tmp_path, model) == 3
 

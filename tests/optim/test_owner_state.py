@@ -168,7 +168,7 @@ def test_state_between_owners_and_slices(slices_first: bool, tmp_path: Path) -> 
         if slices_first:
             fc.load_optim_state_dict(other, second, sharded)
         else:
-            with pytest.raises(RuntimeError, match="owner alone holds.*kind='full' and save_ch"):
+            with pytest.raises(RuntimeError, match=r"owner alone holds.*kind='full' and save_ch"):
                 fc.load_optim_state_dict(other, second, sharded)
             assert not second.state
 
