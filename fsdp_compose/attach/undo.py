@@ -15,6 +15,8 @@ from fsdp_compose.buckets.entries import forget_entry
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.guards.cast_buffers import convert_buffers
+from fsdp_compose.core.guards.connect import is_running
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_slots
@@ -37,7 +39,7 @@ def undo(module: M) -> M:
     Raises:
         ValueError: nothing in ``module`` is sharded, or a tied parameter of it belongs to a unit
             outside ``module``, or is used by one; or ``copy.copy`` made a module of it.
-        RuntimeError: gradients wait to be reduced.
+        RuntimeError: gradients wait to be reduced, or a unit is inside its forward or backward.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -47,6 +49,13 @@ def undo(module: M) -> M:
     units = require_units(module, "undo")
     _check_members(module)
     _check_ties(units, module)
+    clear_failed_steps(units)
+    for unit in units:
+        if is_running(unit):
+            raise RuntimeError(
+                f"undo: unit {unit.name!r} is inside its forward or backward; call undo between a "
+                "backward that reduced and the next forward."
+            )
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)  # clears what a failed step left
         drain(engine)

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -64,6 +65,17 @@ def check_timeout(where: str, timeout: Any) -> None:
         check_number(where, "timeout", timeout, wanted)
         if not timeout > 0:
             raise ValueError(f"{where}: timeout is {describe_value(timeout)}; wanted {wanted}.")
+
+
+def check_process_group(where: str, group: object) -> None:
+    """Raise unless ``group`` is a process group, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if group is not None:
+        wanted = "a torch.distributed.ProcessGroup, such as mesh.get_group('dp'), or None"
+        check_kind(where, "process_group", group, dist.ProcessGroup, wanted)
 
 
 def check_flag(where: str, name: str, value: object) -> None:

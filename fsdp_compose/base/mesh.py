@@ -287,13 +287,19 @@ def with_own_reductions(mesh: Mesh) -> Mesh:
     return replace(mesh, shard=replace(shard, reductions=known["reductions"].pg))
 
 
+def _is_no_member(group: object) -> bool:
+    """Whether it is what ``dist.new_group`` returns on ranks outside of the group."""
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    return type(group) is type(outside) and group == outside
+
+
 def is_outside(mesh: object) -> bool:
     """Whether this rank takes no part in ``mesh``, so that its other ranks do not wait for it."""
     if isinstance(mesh, DeviceMesh):
         return mesh.get_coordinate() is None
     members = mesh if isinstance(mesh, tuple) else (mesh,)
     return any(
-        member == dist.GroupMember.NON_GROUP_MEMBER
+        _is_no_member(member)
         or (
             isinstance(member, dist.ProcessGroup)
             and not _has_ended(member)

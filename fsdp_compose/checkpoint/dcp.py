@@ -11,7 +11,7 @@ import io
 import os
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import check_module, check_path, check_timeout
+from fsdp_compose.base.arguments import (
+    check_flag,
+    check_module,
+    check_path,
+    check_process_group,
+    check_timeout,
+)
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
@@ -55,7 +61,7 @@ from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, j
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.scopes import comm_hooks
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 PathLike = str | os.PathLike[str]
 
@@ -132,6 +138,9 @@ def save_checkpoint(
     """
     check_module("save_checkpoint", module)
     check_path("save_checkpoint", path)
+    check_flag("save_checkpoint", "asynchronous", asynchronous)
+    check_flag("save_checkpoint", "checksum", checksum)
+    check_process_group("save_checkpoint", process_group)
     check_timeout("save_checkpoint", timeout)
     finish_pending()
     group = meet_ranks("save_checkpoint", module, process_group, timeout)
@@ -169,7 +178,8 @@ def _save(
         if found is not None:
             found.agree("save_checkpoint", groups_of(module))
         state = _collect_state(module, found, extra, stages)
-    state = join_states("save_checkpoint", state, stages)
+    groups = [] if found is None else found.result["param_groups"]
+    state = join_states("save_checkpoint", state, groups, stages)
     with SharedErrors(group):
         containers = find_containers(state)
         state[OBJECTS] = {place: _pickle(value) for place, value in containers.items()}
@@ -204,11 +214,25 @@ def _collect_state(
     if found is not None:
         state["optim"] = found.result
     if not stages.is_first:
-        state = {"model": {}, **_keep_sharded(state)}
-    for key, value in (("extra", extra), ("comm_hooks", comm_hooks.snapshot(module))):
-        if value is not None:
-            state[key] = {str(stages.group.rank): _pickle(value)}
+        state = {"model": {}, **_keep_own(state, stages.leads)}
+    hooks = comm_hooks.snapshot(module)
+    own = {"extra": _pickle_extra(extra), "comm_hooks": None if hooks is None else _pickle(hooks)}
+    rank = str(stages.group.rank)
+    state.update((key, {rank: value}) for key, value in own.items() if value is not None)
     return state
+
+
+def _pickle_extra(extra: object) -> Tensor | None:
+    try:
+        return None if extra is None else _pickle(extra)
+    except ShardedWeightError:
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"save_checkpoint: extra is a {type(extra).__name__} that does not pickle "
+            f"({type(error).__name__}: {error}); wanted data that torch.save takes, such as "
+            "numbers, tensors and the state_dict() of a scheduler."
+        ) from error
 
 
 def _pickle(value: object) -> Tensor:
@@ -217,14 +241,15 @@ def _pickle(value: object) -> Tensor:
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def _keep_sharded(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_own(tree: Mapping[str, Any], leads: Set[str]) -> dict[str, Any]:
+    """Keep what is cut, and all of the entries ``leads``, which the first rank does not have."""
     kept: dict[str, Any] = {}
     for key, value in tree.items():
-        if is_sharded(value) or isinstance(value, DTensor):
-            kept[key] = value
-        elif isinstance(value, OwnedState):
+        if isinstance(value, OwnedState):
             kept[key] = dict(value)
-        elif isinstance(value, Mapping) and (inner := _keep_sharded(value)):
+        elif is_sharded(value) or isinstance(value, DTensor) or clean_name(str(key)) in leads:
+            kept[key] = value
+        elif isinstance(value, Mapping) and (inner := _keep_own(value, leads)):
             kept[key] = inner
     return kept
 
@@ -285,6 +310,9 @@ def load_checkpoint(
     """
     check_module("load_checkpoint", module)
     check_path("load_checkpoint", path)
+    check_flag("load_checkpoint", "strict", strict)
+    check_flag("load_checkpoint", "verify_files", verify_files)
+    check_process_group("load_checkpoint", process_group)
     check_timeout("load_checkpoint", timeout)
     finish_pending()
     group = meet_ranks("load_checkpoint", module, process_group, timeout)

@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose.base.arguments import check_module, check_path, check_timeout
+from fsdp_compose.base.arguments import (
+    check_flag,
+    check_kind,
+    check_module,
+    check_number,
+    check_path,
+    check_process_group,
+    check_timeout,
+)
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import (
     contents_of,
@@ -86,6 +94,9 @@ def save_full(
     """
     check_module("save_full", module)
     check_path("save_full", path)
+    _check_format("save_full", format)
+    check_number("save_full", "max_file_bytes", max_file_bytes, "a number of bytes")
+    check_process_group("save_full", process_group)
     check_timeout("save_full", timeout)
     group = meet_ranks("save_full", module, process_group, timeout)
     with attend_call(group):
@@ -126,6 +137,11 @@ def _save(
     finally:
         writer.close()
         export.discard()
+
+
+def _check_format(where: str, file_format: object) -> None:
+    wanted = "a fsdp_compose.Format(suffix, write, read); leave it out for safetensors"
+    check_kind(where, "format", file_format, Format, wanted)
 
 
 def _check_dtype(dtype: object) -> None:
@@ -285,6 +301,10 @@ def load_full(
     """
     check_module("load_full", module)
     check_path("load_full", path)
+    _check_format("load_full", format)
+    check_flag("load_full", "strict", strict)
+    check_flag("load_full", "verify_files", verify_files)
+    check_process_group("load_full", process_group)
     check_timeout("load_full", timeout)
     group = meet_ranks("load_full", module, process_group, timeout)
     with attend_call(group):

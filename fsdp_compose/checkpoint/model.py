@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_flag, check_flags, check_module
 from fsdp_compose.base.torch_private import has_foreign_load_hooks
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint import local
@@ -63,6 +63,7 @@ class StateDictType:
 
     Raises:
         ValueError: an unknown kind, or an option that does not go with it.
+        TypeError: an option is not a boolean.
     """
 
     kind: Kind = "sharded"
@@ -72,6 +73,7 @@ class StateDictType:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"state dict kind is {self.kind!r}; wanted one of {get_args(Kind)}.")
+        check_flags(self, "cpu_offload", "rank0_only")
         if self.kind != "full" and (self.cpu_offload or self.rank0_only):
             raise ValueError(
                 f"cpu_offload and rank0_only go with kind='full', not with {self.kind!r}."
@@ -213,6 +215,8 @@ def load_state_dict(
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     check_module("load_state_dict", module)
+    check_flag("load_state_dict", "strict", strict)
+    check_flag("load_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
     contents = contents_to_load(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
@@ -329,12 +333,11 @@ def match(
     found = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
     problems = [problem for problem in found if problem is not None]
     if strict and missing:
-        names_missing = list_names(missing, unexpected)
-        problems.append(
-            f"missing keys: {names_missing}; pass strict=False to keep these as they are"
-        )
+        advice = "pass strict=False to keep these as they are"
+        problems.append(f"missing keys: {list_names(missing, unexpected)}; {advice}")
     if strict and unexpected:
-        problems.append(f"unexpected keys: {list_names(unexpected, missing or names)}")
+        advice = "pass strict=False to leave them out, as where other ranks alone hold them"
+        problems.append(f"unexpected keys: {list_names(unexpected, missing or names)}; {advice}")
     problem: Exception | None = None
     if problems:
         problem = RuntimeError(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,10 +25,11 @@ from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, difference, gather_objects, raise_on_all
-from fsdp_compose.construct.names import clean_name
+from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.core.guards.collective_log import code_of
+from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.replicas import checksum
-from fsdp_compose.core.state import iter_units
+from fsdp_compose.core.state import find_state, iter_units
 from fsdp_compose.sharded import is_sharded, to_local
 
 
@@ -38,8 +40,10 @@ class Stages:
     Attributes:
         members: ranks in ``group`` of each stage; stages by their first rank.
         mine: which of them this rank holds.
-        elsewhere: clean names that only other stages have.
+        elsewhere: clean names that only other stages have, or ranks with other experts.
         earlier: names of this stage that an earlier one has too, which saves them.
+        leads: clean names in units that fewer ranks hold, of which this rank is the first.
+        are_uneven: whether there are such units, on any rank.
     """
 
     group: Group
@@ -47,6 +51,8 @@ class Stages:
     mine: int
     elsewhere: frozenset[str] = frozenset()
     earlier: frozenset[str] = frozenset()
+    leads: frozenset[str] = frozenset()
+    are_uneven: bool = False
 
     @property
     def are_several(self) -> bool:
@@ -80,7 +86,7 @@ class Stages:
                 raise_on_all(problem, ())
 
     def keep_own(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out the entries of a checkpoint that only other stages have."""
+        """Leave out the entries of a checkpoint that this rank has no place for, and others do."""
         return {
             name: value
             for name, value in names.items()
@@ -88,7 +94,7 @@ class Stages:
         }
 
     def keep_own_groups(self, optim: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out the optimizer state that only other stages have."""
+        """Leave out the optimizer state of parameters that other ranks alone have."""
         groups = [
             {
                 **group,
@@ -125,28 +131,59 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     has_units = any(True for _ in iter_units(module))
     copies = _copies_beside(module) if saves else {}
     sums = {ranks: code_of(sorted(found.items())) for ranks, found in copies.items()}
-    reports = gather_objects((peers, has_units, sums), group)
-    members = _components([found for found, _, _ in reports], group.ranks)
+    names, of_fewer = _names_of_fewer(module)
+    reports = gather_objects((peers, has_units, sums, of_fewer), group)
+    members = _components([found for found, _, _, _ in reports], group.ranks)
     known: dict[tuple[int, ...], int] = {}
-    if any(known.setdefault(r, s) != s for _, _, of in reports for r, s in of.items()):
+    if any(known.setdefault(r, s) != s for _, _, of, _ in reports for r, s in of.items()):
         _warn_of_copies(what, gather_objects(copies, group), group)
-    if len(members) == 1 or not any(sharded for _, sharded, _ in reports):
-        return Stages(group, (tuple(range(group.size)),), 0)
+    first: dict[str, int] = {}
+    for rank, (_, _, _, theirs) in enumerate(reports):
+        for name in theirs:
+            first.setdefault(name, rank)
+    stages = Stages(
+        group,
+        (tuple(range(group.size)),),
+        0,
+        elsewhere=frozenset(first.keys() - names),
+        leads=frozenset(name for name, rank in first.items() if rank == group.rank),
+        are_uneven=bool(first),
+    )
+    if len(members) == 1 or not any(sharded for _, sharded, _, _ in reports):
+        return stages
     mine = next(i for i, ranks in enumerate(members) if group.rank in ranks)
-    stages = Stages(group, members, mine)
+    stages = replace(stages, members=members, mine=mine)
     values: dict[str, Any] = {}
     with SharedErrors(group):
         values = contents_of(module).values
     by_stage = stages.gather(list(values))
     before = {name for names in by_stage[:mine] for name in names}
     others = {name for i, names in enumerate(by_stage) if i != mine for name in names}
-    stages = Stages(
-        group, members, mine, frozenset(others - set(values)), frozenset(before & set(values))
+    stages = replace(
+        stages,
+        elsewhere=(stages.elsewhere | others) - set(values),
+        earlier=frozenset(before & set(values)),
     )
     if saves:
         shared = [name for name in values if name in others]
         _check_alike(what, stages, _sums({name: values[name] for name in shared}))
     return stages
+
+
+def _names_of_fewer(module: nn.Module) -> tuple[set[str], list[str]]:
+    """The clean names in ``module``, and those in units that fewer ranks hold, such as experts."""
+    params = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    clean = name_cleaner(module)
+    names = {clean(name) for name, _ in chain(params, buffers)}
+    entries = held_by_fewer(entry for unit in iter_units(module) for entry in unit.entries)
+    units = {id(unit) for unit in iter_units(module) if not set(entries).isdisjoint(unit.entries)}
+    paths = tuple(
+        clean(f"{path}.")
+        for path, submodule in module.named_modules(remove_duplicate=False)
+        if (state := find_state(submodule)) is not None and id(state.unit) in units
+    )
+    return names, [name for name in names if name.startswith(paths)]
 
 
 Copies: TypeAlias = "dict[tuple[int, ...], dict[tuple[str, int, int], int]]"
@@ -284,15 +321,20 @@ def choose_stored(
     return Chosen(sources, unknown, IncompatibleKeys(matched.missing, matched.unexpected))
 
 
-def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, Any]:
-    """What this rank saves where there are several stages; every rank of the group must call it.
+def join_states(
+    what: str, state: dict[str, Any], mine: list[dict[str, Any]], stages: Stages
+) -> dict[str, Any]:
+    """What this rank saves where ranks hold other layers; every rank of the group must call it.
 
-    What an earlier stage saves is left out, and the optimizers' groups become those of all stages.
+    What an earlier stage saves is left out, and the optimizers' groups become those of all ranks.
+
+    Args:
+        mine: the groups of this rank's optimizers.
 
     Raises:
         RuntimeError: on every rank: the optimizer state of a tied weight differs between stages.
     """
-    if not stages.are_several:
+    if not stages.are_several and not stages.are_uneven:
         return state
     optim = state.get("optim", {})
     states: Mapping[str, Any] = optim.get("state", {})
@@ -304,7 +346,8 @@ def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, A
         for key, value in values.items()
     }
     _check_alike(what, stages, sums)
-    groups = _join_groups(stages.gather(optim.get("param_groups", [])))
+    by_rank = gather_objects(mine, stages.group) if stages.are_uneven else stages.gather(mine)
+    groups = _join_groups(by_rank)
     model = {n: v for n, v in state["model"].items() if clean_name(n) not in stages.earlier}
     kept = {**state, "model": model}
     if optim or groups:
@@ -315,11 +358,11 @@ def join_states(what: str, state: dict[str, Any], stages: Stages) -> dict[str, A
     return kept
 
 
-def _join_groups(by_stage: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Join the groups of all stages; equal settings at the same place become one group."""
+def _join_groups(by_rank: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Join the groups of all ranks; equal settings at the same place become one group."""
     joined: dict[tuple[int, str], dict[str, Any]] = {}
     seen: set[str] = set()
-    for groups in by_stage:
+    for groups in by_rank:
         for place, group in enumerate(groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             names = [name for name in group["params"] if name not in seen]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import check_kind, check_module
+from fsdp_compose.base.arguments import check_function, check_kind, check_module
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import (
@@ -323,6 +323,8 @@ def seeded_init(module: nn.Module, seed: int, init: InitFn | None = None) -> See
     """
     check_module("seeded_init", module)
     check_kind("seeded_init", "seed", seed, Integral, "an integer")
+    if init is not None:
+        check_function("seeded_init", "init", init, "(module)")
     return Seeded(module, seed, init)
 
 

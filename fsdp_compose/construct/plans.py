@@ -87,6 +87,20 @@ class BucketPlan:
     mp: MixedPrecision
 
 
+def list_ignored(ignored: Any) -> list[Any]:
+    """List what was passed as ``ignored``.
+
+    Raises:
+        TypeError: it is no sequence.
+    """
+    if isinstance(ignored, torch.Tensor | nn.Module | str) or not isinstance(ignored, Iterable):
+        raise TypeError(
+            f"fully_shard: ignored is a {type(ignored).__name__}; wanted a sequence of "
+            "parameters, buffers and modules: ignored=[...]."
+        )
+    return list(ignored)
+
+
 @dataclass(frozen=True)
 class Ignored:
     """What is left alone, by id: of a module all that is in it, wherever else it is used."""
@@ -98,16 +112,10 @@ class Ignored:
 
     @classmethod
     def of(cls, ignored: Iterable[torch.Tensor | nn.Module]) -> Ignored:
-        given: Any = ignored
-        if isinstance(given, torch.Tensor | nn.Module | str) or not isinstance(given, Iterable):
-            raise TypeError(
-                f"fully_shard: ignored is a {type(given).__name__}; wanted a sequence of "
-                "parameters, buffers and modules: ignored=[...]."
-            )
         params: set[int] = set()
         modules: set[int] = set()
         buffers: set[int] = set()
-        items = list(ignored)
+        items = list_ignored(ignored)
         for item in items:
             if isinstance(item, nn.Module):
                 modules.update(id(m) for m in item.modules())

@@ -6,7 +6,7 @@ blocks and their scales. Replicas each do the work on equal gradients, so they s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compose.base.arguments import check_function, check_number, describe_value
 from fsdp_compose.layout.matrix_work import matrix_work
 from fsdp_compose.optim.matrices import (
     Matrix,
@@ -72,8 +73,9 @@ def owner_step(
         checkpoints take it as any other.
 
     Raises:
-        ValueError: a parameter is not sharded, or ranks were given different things.
-        TypeError: ``make`` returned something else than an optimizer over what it was given.
+        ValueError: a parameter is not sharded, there is none, or ranks were given different things.
+        TypeError: ``params`` are no parameters, ``make`` or ``work`` is not such a function, or
+            ``make`` returned something else than an optimizer over what it was given.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -81,7 +83,23 @@ def owner_step(
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optim.step()
     """
-    return OwnerOptimizer(params, make, work)
+    if not isinstance(make, type):
+        check_function("owner_step", "make", make, "(groups)")
+    check_function("owner_step", "work", work, "(shape)")
+    return OwnerOptimizer(_list_params(params), make, work)
+
+
+def _list_params(params: Any) -> list[Any]:
+    wanted = "sharded parameters or groups of them: [p for p in model.parameters() if p.ndim == 2]"
+    is_one = isinstance(params, nn.Module | Tensor | Mapping | str | bytes)
+    listed = [] if is_one or not isinstance(params, Iterable) else list(params)
+    strange = [item for item in listed if not isinstance(item, Tensor | Mapping | tuple)]
+    if is_one or not isinstance(params, Iterable) or strange:
+        what = f"holds {describe_value(strange[0])}" if strange else f"is {describe_value(params)}"
+        raise TypeError(f"owner_step: params {what}; wanted {wanted}.")
+    if not listed:
+        raise ValueError(f"owner_step: params is empty; wanted {wanted}.")
+    return listed
 
 
 def _share_failures(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,10 +178,11 @@ class OwnerOptimizer(Optimizer):
 
     def _list_facts(self, work: Work) -> Facts:
         groups = [n for n, group in enumerate(self.param_groups) for _ in group["params"]]
-        params = [
-            (matrix.name, number, work(matrix.shape))
-            for matrix, number in zip(self._matrices, groups, strict=True)
-        ]
+        costs = [work(matrix.shape) for matrix in self._matrices]
+        for cost in costs:
+            check_number("owner_step", "what work returned", cost, "a number")
+        names = [matrix.name for matrix in self._matrices]
+        params = list(zip(names, groups, costs, strict=True))
         settings = list_settings(self.optimizer.param_groups)
         return Facts(type(self.optimizer).__qualname__, settings, params)
 

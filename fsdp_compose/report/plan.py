@@ -37,7 +37,7 @@ from fsdp_compose.base.policy import (
 )
 from fsdp_compose.construct.choose_units import plan_shards
 from fsdp_compose.construct.initialise import is_on_meta
-from fsdp_compose.construct.plans import Ignored, Options
+from fsdp_compose.construct.plans import Ignored, Options, list_ignored
 from fsdp_compose.construct.wrap import Policy
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.report.activations import Activations, measure_activations
@@ -140,7 +140,7 @@ def plan(
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
-        "ignored": list(ignored),
+        "ignored": list_ignored(ignored),
         "granularity": granularity,
         "prefetch": prefetch,
         "static_buffers": static_buffers,

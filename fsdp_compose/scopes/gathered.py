@@ -31,7 +31,7 @@ from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
-from fsdp_compose.scopes.module_edits import check_edits, remember_modules
+from fsdp_compose.scopes.module_edits import check_edits, remember_modules, restore_edited
 from fsdp_compose.scopes.open_scope import (
     Scope,
     ScopeOptions,
@@ -119,17 +119,21 @@ def gathered(
     _check_entry(units, options)
     with torch.inference_mode(False):
         scopes = open_units(units, options)
-    before = remember_modules(module, units) if writeback else []
+    before = remember_modules(module)
     try:
         yield module
-        check_edits(module, before)
+        if writeback:
+            check_edits(module, units, before)
     except BaseException:
+        restore_edited(before)
         restore_modules(scopes)
         agree_with_rank0(units, options, failed=True)
         raise
     changes = find_replacements(scopes)
     if writeback and not rank0_only:
         accept_deletions(scopes, changes)
+    else:
+        restore_edited(before)
     fulls = restore_modules(scopes)
     # Two parameters may have changed places, so what was put there may be another parameter.
     changes = {entry: fulls.get(id(value), value) for entry, value in changes.items()}
@@ -309,6 +313,13 @@ def find_problem(
                     "an optimizer's step does, and the scope would overwrite it; step the "
                     "optimizer outside the scope."
                 )
+        elif entry in changes and value is None:
+            return (
+                f"gathered: {name} was taken out of its module inside a scope without writeback, "
+                "as pruning and parametrisations do. The module is as it was before the scope; use "
+                "`with torch.no_grad(), fsdp_compose.gathered(module, writeback=True):`, and call "
+                "fsdp_compose.refresh(model) after it."
+            )
         elif entry in changes or _is_edited(entry, tensor, index, scope, written[index]):
             return (
                 f"gathered: {name} was edited inside a scope without writeback, and the edit "

@@ -42,20 +42,25 @@ class Before:
             current.update(copied)
 
 
-def remember_modules(module: nn.Module, units: Iterable[Unit]) -> list[Before]:
-    """What ``check_edits`` gives back: nothing where tensor parallelism split no parameter."""
-    if not any(unit.links.dtensors for unit in units):
-        return []
+def remember_modules(module: nn.Module) -> list[Before]:
+    """What the modules are now, for ``check_edits`` and ``restore_edited``."""
     return [Before.of(submodule) for submodule in module.modules()]
 
 
-def check_edits(module: nn.Module, before: Sequence[Before]) -> None:
-    """Raise where a parameter that was put into a module is a partial sum.
+def restore_edited(before: Iterable[Before]) -> None:
+    """Give back the modules that a parameter was taken out of, as pruning does."""
+    for one in before:
+        if not one.copies["_parameters"].keys() <= parameter_slots(one.module).keys():
+            one.restore()
+
+
+def check_edits(module: nn.Module, units: Iterable[Unit], before: Sequence[Before]) -> None:
+    """Raise where tensor parallelism split a parameter, and one that was made of it is partial.
 
     Raises:
         ValueError: naming it; the modules are what they were.
     """
-    if not before:
+    if not any(unit.links.dtensors for unit in units):
         return
     for path, submodule in module.named_modules():
         for key, param in parameter_slots(submodule).items():

@@ -50,6 +50,9 @@ def iter_full(
     check_number("iter_full", "bucket_bytes", bucket_bytes, "a number of bytes")
     if dtype is not None:
         check_kind("iter_full", "dtype", dtype, torch.dtype, "a torch.dtype or None")
+    if device is not None:
+        wanted = "a torch.device, its name or index, or None"
+        check_kind("iter_full", "device", device, (torch.device, str, int), wanted)
     entries = {
         (id(values), name): (unit, unit.entries[index])
         for engine in here.engines.values()

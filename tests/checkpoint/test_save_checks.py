@@ -52,6 +52,20 @@ def test_ranks_save_with_the_same_options(tmp_path: Path, option: str) -> None:
     simulate_ranks(run, 2)
 
 
+def test_extra_that_does_not_pickle_is_named(tmp_path: Path) -> None:
+    """On every rank, where one has it; the old checkpoint stays."""
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(net())
+        fc.save_checkpoint(tmp_path, model, extra=3)
+        rows = (row for row in [1])
+        with pytest.raises(Exception, match="extra is a dict that does not pickle"):
+            fc.save_checkpoint(tmp_path, model, extra={"rows": rows} if rank else None)
+        assert fc.load_checkpoint(tmp_path, model) == 3
+
+    simulate_ranks(run, 2)
+
+
 @pytest.mark.parametrize("option", ["path", "dtype", "max_file_bytes"])
 def test_ranks_export_with_the_same_options(tmp_path: Path, option: str) -> None:
     """Options of save_full that differ by rank raise; the old files stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ class Wrong:
 
 def swapped(model: Any) -> None:
     fc.register_comm_hook(model, fc.bf16_compress_hook, None)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def sgd_groups(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 WRONG = [
@@ -63,6 +72,36 @@ WRONG = [
     *(Wrong(lambda m, f=f, v=v: f("never", m, timeout=v), kind, f"timeout is {v!r}; wanted seconds")
       for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)
       for v, kind in (("x", TypeError), (-1, ValueError), (0, ValueError))),
+    *(Wrong(lambda m, f=f: f("never", m, process_group="x"), TypeError, "process_group is 'x'")
+      for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)),
+    *(Wrong(lambda m, f=f: f("never", m, format="pt"), TypeError, "format is 'pt'; wanted a fsdp_")
+      for f in (fc.save_full, fc.load_full)),
+    *(Wrong(lambda m, f=f, a=a: f("never", m, **{a: "no"}), TypeError, f"{a} is 'no'; wanted True")
+      for f, a in ((fc.save_checkpoint, "asynchronous"), (fc.save_checkpoint, "checksum"),
+                   (fc.load_checkpoint, "strict"), (fc.load_checkpoint, "verify_files"),
+                   (fc.load_full, "strict"), (fc.load_full, "verify_files"))),
+    Wrong(lambda m: fc.save_full("never", m, max_file_bytes="5GB"), TypeError, "wanted a number"),
+    *(Wrong(lambda m, f=f, a=a: f(m, **{a: []}), TypeError, f"{a} is []; wanted True or False")
+      for f in (fc.state_dict, partial(fc.set_state_dict_type, kind="full"),
+                lambda m, **options: fc.optim_state_dict(m, sgd(m), **options))
+      for a in ("cpu_offload", "rank0_only")),
+    *(Wrong(lambda m, a=a: fc.load_state_dict(m, m.state_dict(), **{a: "no"}), TypeError, a)
+      for a in ("strict", "broadcast_from_rank0")),
+    Wrong(lambda m: fc.load_optim_state_dict(m, sgd(m), {}, broadcast_from_rank0=1), TypeError,
+          "broadcast_from_rank0 is 1; wanted True or False"),
+    *(Wrong(lambda m, v=v: fc.owner_step(v(m), sgd_groups), TypeError, "owner_step: params")
+      for v in (lambda m: m, lambda m: m.weight, lambda m: None, lambda m: ["weight"])),
+    Wrong(lambda m: fc.owner_step([], sgd_groups), ValueError, "params is empty; wanted sharded"),
+    *(Wrong(lambda m, v=v: fc.owner_step([m.weight], v), TypeError, "make is")
+      for v in (None, lambda: None)),
+    *(Wrong(lambda m, v=v: fc.owner_step([m.weight], sgd_groups, work=v), TypeError, text)
+      for v, text in ((3, "work is 3; wanted a function of (shape)"),
+                      (lambda shape: None, "what work returned is None; wanted a number"))),
+    Wrong(lambda m: fc.plan(nn.Linear(2, 2), world_size=2, ignored=nn.Linear), TypeError,
+          "ignored is a type; wanted a sequence"),
+    Wrong(lambda m: fc.fully_shard(nn.Linear(2, 2), mesh=torch.ones(2)), TypeError, "mesh is"),
+    Wrong(lambda m: list(fc.iter_full(m, device=[])), TypeError, "device is []; wanted a torch.de"),
+    Wrong(lambda m: fc.seeded_init(m, 0, "x"), TypeError, "init is 'x'; wanted a function"),
     Wrong(lambda m: fc.wrap.by_name("layers.["), ValueError, "is not a pattern of names"),
     *(Wrong(lambda m, v=v: fc.fully_shard(nn.Linear(2, 2), mesh=v), TypeError, "mesh is (")
       for v in ((0, 1), ("dp", "tp"), ())),
@@ -101,6 +140,7 @@ def test_wrong_values_are_refused_at_once() -> None:
             check(model, wrong)
         assert vars(unit.switches) == switches and not unit.post_reduce_hooks
         assert unit.expected.forward_list is None and not Path("never").exists()
+        assert fc.get_state_dict_type(model).kind == "sharded"
         assert torch.equal(model.weight.grad.full_tensor(), before)
 
     simulate_ranks(ranks, 2)

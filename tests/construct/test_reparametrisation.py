@@ -133,16 +133,32 @@ def test_spectral_vectors_agree_between_ranks() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_surgery_without_writeback_is_an_error() -> None:
+def leave_open(model: nn.Module, change: str, fail: bool) -> None:
+    """Change a layer in a scope that writes nothing back: without writeback, or as it fails."""
+    with torch.no_grad(), gathered(model, writeback=fail):
+        CHANGES[change](model.get_submodule("blocks.0.up"))
+        if fail:
+            raise KeyError("in the scope")
+
+
+@pytest.mark.parametrize("change", ["prune", "spectral_norm", "legacy weight_norm"])
+def test_surgery_that_is_not_written_back(change: str) -> None:
+    """An error, and the layer is as it was: no parameter, buffer, hook or class of the change."""
+
     def ranks(rank: int) -> None:
         model = by_block(seeded(lambda: Tower(2)))
-        with torch.no_grad(), gathered(model):
-            CHANGES["prune"](model.blocks[0].up)
+        up = model.blocks[0].up
+        before = [type(up), *up.state_dict(), len(up._forward_pre_hooks), *up._modules]
+        with pytest.raises(RuntimeError) as raised:
+            leave_open(model, change, fail=False)
+        assert "'blocks.0.up.weight' of unit 'blocks.0' was taken out" in str(raised.value)
+        assert "writeback=True" in str(raised.value) and "refresh(model)" in str(raised.value)
+        with pytest.raises(KeyError, match="in the scope"):
+            leave_open(model, change, fail=True)
+        assert [type(up), *up.state_dict(), len(up._forward_pre_hooks), *up._modules] == before
+        together(model, seeded(lambda: Tower(2)), rank)
 
-    for error in rank_errors(ranks, 2):
-        assert error is not None
-        assert "'blocks.0.up.weight' of unit 'blocks.0' was edited" in error
-        assert "writeback=True" in error
+    run_ranks(ranks, 2)
 
 
 def test_a_parameter_that_was_moved_is_named() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from fsdp_compose import ShardingStrategy
+from fsdp_compose import ShardingStrategy, fully_shard, wrap
 from fsdp_compose.base.process import here
 
 from harness import run_ranks, simulate_ranks
@@ -18,6 +19,7 @@ from models import (
     by_block,
     data,
     one_unit,
+    seeded,
     square,
     train_twin,
     units,
@@ -62,6 +64,42 @@ def test_checkpointing_under_each_strategy(where: str, reentrant: bool) -> None:
         for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             shard = lambda m: by_block(m, strategy=strategy)  # noqa: E731
             Twin(rank, 2, lambda: Checkpointed(where, reentrant), shard).train(steps=2)
+
+    simulate_ranks(ranks)
+
+
+class Freezing(nn.Module):
+    """Freezes a layer inside a checkpoint, before it is used there or after."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.early = early
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x, use_reentrant=False)
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.early:
+            self.layer.weight.requires_grad_(False)
+        y = self.layer(x)
+        self.layer.weight.requires_grad_(False)
+        return self.head(y)
+
+
+def test_a_unit_frozen_inside_a_checkpoint() -> None:
+    """As in the plain module: it may be frozen before it is used, and torch raises after.
+
+    Troubleshooting has the text of torch's error.
+    """
+    by_linear = lambda m: fully_shard(m, units=wrap.by_class({nn.Linear}))  # noqa: E731
+    train_twin(lambda: Freezing(early=True), shard=by_linear)
+
+    def ranks(rank: int) -> None:
+        for shard in by_linear, lambda model: model:
+            model = shard(seeded(lambda: Freezing(early=False)))
+            with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+                square(model, data(0, rank)).backward()
 
     simulate_ranks(ranks)
 

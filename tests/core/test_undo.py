@@ -149,6 +149,25 @@ def test_undo_of_a_shallow_copy_is_refused(path: str) -> None:
     assert not any(map(is_sharded, model.parameters()))
 
 
+def test_undo_inside_a_forward_is_refused() -> None:
+    """The error says when to call it; forward, backward and undo work after it."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(2)))
+        found: list[str] = []
+
+        def undo_here(module: nn.Module, args: Any) -> None:
+            with pytest.raises(RuntimeError, match=r"undo: unit .* is inside its forward"):
+                undo(model)
+            found.append("refused")
+
+        model.blocks[1].register_forward_pre_hook(undo_here)
+        square(model, data(0, rank)).backward()
+        assert found == ["refused"] and not fc.units_of(undo(model))
+
+    run_ranks(ranks, 2)
+
+
 def test_undo_in_inference_mode() -> None:
     """Parameters, gradients and buffers are trained on, as those that ``refresh`` gives back."""
 

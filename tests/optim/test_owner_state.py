@@ -137,6 +137,44 @@ def test_local_state_wants_the_same_owners() -> None:
         assert error is not None and "cut elsewhere" in error
 
 
+@pytest.mark.parametrize("slices_first", [True, False])
+def test_state_between_owners_and_slices(slices_first: bool, tmp_path: Path) -> None:
+    """Full state and checkpoints load into either; sharded state of owners says to take those."""
+
+    def build() -> tuple[nn.Module, Any, Any]:
+        model = by_block(seeded(Tower))
+        owners = fc.owner_step(matrices(model), lambda groups: torch.optim.AdamW(groups, lr=0.01))
+        slices = torch.optim.AdamW(matrices(model), lr=0.01)
+        return (model, slices, owners) if slices_first else (model, owners, slices)
+
+    def ranks(rank: int) -> None:
+        model, first, _ = build()
+        gradients(model, 0)
+        first.step()
+        wanted = fc.optim_state_dict(model, first)
+        fc.save_checkpoint(tmp_path, model, first)
+        for way in ("full", "checkpoint"):
+            other, _, second = build()
+            if way == "full":
+                fc.load_optim_state_dict(other, second, wanted)
+            else:
+                fc.load_checkpoint(tmp_path, other, second)
+            found = fc.optim_state_dict(other, second)
+            for name, values in wanted["state"].items():
+                for key, value in values.items():
+                    assert torch.equal(found["state"][name][key], value)
+        other, _, second = build()
+        sharded = fc.optim_state_dict(model, first, kind="sharded")
+        if slices_first:
+            fc.load_optim_state_dict(other, second, sharded)
+        else:
+            with pytest.raises(RuntimeError, match=r"owner alone holds.*kind='full' and save_ch"):
+                fc.load_optim_state_dict(other, second, sharded)
+            assert not second.state
+
+    run_ranks(ranks, 2)
+
+
 def test_a_value_that_cannot_be_saved_is_named() -> None:
     class Keeps(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

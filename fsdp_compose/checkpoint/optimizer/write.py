@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
@@ -92,6 +92,7 @@ def load_optim_state_dict(
         0.1
     """
     check_module("load_optim_state_dict", module)
+    check_flag("load_optim_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
     groups = groups_of(module)
     targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):
@@ -350,6 +351,11 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    if isinstance(values, OwnedState) and part.owner is None:
+        return [
+            f"{part.name!r} has state of an owner_step, which its owner alone holds, and this "
+            "optimizer steps slices: kind='full' and save_checkpoint load into either"
+        ]
     found: list[str] = []
     for key, value in values.items():
         if part.spec is not None and find_object(value) is not None:

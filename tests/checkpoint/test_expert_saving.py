@@ -1,0 +1,124 @@
+"""Layers that some ranks hold alone are saved and loaded with all they have, on any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+
+from harness import simulate_ranks
+
+WIDTH, EXPERTS = 4, 4
+Snapshot = dict[str, Tensor]
+
+
+class Expert(nn.Module):
+    """With buffers, which are not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+class Model(nn.Module):
+    """A dense layer, and the experts ``numbers`` of all."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        every = {str(number): Expert() for number in range(EXPERTS)}
+        self.experts = nn.ModuleDict({str(number): every[str(number)] for number in numbers})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dense(x)
+        for expert in self.experts.values():
+            x = x + expert(x)
+        return x
+
+
+def build(numbers: Sequence[int], seed: int = 0) -> tuple[Model, Any]:
+    """Experts stay whole on their rank; they have a learning rate of their own."""
+    torch.manual_seed(seed)
+    model = Model(numbers)
+    if len(numbers) < EXPERTS:
+        for expert in model.experts.values():
+            fc.fully_shard(expert, mesh="self")
+            fc.set_gradient_divide_factor(expert, 2.0)
+    fc.fully_shard(model)
+    experts = {"params": model.experts.parameters(), "lr": 0.05}
+    return model, torch.optim.AdamW([{"params": model.dense.parameters()}, experts], lr=0.01)
+
+
+def own(rank: int) -> range:
+    return range(2 * rank, 2 * rank + 2)
+
+
+def snapshot(model: nn.Module, optim: Any) -> Snapshot:
+    """Weights, buffers and optimizer state, whole, by name."""
+    found: Snapshot = dict(fc.state_dict(model))
+    for name, values in fc.optim_state_dict(model, optim)["state"].items():
+        found.update((f"{key} of {name}", value) for key, value in values.items())
+    return {name: value.clone() for name, value in found.items()}
+
+
+def train(model: nn.Module, optim: Any) -> None:
+    for step in range(2):
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def save(path: Path) -> Snapshot:
+    """What both ranks saved, as each found it."""
+
+    def ranks(rank: int) -> Snapshot:
+        model, optim = build(own(rank))
+        train(model, optim)
+        fc.save_checkpoint(path, model, optim)
+        return snapshot(model, optim)
+
+    first, second = simulate_ranks(ranks, 2)
+    return {**first, **second}
+
+
+@pytest.mark.parametrize("numbers", ["own", "swapped", "all", "one process"])
+def test_experts_of_one_rank_are_saved_whole(tmp_path: Path, numbers: str) -> None:
+    """Buffers, steps and settings too; others' names are not unexpected, and none is missing."""
+    saved = save(tmp_path)
+
+    def ranks(rank: int) -> None:
+        mine = {"own": own(rank), "swapped": own(1 - rank)}.get(numbers, range(EXPERTS))
+        model, optim = build(mine, seed=1)
+        fc.load_checkpoint(tmp_path, model, optim)
+        found = snapshot(model, optim)
+        assert found and all(torch.equal(value, saved[name]) for name, value in found.items())
+        assert [group["lr"] for group in optim.param_groups] == [0.01, 0.05]
+
+    simulate_ranks(ranks, 1 if numbers == "one process" else 2)
+
+
+def test_names_that_no_rank_has_are_unexpected(tmp_path: Path) -> None:
+    """Beside those of others, which are left out; a dictionary says to pass strict=False."""
+    saved = save(tmp_path)
+
+    def ranks(rank: int) -> None:
+        model, _ = build([rank], seed=1)
+        with pytest.raises(RuntimeError) as raised:
+            fc.load_checkpoint(tmp_path, model)
+        assert "unexpected keys: 'experts.2." in str(raised.value)
+        assert f"'experts.{1 - rank}." not in str(raised.value)
+        with pytest.raises(RuntimeError, match="strict=False to leave them out, as where other"):
+            fc.load_state_dict(model, {k: v for k, v in saved.items() if " of " not in k})
+
+    simulate_ranks(ranks, 2)
