@@ -553,6 +553,19 @@ def test_a_write_between_forward_and_backward() -> None:
     run_ranks(write_between, 2)
 
 
+def test_a_write_before_a_backward_that_reads() -> None:
+    """One of two forwards saved no weight; the other's backward would mix old and new ones."""
+    with fake_world(2):
+        model, x = build_first(), torch.ones(2, WIDTH, dtype=torch.float64)
+        both = model(x) + model(x.clone().requires_grad_())
+        with torch.no_grad():
+            model.first.weight.mul_(2)
+        with pytest.raises(
+            RuntimeError, match=r"'first\.weight' of unit 'first' was written between"
+        ):
+            both.sum().backward()
+
+
 def test_bad_arguments() -> None:
     model = fully_shard([nn.Embedding(4, 2), nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="is one of 2 modules; wanted a unit of one"):

@@ -296,6 +296,17 @@ def test_open_accumulation_is_reduced_at_last(shard: Shard, world: int, how: str
     simulate_ranks(check, world)
 
 
+def test_without_replicas_no_all_reduce_waits() -> None:
+    """``set_requires_all_reduce`` is about replicas: where there are none, gradients arrive."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower, by_block, adamw)
+        set_requires_all_reduce(twin.model, False)
+        twin.train()
+
+    simulate_ranks(check, 2)
+
+
 def test_what_accumulation_communicates() -> None:
     def check(rank: int) -> None:
         model = hybrid(seeded(Tower))
