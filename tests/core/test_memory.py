@@ -193,18 +193,22 @@ class Mirrored(torch.autograd.Function):
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
         self.weight = nn.Parameter(torch.randn(1000))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Mirrored.apply(x, self.weight)
+        return Mirrored.apply(x, self.weight) + self.shift
 
 
-def test_a_gradient_in_the_weights_is_packed_first() -> None:
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_a_gradient_in_the_weights_is_packed_first(buckets: int) -> None:
     """A gradient that lies in the gathered weights is read before these are released."""
 
     def ranks(rank: int) -> None:
         model = seeded(lambda: nn.Sequential(Scale(), Scale()))
         weights = [layer.weight.detach().clone() for layer in model]
+        for layer in model if buckets == 2 else ():
+            layer.shift.data = layer.shift.data.float()
         for layer in model:
             fully_shard(layer)
         model(torch.ones(1000, requires_grad=True)).sum().backward()
