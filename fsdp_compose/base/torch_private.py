@@ -125,6 +125,7 @@ SCRIPT_HOOK = "__prepare_scriptable__"
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the autograd pass running on this thread, -1 outside any."""
 
+running_node: Callable[[], Any] = torch._C._current_autograd_node  # in a backward, for its hooks
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of ``made_at``
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward under way leaves its graph as it is, for another one (retain_graph)."""

@@ -42,6 +42,7 @@ Files, each importing only from those above it:
     guards/callers              threads, child processes and recorders that may not run a unit
     guards/connect              full tensors at hand, connected to the sharded parameters
     guards/surroundings         trainable parameters beside sharded ones (D18)
+    guards/cut_graphs           gradients whose graph tensor parallelism would cut
     guards/inner_backward       backward that reaches a unit through an inner tensor
     guards/functional_calls     forwards on other tensors than the gathered parameters
     guards/hooked_weights       gradient hooks that a forward registers on gathered weights

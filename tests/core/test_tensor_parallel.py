@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -27,7 +28,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.scopes.unreduced import UnreducedGradient
 from fsdp_compose.sharded import ShardedWeightError, as_own_file
 
-from harness import TORCH, run_ranks, simulate_ranks
+from harness import TORCH, rank_errors, run_ranks, simulate_ranks
 from tp_models import (
     MLP,
     STEPS,
@@ -265,6 +266,52 @@ def test_a_gradient_penalty_sees_through_both_axes() -> None:
         assert_grads_equal(model, reference)
 
     run_ranks(check, 4)
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="there torch's own tensor parallelism gets it wrong")
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize(
+    ("units", "scoped"),
+    [(MLP, False), (MLP, True), (nn.Linear, False)],
+    ids=["block", "scope", "layers"],
+)
+def test_a_graph_that_tensor_parallelism_cuts(
+    split: bool, units: type[nn.Module], scoped: bool
+) -> None:
+    """A penalty on the input: right where the input is split, and refused where torch cuts it."""
+
+    def check(rank: int) -> None:
+        mesh = mesh_of(dp=2, tp=2)
+        torch.manual_seed(0)
+        model = nn.Sequential(MLP(4, 6)).double()
+        reference = copy.deepcopy(model)
+        plan: dict[str, Any] = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
+        if split:
+            given = {"input_layouts": (Shard(0),), "desired_input_layouts": (Replicate(),)}
+            plan["0"] = PrepareModuleInput(**given)
+            plan["0.down"] = RowwiseParallel(output_layouts=Shard(0))
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"], units=wrap.by_class(units))
+        torch.manual_seed(1)
+        xs = torch.randn(2, 4, 4, dtype=torch.float64)
+        mine = xs[mesh["dp"].get_local_rank()]
+        if split:
+            mine = mine.chunk(2)[mesh["tp"].get_local_rank()]
+        for net, x in ((model, mine), (reference, xs.flatten(0, 1))):
+            x = x.clone().requires_grad_()
+            net(x).square().sum().backward()  # without a graph over it nothing is cut
+            net.zero_grad()
+            is_open = scoped and net is model
+            with fsdp_compose.gathered(net) if is_open else contextlib.nullcontext():
+                (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+                (slope.square().sum() / (2 if net is reference else 1)).backward()
+        assert_grads_equal(model, reference)
+
+    if split:
+        run_ranks(check, 4)
+    else:
+        errors = rank_errors(check, 4)
+        assert all("would be wrong. Hand the unit its input split" in str(e) for e in errors)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["all", "some"])

@@ -34,6 +34,7 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.autograd import DELETED
 from fsdp_compose.core.guards.added_parameters import managed
+from fsdp_compose.core.guards.cut_graphs import watch_conversions
 from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.kept_tensors import opened_at
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
@@ -65,6 +66,8 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
             if checks.entrance == "unknown":
                 checks.entrance = "outputs"
             open_backward(reached, task)
+            if reached.links.dtensors and torch.is_grad_enabled():
+                watch_conversions(reached)
 
         unit.checks.trigger = trigger
     return unit.checks.trigger

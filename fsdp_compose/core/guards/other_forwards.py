@@ -34,6 +34,7 @@ from fsdp_compose.core.forward import (
 )
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.cast_buffers import computes_as_stored
+from fsdp_compose.core.guards.cut_graphs import watch_scope
 from fsdp_compose.core.guards.forward_writes import (
     check_scope_is_current,
     count_writes,
@@ -100,6 +101,8 @@ def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
     raise_lost(lost)
     if read is not None and torch.is_grad_enabled():
         _show_in_backward(unit, opened, read, output)
+    if unit.links.dtensors and torch.is_grad_enabled():
+        watch_scope(unit, output)
     if opened.stored and isinstance(unit.mp, FullPrecision):
         return output
     return cast_output(unit.mp, output)
