@@ -103,7 +103,8 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     plans = [change.plan for change in survey]
     for plan in plans:
         plan.options = replace(plan.options, param_init_fn=param_init_fn)
-    meta = MetaValues(compare_plans(plans, units[0].options.mesh, problem, [module]))
+    mesh = units[0].options.mesh
+    meta = MetaValues(compare_plans(plans, mesh, problem, [module], "refresh"))
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)
         drain(engine)

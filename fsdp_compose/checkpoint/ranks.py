@@ -249,24 +249,27 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
     check_surroundings(module, what)
     leaves = {name: leaf_of(param) for name, param in parameters_by_name(module).items()}
     entries = {name: find_entry(leaf) for name, leaf in leaves.items() if is_sharded(leaf)}
-    if len({owner_of(entry).mesh.size for entry in entries.values()}) <= 1:
-        return
-    homes: dict[str, tuple[int, ...]] = {}
+    homes: dict[str, set[int]] = {}
     fewer = set(held_by_fewer(entries.values()))
     for name, entry in entries.items():
         if entry in fewer:
-            mesh = owner_of(entry).mesh
-            homes[name] = tuple(sorted({*mesh.shard.ranks, *mesh.replicate.ranks}))
-    known: dict[str, tuple[int, ...]] = {}
+            groups = owner_of(entry).mesh.groups
+            homes[name] = {dist.get_rank(), *(rank for one in groups for rank in one.ranks)}
+    holders: dict[str, list[set[int]]] = {}  # apart from each other
     for found in gather_objects(homes, group):
         for name, home in found.items():
-            if everywhere or known.setdefault(name, home) != home:
-                others = "" if everywhere else f", and another by ranks {list(known[name])}"
-                raise RuntimeError(
-                    f"{what}: {name!r} is held by ranks {list(home)} alone{others}. If other ranks "
-                    "hold other experts under that name, make the experts DTensors over those "
-                    "ranks before fully_shard, or call declare_tensor_parallel; save_checkpoint "
-                    "also takes experts whose names differ, such as their numbers in a ModuleDict. "
-                    "If the other ranks hold the same values, say so with "
-                    f"set_gradient_divide_factor(module, {len(home)})."
-                )
+            known = holders.get(name, [])
+            apart = [ranks for ranks in known if ranks.isdisjoint(home)]
+            holders[name] = [*apart, home.union(*(r for r in known if not r.isdisjoint(home)))]
+    for name, known in holders.items():
+        if everywhere or len(known) > 1:
+            one, *others = [str(sorted(ranks)) for ranks in known]
+            another = f", and another by ranks {others[0]}" if others else ""
+            raise RuntimeError(
+                f"{what}: {name!r} is held by ranks {one} alone{another}. If other ranks hold "
+                "other experts under that name, make the experts DTensors over those ranks before "
+                "fully_shard, or call declare_tensor_parallel; save_checkpoint also takes experts "
+                "whose names differ, such as their numbers in a ModuleDict. If the other ranks "
+                "hold the same values, say so with "
+                f"set_gradient_divide_factor(module, {len(known[0])})."
+            )

@@ -55,10 +55,12 @@ def compare_plans(
     mesh: MeshLike | None,
     problem: Exception | None,
     modules: Sequence[object] = (),
+    what: str = "fully_shard",
 ) -> set[str]:
     """Raise on every rank what any rank found wrong, and check that all start alike.
 
     Args:
+        what: the function that every rank calls.
         modules: what is sharded; where tensor parallelism split some of it, the ranks that hold
             the other parts are told of problems too.
 
@@ -75,7 +77,8 @@ def compare_plans(
     if groups:
         real = [v for v in values if v.key not in meta]
         structure = [] if problem else [_describe_structure(plan) for plan in plans]
-        reports = _exchange_reports(_make_report(problem, structure, plans, real, meta), groups)
+        report = _make_report(problem, structure, plans, real, meta)
+        reports = _exchange_reports(report, groups, what)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         meta = meta.union(*(report.meta for report in reports.values()))
     verified = {plan.name for plan in plans if plan.options.init == "verify"}
@@ -327,25 +330,27 @@ def _find_other_slices(groups: tuple[Group, ...]) -> Exception | None:
     return None
 
 
-def _exchange_reports(report: Report, groups: tuple[Group, ...]) -> dict[int, Report]:
+def _exchange_reports(
+    report: Report, groups: tuple[Group, ...], call: str = "fully_shard"
+) -> dict[int, Report]:
     """Every rank's report, by rank; this rank's alone where those of all say the same."""
     known = {dist.get_rank(): report}
-    if _are_alike(report, groups):
+    if _are_alike(report, groups, call):
         return known
     for group in groups:
-        parts = gather_objects_or_differ(known, group, "fully_shard")
+        parts = gather_objects_or_differ(known, group, call)
         known = {rank: r for part in parts for rank, r in part.items()}
     return dict(sorted(known.items()))
 
 
-def _are_alike(report: Report, groups: tuple[Group, ...]) -> bool:
+def _are_alike(report: Report, groups: tuple[Group, ...], call: str) -> bool:
     """Whether all ranks report the same, by a digest: a report of each takes gigabytes at scale."""
     totals = [(key, total) for key, (total, _) in report.sums.items()]
     said = repr((report.problem, report.structure, totals, sorted(report.meta)))
     digest = hashlib.sha256(said.encode()).digest()
     is_alike = True
     for group in groups:
-        found = gather_objects_or_differ((digest, is_alike), group, "fully_shard")
+        found = gather_objects_or_differ((digest, is_alike), group, call)
         is_alike = all(other == (digest, True) for other in found)
     return is_alike
 

@@ -19,7 +19,7 @@ from fsdp_compose.core.state import Unit
 
 @dataclass(frozen=True, eq=False)
 class Before:
-    """What a module was: its class, and its attributes with a copy of each dictionary."""
+    """What a module was: its class, and its attributes with a copy of each dictionary in use."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -29,22 +29,22 @@ class Before:
     @classmethod
     def of(cls, module: nn.Module) -> Before:
         attributes = dict(module.__dict__)
-        copies = {key: dict(value) for key, value in attributes.items() if isinstance(value, dict)}
+        copies = {k: dict(v) for k, v in attributes.items() if isinstance(v, dict) and v}
         return cls(module, type(module), attributes, copies)
 
     def restore(self) -> None:
         self.module.__class__ = self.kind
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes)
-        for key, copied in self.copies.items():
-            current = self.attributes[key]
-            current.clear()
-            current.update(copied)
+        for key, current in self.attributes.items():
+            if isinstance(current, dict):
+                current.clear()
+                current.update(self.copies.get(key, {}))
 
 
 def remember_modules(module: nn.Module) -> list[Before]:
-    """What the modules are now, for ``check_edits`` and ``restore_edited``."""
-    return [Before.of(submodule) for submodule in module.modules()]
+    """What the modules with parameters are now, for ``check_edits`` and ``restore_edited``."""
+    return [Before.of(submodule) for submodule in module.modules() if parameter_slots(submodule)]
 
 
 def restore_edited(before: Iterable[Before]) -> None:

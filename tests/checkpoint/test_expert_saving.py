@@ -108,6 +108,63 @@ def test_experts_of_one_rank_are_saved_whole(tmp_path: Path, numbers: str) -> No
     simulate_ranks(ranks, 1 if numbers == "one process" else 2)
 
 
+def test_experts_of_one_name_on_ranks_of_their_own(tmp_path: Path) -> None:
+    """They are not taken for one parameter where each is alone on its rank, with mesh="self"."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(rank)
+        model = Model([0])
+        fc.fully_shard(model.experts["0"], mesh="self")
+        fc.set_gradient_divide_factor(model.experts["0"], 2.0)
+        fc.fully_shard(model, init="broadcast")
+        text = r"'experts.0.linear.weight' is held by ranks \[0\] alone, and another by ranks \[1\]"
+        with pytest.raises(RuntimeError, match=text):
+            fc.save_checkpoint(tmp_path, model)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_experts_on_one_rank_only(tmp_path: Path) -> None:
+    """A rank without experts takes part; exports name the ranks that have them."""
+
+    def ranks(rank: int) -> None:
+        model, optim = build([] if rank else [0, 1])
+        train(model, optim)
+        fc.save_checkpoint(tmp_path, model, optim)
+        saved = snapshot(model, optim)
+        again, other = build([] if rank else [0, 1], seed=1)
+        fc.load_checkpoint(tmp_path, again, other)
+        found = snapshot(again, other)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(value, saved[name]) for name, value in found.items())
+        with pytest.raises(RuntimeError, match=r"held by ranks \[0\] alone"):
+            fc.save_full(tmp_path / "full", model)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_experts_with_replicas_are_saved(tmp_path: Path) -> None:
+    """Ranks that hold slices and copies of one expert are not taken for holders of another."""
+
+    def ranks(rank: int) -> None:
+        mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ep", "copies", "slices"))
+        torch.manual_seed(0)
+        model = Model([mesh.get_local_rank("ep")])
+        for expert in model.experts.values():
+            fc.fully_shard(expert, mesh=mesh["copies", "slices"])
+            fc.set_gradient_divide_factor(expert, 8.0)
+        fc.fully_shard(model, init="broadcast")
+        saved = {name: value.clone() for name, value in fc.state_dict(model).items()}
+        fc.save_checkpoint(tmp_path, model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        fc.load_checkpoint(tmp_path, model)
+        assert all(torch.equal(value, saved[n]) for n, value in fc.state_dict(model).items())
+
+    simulate_ranks(ranks, 8)
+
+
 def test_names_that_no_rank_has_are_unexpected(tmp_path: Path) -> None:
     """Beside those of others, which are left out; a dictionary says to pass strict=False."""
     saved = save(tmp_path)

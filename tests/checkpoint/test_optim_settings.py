@@ -209,3 +209,30 @@ def test_groups_without_parameters_load_as_saved(way: Any, tmp_path: Path) -> No
         assert [group["lr"] for group in again.param_groups] == [0.1, 0.2, 0.3]
 
     simulate_ranks(body, 2)
+
+
+def test_state_from_before_layers_were_unfrozen(tmp_path: Path) -> None:
+    """It goes into an optimizer of what was trained, which is then given the others, as said."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(two_blocks)
+        model.blocks[0].requires_grad_(False)
+        by_block(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optim = torch.optim.AdamW(trained)
+        square(model, data(0, rank)).backward()
+        optim.step()
+        fc.save_checkpoint(tmp_path, model, optim)
+        model.blocks[0].requires_grad_(True)
+        text = "no group has 'blocks.0.* optimizer of what was saved, and give it the others by add"
+        with pytest.raises(RuntimeError, match=text):
+            fc.load_checkpoint(tmp_path, model, torch.optim.AdamW(model.parameters()))
+        again = torch.optim.AdamW(trained)
+        fc.load_checkpoint(tmp_path, model, again)
+        again.add_param_group({"params": model.blocks[0].parameters()})
+        square(model, data(1, rank)).backward()
+        again.step()
+        blocks = [again.state[block.up.weight] for block in model.blocks]
+        assert [int(state["step"]) for state in blocks] == [1, 2]
+
+    simulate_ranks(ranks, 2)

@@ -219,7 +219,10 @@ def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
             parts = [part for member in members for part in member.parts]
             missing = [part.name for part in parts if part.name not in saved]
             if missing:
-                problems.append(f"no group has {list_names(missing, saved)}")
+                problems.append(
+                    f"no group has {list_names(missing, saved)}; load into an optimizer of what "
+                    "was saved, and give it the others by add_param_group then"
+                )
             else:
                 chosen = _find_settings(given, [part.name for part in parts], problems)
                 problems += _find_other_kind(optim, group, parts, chosen)
