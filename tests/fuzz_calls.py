@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp_compose as fc
 
-from fuzz_operations import Run, operation, recomputes_reentrantly
+from fuzz_operations import Run, operation, recomputes, recomputes_reentrantly
 from fuzz_programs import LeafModule, OnPurpose, nodes
 from fuzz_twin import square_losses
 from models import Tolerance, units
@@ -223,3 +223,31 @@ def _post_reduce_hook(run: Run, n: int, seed: int) -> None:
     if not recomputes_reentrantly(run):  # each recomputation may bring some of them by itself
         run.twin.check_grads()
     run.twin.zero_grad()
+
+
+@operation("interrupt")
+def _interrupt_a_child(run: Run, n: int, seed: int) -> None:
+    """A forward goes on without a child that an interrupt ended, and the next ones are right."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if recomputes(run):
+        return
+    params = [param for model in run.both for param in model.parameters()]  # as an optimizer's
+    handles = []
+    for model in run.both:
+        node = nodes(model)[n % len(nodes(model))]
+        node.stops = n % len(node.children_)
+        handles.append(node.children_[node.stops].register_forward_pre_hook(interrupt))
+    with torch.set_grad_enabled(n % 2 == 0):
+        run.infer(seed)
+    for model, handle in zip(run.both, handles, strict=True):
+        nodes(model)[n % len(nodes(model))].stops = None
+        handle.remove()
+    run.waiting = True
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.98)
+    run.twin.train_on(seed + 20)
+    run.twin.check_grads()

@@ -214,6 +214,11 @@ FOUND = {
         (("clip", 0), ("accumulate unsharded", 0), ("convert", 7), ("clip", 0)), prefetch=(0, 0),
     ),
     # Each finds a hole of tests/holes.
+    "each rank multiplies a weight by a tensor of its own": Case(
+        PAIR, 2, "FULL_SHARD", (("own operand", 0),),
+    ),
+    "each rank steps with a rate of its own": Case(PAIR, 2, "FULL_SHARD", (("own settings", 0),)),
+    "an interrupt is caught inside a forward": Case(TWO, 2, "FULL_SHARD", (("interrupt", 0),)),
     "gradients turned on inside": Case(PAIR, 2, "FULL_SHARD", (("enabled inside", 0),)),
     "a hook on a weight of two units": Case(TIED, 2, "FULL_SHARD", (("hook", 0),)),
     "backward of one weight of two units": Case(TIED, 2, "FULL_SHARD", (("inputs", 1),)),

@@ -211,6 +211,44 @@ def _count_uses(run: Run, weight: Tensor, seed: int) -> int:
     return len(calls)
 
 
+@operation("own operand")
+def _reduce_with_an_operand(run: Run, n: int, seed: int) -> None:
+    """A sum over a parameter times a tensor, which is an error where each rank has its own."""
+    name = run.name_of(n)
+    ours, plain = (model.get_parameter(name) for model in run.both)
+    operand = torch.linspace(1.0, 2.0, plain.numel()).to(plain.dtype).view(plain.shape)
+    run.compare("a sum", (ours * operand).sum().detach(), (plain * operand).sum().detach())
+    if run.case.backend == "gloo" and plain.numel():  # elsewhere nothing is compared
+        differs = run.case.world > 1
+        text = "with plain tensors of shape"
+        expect_error(run, text, differs, lambda: (ours * (operand + run.rank)).sum())
+
+
+@operation("own settings")
+def _step_with_own_settings(run: Run, n: int, seed: int) -> None:
+    """A learning rate of one rank's own is an error on every rank when the next step ends."""
+    optim, plain = run.twin.optim, run.twin.plain_optim
+    if optim is None or plain is None or run.case.world == 1 or not hears_at_once(run.case):
+        return
+    run.twin.train_on(seed)
+    stepped = [p for group in plain.param_groups for p in group["params"]]
+    if not any(p.grad is not None and p.numel() for p in stepped):
+        return
+    before = [param.detach().clone() for param in run.twin.model.parameters()]
+    rate = optim.param_groups[0]["lr"]
+    optim.param_groups[0]["lr"] = rate * (1 + (run.rank == n % run.case.world))
+    optim.step()
+    optim.param_groups[0]["lr"] = rate
+    for model in run.both:
+        model.zero_grad()
+    expect_error(run, "settings that differ", True, lambda: run.twin.own_loss(seed + 20).backward())
+    with torch.no_grad():
+        for param, value in zip(run.twin.model.parameters(), before, strict=True):
+            param.copy_(value)
+    optim.state.clear()
+    plain.state.clear()
+
+
 @operation("drift")
 def _copies_drift(run: Run, n: int, seed: int) -> None:
     """Copies that differ between replicas are named on every rank; equal ones are not."""

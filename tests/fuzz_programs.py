@@ -100,7 +100,7 @@ OPS = (
     "refresh", "cleared in no_sync", "one cleared", "not last", "fail in no_sync",
     "scope gradients", "plain optimizer", "convert", "ahead", "apply", "stream", "own gradient",
     "hook on units", "outside loss", "second order", "scaler", "module hook", "half a graph",
-    "enabled inside",
+    "enabled inside", "own operand", "own settings", "interrupt",
 )  # fmt: skip
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
@@ -141,6 +141,7 @@ class NodeModule(nn.Module):
         self.children_ = nn.ModuleList(make(child) for child in node.children)
         self.skip: int | None = None
         self.joins: int | None = None  # a child for which this rank participates only
+        self.stops: int | None = None  # a child that an interrupt ends, without which it goes on
         self.fail = False
         self.fail_backward = False
 
@@ -148,7 +149,11 @@ class NodeModule(nn.Module):
         for i, child in enumerate(self.children_):
             if i == self.skip:
                 continue
-            x = child(x) if i != self.joins else participate(child, x)
+            try:
+                x = child(x) if i != self.joins else participate(child, x)
+            except KeyboardInterrupt:
+                if i != self.stops:
+                    raise
         if self.fail:
             raise OnPurpose
         if self.fail_backward and x.requires_grad and torch.is_grad_enabled():
