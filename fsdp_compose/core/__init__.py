@@ -9,7 +9,7 @@ Files, each importing only from those above it:
     guards/copied_units         a deep copy has buckets of its own
     state                       everything the library remembers, per module, unit and device
     guards/exported_memory      what NumPy and the like read of weights is left to them
-    guards/inner_gradients      gradients that a forward clears or sets behind an inner backward
+    guards/inner_gradients      gradients that forwards and hooks use while weights are gathered
     guards/units                the error for a module that is no unit and contains none
     guards/moved_parameters     copies moved parameters back into their flat shards
     guards/gathered_memory      whether tensors lie in memory that a release frees

@@ -236,8 +236,7 @@ def recover(engine: Engine) -> None:
     engine.reached.clear()
     recover_shields(engine)
     engine.retained.clear()
-    units = list(engine.units)
-    engine.schedule.fail(units)
+    engine.schedule.fail(units := list(engine.units))
     for unit in units:
         unit.run = Run(showing=unit.run.showing)
         while unit.opened is not None and unit.opened.for_call:
