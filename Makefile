@@ -62,6 +62,7 @@ lint: $(READY)
 bench: $(READY)
 	set -e; for run in padding.py host_overhead.py optimizer_step.py scale.py codecs.py \
 	    step_time.py "step_time.py --ranks 4" "step_time.py --microbatches 4" \
+	    "step_time.py --ranks 4 --microbatches 4" \
 	    "same_bits.py --ranks 2" "same_bits.py --ranks 4"; do \
 	  OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$run --save; done
 

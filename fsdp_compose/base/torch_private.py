@@ -125,15 +125,13 @@ SCRIPT_HOOK = "__prepare_scriptable__"
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the autograd pass running on this thread, -1 outside any."""
 
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+"""Of forward-mode AD (``dual_level``, ``jvp``), of which a process has one; -1 outside any."""
+
 running_node: Callable[[], Any] = torch._C._current_autograd_node  # in a backward, for its hooks
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of ``made_at``
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward under way leaves its graph as it is, for another one (retain_graph)."""
-
-
-def is_forward_mode() -> bool:
-    """Whether forward-mode AD is under way (``dual_level``, ``jvp``): a process has one level."""
-    return forward_ad._current_level >= 0
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

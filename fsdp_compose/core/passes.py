@@ -161,7 +161,8 @@ def open_backward(unit: Unit, task: Task) -> None:
         retain(unit, *_list_readers(unit))
     if run.live is not None and not run.calls:
         install(unit, run.live.tensors)
-        guard_hooks(unit)
+        if unit.checks.watch is not None and any(unit.checks.watch.backward_hooks):
+            guard_hooks(unit)
     schedule.look_back(unit)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_compose.base.process import Clock
-from fsdp_compose.base.torch_private import is_forward_mode
+from fsdp_compose.base.torch_private import forward_level
 from fsdp_compose.simulation.own import Own
 
 _PACKAGES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
@@ -33,7 +33,7 @@ SWITCHING = 0.5
 _FORWARD_MODE = (
     "simulate: rank {} would wait for the others inside forward-mode AD (jvp, jacfwd, hessian, "
     "dual_level), of which a process has one for all simulated ranks; run this program on "
-    "processes: fsdp-compose run --nproc N script.py."
+    "processes: fsdp-compose run --nproc N."
 )
 
 
@@ -135,7 +135,7 @@ class Scheduler:
         assert task is not None
         following = self._choose()
         if following is not task:
-            if following is not None and following.own is not task.own and is_forward_mode():
+            if following is not None and following.own is not task.own and forward_level() >= 0:
                 raise RuntimeError(_FORWARD_MODE.format(task.rank))
             self._hand_over(task, following)
         if task.rank in self.killed:
@@ -143,7 +143,7 @@ class Scheduler:
 
     def may_switch(self) -> None:
         """Switch now and then, though this rank need not wait."""
-        if self.generator.random() < min(SWITCHING, 4 / len(self.tasks)) and not is_forward_mode():
+        if self.generator.random() < min(SWITCHING, 4 / len(self.tasks)) and forward_level() < 0:
             self.switch()
 
     def wait(self, ready: Callable[[], bool], purpose: str, seconds: float | None = None) -> bool:

@@ -23,9 +23,9 @@ from torch.autograd import forward_ad
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import (
     forward_hook_tables,
+    forward_level,
     graph_task_id,
     hook_for_good,
-    is_forward_mode,
     made_at,
     next_node_number,
     remove_forward_hooks,
@@ -130,7 +130,7 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
         tensors = []
     elif type(output) is not torch.Tensor or output.__dict__:
         tensors, opaque = find_tensors(output)
-    if is_forward_mode():  # a backward may come through what it computes beside the outputs
+    if forward_level() >= 0:  # a backward may come through what it computes beside the outputs
         found = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors]
         tensors = [*tensors, *(tangent for tangent in found if tangent is not None)]
     if not unit.gathered:

@@ -65,10 +65,7 @@ def show_stand_ins(unit: Unit) -> None:
 
 
 def guard_hooks(unit: Unit) -> None:
-    """Where its modules have backward hooks, give what they read stand-ins for gradients."""
-    watch = unit.checks.watch
-    if watch is None or not any(watch.backward_hooks):
-        return
+    """Give what backward hooks of its modules read stand-ins for gradients."""
     for entry, tensor in zip(unit.entries, unit.run.showing or (), strict=True):
         if type(tensor) is Tensor and tensor.requires_grad:
             read, lost = (

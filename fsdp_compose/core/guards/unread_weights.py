@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.torch_private import (
-    forward_hook_tables,
     made_at,
     next_node_number,
     saved_tensor_hooks,
@@ -78,7 +77,7 @@ def _is_kept(switches: Switches) -> bool:
 
 def _may_read(unit: Unit, module: nn.Module, node: Any, output: Any) -> bool:
     """Whether the backward from ``output`` to the unit's ``node`` may read a weight of the unit."""
-    if unit.switches.unshard_in_backward is None and not _runs_alone(module):
+    if unit.switches.unshard_in_backward is None and not is_embedding([module]):
         return True
     if saved_tensor_hooks() is not None:  # they have the saved tensors
         return True
@@ -88,12 +87,6 @@ def _may_read(unit: Unit, module: nn.Module, node: Any, output: Any) -> bool:
         unit.checks.warned.add("unread")
         _logger.warning(_READ, unit.name, found)
     return found is not None
-
-
-def _runs_alone(module: nn.Module) -> bool:
-    """Whether nothing but an embedding's own forward ran: no hook but those of its unit."""
-    before, after = forward_hook_tables(module)
-    return is_embedding([module]) and len(before) == len(after) == 1
 
 
 def _find_saved(unit: Unit, output: Any, last: Any) -> str | None:
