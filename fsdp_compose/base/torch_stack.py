@@ -250,6 +250,16 @@ def find_clipping() -> Clipping | None:
     return Clipping(params, {} if frame is None else frame.f_locals)
 
 
+def is_from_local(node: Any) -> bool:
+    """Whether an autograd node is that of ``DTensor.from_local``."""
+    return bool(node.name() == "_FromTorchTensorBackward")
+
+
+def is_placement(node: Any) -> bool:
+    """Whether an autograd node makes a DTensor of a plain tensor, or redistributes one."""
+    return is_from_local(node) or node.name() == "RedistributeBackward"
+
+
 def hides_reads(node: Any) -> bool:
     """Whether the backward of a node may read tensors that the node does not show as saved.
 

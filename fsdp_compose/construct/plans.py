@@ -87,15 +87,15 @@ class BucketPlan:
     mp: MixedPrecision
 
 
-def list_ignored(ignored: Any) -> list[Any]:
-    """List what was passed as ``ignored``.
+def list_ignored(ignored: Any, where: str = "fully_shard") -> list[Any]:
+    """List what was passed as ``ignored`` to the function ``where``.
 
     Raises:
         TypeError: it is no sequence.
     """
     if isinstance(ignored, torch.Tensor | nn.Module | str) or not isinstance(ignored, Iterable):
         raise TypeError(
-            f"fully_shard: ignored is a {type(ignored).__name__}; wanted a sequence of "
+            f"{where}: ignored is a {type(ignored).__name__}; wanted a sequence of "
             "parameters, buffers and modules: ignored=[...]."
         )
     return list(ignored)

@@ -140,7 +140,7 @@ def plan(
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
-        "ignored": list_ignored(ignored),
+        "ignored": list_ignored(ignored, "plan"),
         "granularity": granularity,
         "prefetch": prefetch,
         "static_buffers": static_buffers,

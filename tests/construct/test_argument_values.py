@@ -98,7 +98,7 @@ WRONG = [
       for v, text in ((3, "work is 3; wanted a function of (shape)"),
                       (lambda shape: None, "what work returned is None; wanted a number"))),
     Wrong(lambda m: fc.plan(nn.Linear(2, 2), world_size=2, ignored=nn.Linear), TypeError,
-          "ignored is a type; wanted a sequence"),
+          "plan: ignored is a type; wanted a sequence"),
     Wrong(lambda m: fc.fully_shard(nn.Linear(2, 2), mesh=torch.ones(2)), TypeError, "mesh is"),
     Wrong(lambda m: list(fc.iter_full(m, device=[])), TypeError, "device is []; wanted a torch.de"),
     Wrong(lambda m: fc.seeded_init(m, 0, "x"), TypeError, "init is 'x'; wanted a function"),

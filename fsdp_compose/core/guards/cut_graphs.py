@@ -20,10 +20,9 @@ from fsdp_compose.base.torch_private import (
     transforms_active,
     untraced,
 )
+from fsdp_compose.base.torch_stack import is_from_local, is_placement
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.state import Unit
-
-_ENTRY, _BESIDE = "_FromTorchTensorBackward", ("_FromTorchTensorBackward", "RedistributeBackward")
 
 
 def watch_conversions(unit: Unit) -> None:
@@ -36,10 +35,10 @@ def watch_conversions(unit: Unit) -> None:
     seen: set[Any] = {None}
     while pending:
         node = pending.pop()
-        if node in seen or (made_at(node) < start and node.name() not in _BESIDE):
+        if node in seen or (made_at(node) < start and not is_placement(node)):
             continue
         seen.add(node)
-        if node.name() == _ENTRY:
+        if is_from_local(node):
             node.register_hook(partial(_check_graph, unit.name))
         pending += [source for source, _ in node.next_functions]
 
