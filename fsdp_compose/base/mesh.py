@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.group import SELF, Group, Transport
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.process import here, once
@@ -24,6 +25,9 @@ MeshLike: TypeAlias = (
     "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"
     " | Literal['self']"
 )
+
+Ranks: TypeAlias = DeviceMesh | dist.ProcessGroup
+"""A DeviceMesh of one dimension, or a process group."""
 
 
 @dataclass(frozen=True)
@@ -322,6 +326,24 @@ def refuse_ended(mesh: object, what: str) -> None:
             "init_process_group make another: init_device_mesh(...), new_group(...); what was "
             "sharded over the former goes there by undo(model) and fully_shard(model, ...)."
         )
+
+
+def check_ranks(caller: str, name: str, given: object, whose: str) -> None:
+    """Check an argument that says which ranks hold other parameters; None is none.
+
+    Raises:
+        TypeError: it is neither a DeviceMesh nor a process group.
+        ValueError: it was destroyed.
+    """
+    if given is not None:
+        wanted = f"a DeviceMesh or process group over {whose}"
+        check_kind(caller, name, given, (DeviceMesh, dist.ProcessGroup), wanted)
+        refuse_ended(given, caller)
+
+
+def group_over(ranks: Ranks, device: torch.device) -> Group:
+    """Those ranks' group, for tensors on ``device``."""
+    return group_of(ranks.get_group() if isinstance(ranks, DeviceMesh) else ranks, device)
 
 
 def _has_ended(mesh: object) -> bool:

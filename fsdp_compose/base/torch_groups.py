@@ -42,6 +42,25 @@ def set_world(world: Any) -> None:
     _c10d._world = world
 
 
+def get_dispatch() -> dict[str, Any] | None:
+    """What scopes of DTensor change in the process: its handlers of operators (``loss_parallel``)
+    and, before torch keeps it by thread, whether plain operands count as replicated.
+
+    None before DTensor was imported.
+    """
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return None
+    held = vars(tensor.DTensor._op_dispatcher)
+    names = ("_custom_op_handlers", "_allow_implicit_replication")
+    return {name: held[name] for name in names if name in held}
+
+
+def set_dispatch(values: dict[str, Any]) -> None:
+    """Let DTensor have what another rank's scopes changed."""
+    vars(sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher).update(values)
+
+
 @contextmanager
 def groups_of_class(
     group: type, rendezvous: Callable[..., Any], init: Callable[..., Any], rank: Callable[[], Any]

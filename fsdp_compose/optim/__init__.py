@@ -11,7 +11,8 @@ Files, each importing only from those above it:
     step_guard             a step that would train nothing, or on wrong values, raises (D12)
     gradients              gradients, those of a bucket as one tensor where they are one buffer
     fixed_sum              sums that have the same bits however numbers are cut over ranks
-    clip                   norms and clipping
+    norms                  norms of gradients over slices and ranks
+    clip                   norms and clipping: the calls, and torch's own clipping
     owner_ranks            owners' ranks are given the same, and hear of each other's errors
     owner_step             one rank has each matrix and computes its update once
     scaler                 loss scaling whose ranks agree on overflow

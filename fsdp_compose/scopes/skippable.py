@@ -22,7 +22,7 @@ from torch import nn
 from fsdp_compose.base.arguments import check_flag, check_kind, describe_value, is_number
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.mesh import group_of
+from fsdp_compose.base.mesh import Ranks, check_ranks, group_of, group_over
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
@@ -108,6 +108,7 @@ def skippable_step(
     *,
     finite_gradients: bool = False,
     errors: tuple[type[Exception], ...] = (Exception,),
+    pipeline_mesh: Ranks | None = None,
 ) -> Iterator[SkippableStep]:
     """Scope of a step's forwards and backwards that all ranks discard if any rank has a reason to.
 
@@ -136,14 +137,16 @@ def skippable_step(
     leaves the scope as it is, and the other reasons work. A rank cannot be told either while it
     waits for another part of a layer (tensor or pipeline parallelism): there all ranks of a layer
     must raise, or the others wait until the timeout. With parameters over several groups of ranks
-    (replicas, experts) every rank of the default process group must run the scope. Ranks with
-    other stages of a pipeline are not asked.
+    (replicas, experts) every rank of the default process group must run the scope.
 
     Args:
         module: a unit, or a module that contains units.
         finite_gradients: look at every gradient at the end, for which the host waits.
         errors: exceptions that are a reason; others, and errors that tell that ranks ran different
             units, leave the scope.
+        pipeline_mesh: the ranks that hold the other stages of a pipeline, a DeviceMesh of one
+            dimension or a ProcessGroup: they run the scope too, and discard the step together.
+            Without it they are not asked.
 
     Returns:
         a ``SkippableStep``: ``skipped``, ``reasons`` by rank, ``discard`` and ``check``.
@@ -161,6 +164,8 @@ def skippable_step(
     """
     check_flag("skippable_step", "finite_gradients", finite_gradients)
     _check_errors(errors)
+    whose = "the stages' ranks, such as mesh['pp']"
+    check_ranks("skippable_step", "pipeline_mesh", pipeline_mesh, whose)
     units = require_units(module, "skippable_step")
     links, step = _Links.of(units), SkippableStep()
     clear_failed_steps(units)
@@ -184,7 +189,9 @@ def skippable_step(
         # Python 3.12 keeps the error until garbage is collected, and with it the frames of what
         # failed: their memory and, before torch 2.13, hooks of an interrupted checkpoint().
         error.__traceback__ = None
-    _agree(step, links, tensor_parallel_groups([module]))
+    device = links.engines[0].streams.device
+    stages = [] if pipeline_mesh is None else [group_over(pipeline_mesh, device)]
+    _agree(step, links, tensor_parallel_groups([module]), stages)
     if step.skipped:
         links.forget()
         before.restore()
@@ -259,11 +266,12 @@ class _Links:
             forget_orders(engine)  # some ranks may have run the step to its end
 
 
-def _agree(step: SkippableStep, links: _Links, beside: list[Group]) -> None:
+def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list[Group]) -> None:
     """Tell every group whether this rank keeps the step, then find out whether all do.
 
     Args:
         beside: the groups whose ranks hold other parts of the parameters.
+        stages: that whose ranks hold other stages, if any.
 
     Raises:
         RuntimeError: ranks ran different units.
@@ -287,7 +295,7 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group]) -> None:
                 step._hear(found)
     if len(links.epochs) > 1 or (links.epochs and not links.can_tell):
         beside = [group_of(dist.group.WORLD, links.engines[0].streams.device)]
-    for group in beside:
+    for group in (*beside, *stages):
         for reasons in comm.gather_objects(step.reasons, group, "skippable_step"):
             step.reasons.update(reasons)
     step.skipped = bool(step.reasons)

@@ -1,11 +1,13 @@
 """What a simulated rank has of its own, though a process has one of each: changed at every switch.
 
 Random number generators, torch's list of groups, the package's own state (``base/process.py``), the
-environment variables of a launcher, warning filters. Each rank begins with what a new process has.
+environment variables of a launcher, warning filters, the default dtype, what scopes of DTensor
+change. Each rank begins with what a new process has.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -15,7 +17,13 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.process import Clock, Process, here
-from fsdp_compose.base.torch_groups import RankWorld, get_world, set_world
+from fsdp_compose.base.torch_groups import (
+    RankWorld,
+    get_dispatch,
+    get_world,
+    set_dispatch,
+    set_world,
+)
 from fsdp_compose.comm.waiting import NoWatch
 
 _SHARED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,6 +49,8 @@ class Own:
         self.numpy_generator = numpy_generator
         self.filters = list(warnings.filters)
         self.main = sys.modules.get("__main__")
+        self.dtype = torch.get_default_dtype()
+        self.dispatch = _copy_dispatch()
 
     def leave(self) -> None:
         """Keep what the rank that runs has, before another one runs."""
@@ -51,6 +61,8 @@ class Own:
         self.numpy_generator = _numpy_generator()
         self.filters = warnings.filters  # type: ignore[assignment]
         self.main = sys.modules.get("__main__")
+        self.dtype = torch.get_default_dtype()
+        self.dispatch = get_dispatch()
 
     def enter(self) -> None:
         """Give the process what this rank has."""
@@ -68,6 +80,16 @@ class Own:
         warnings.filters = self.filters
         if self.main is not None:
             sys.modules["__main__"] = self.main
+        torch.set_default_dtype(self.dtype)
+        if self.dispatch is None:
+            self.dispatch = _copy_dispatch()  # another rank was the first to import DTensor
+        if self.dispatch is not None:
+            set_dispatch(self.dispatch)
+
+
+def _copy_dispatch() -> dict[str, Any] | None:
+    now = get_dispatch()
+    return None if now is None else {name: copy.copy(value) for name, value in now.items()}
 
 
 def _numpy_generator() -> Any:

@@ -49,6 +49,7 @@ WRONG = [
       for f in (fc.grad_norm, lambda m, norm_type: fc.clip_grad_norm_(m, 1.0, norm_type))
       for v in ("inf", None)),
     Wrong(lambda m: fc.grad_norm(m, expert_mesh="ep"), TypeError, "expert_mesh is 'ep'"),
+    Wrong(lambda m: fc.grad_norm(m, pipeline_mesh=2), TypeError, "pipeline_mesh is 2"),
     *(Wrong(lambda m, f=f, v=v: f(v(m)), TypeError, "module_or_params")
       for f in (fc.grad_norm, lambda params: fc.clip_grad_norm_(params, 1.0))
       for v in (lambda m: [m], lambda m: m.named_parameters(), lambda m: nn.Linear)),

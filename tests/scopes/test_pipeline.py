@@ -27,11 +27,13 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import (
     ShardingStrategy,
     accumulate,
+    clip_grad_norm_,
     count_traffic,
     fully_shard,
     grad_norm,
     no_sync,
     pipeline_stage,
+    skippable_step,
 )
 
 from harness import TORCH, rank_errors, run_ranks
@@ -284,16 +286,50 @@ def test_evaluation_and_a_changed_number_of_steps() -> None:
     run_ranks(ranks, 4)
 
 
-def test_norms_and_clipping_are_per_stage() -> None:
-    """``clip_grad_norm_`` sees this rank's stages; their squares add up over the pipeline."""
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_clipping_by_the_norm_of_all_stages(schedule: str) -> None:
+    """As the whole model's in one process; ``grad_norm`` of a stage alone is that stage's."""
+
+    def ranks(rank: int) -> None:
+        pipeline = Pipeline(schedule)
+        pipeline.step(0)
+        for i, part in pipeline.parts.items():
+            own = torch.nn.utils.get_total_norm([p.grad for p in pipeline.plain[i].parameters()])
+            compare("norm of a stage", grad_norm(part), own, Tolerance())
+        wanted = torch.nn.utils.clip_grad_norm_(pipeline.plain.parameters(), 0.1)
+        stages = pipeline.mesh["pp"]
+        found = clip_grad_norm_(pipeline.parameters, 0.1, pipeline_mesh=stages)
+        compare("norm", found, wanted, Tolerance())
+        pipeline.check("clipped gradient", lambda p: p.grad)
+
+    run_ranks(ranks, 4)
+
+
+def test_a_step_that_all_stages_discard() -> None:
+    """The last stage sees the loss; each stage's gradients stay as they were before the step."""
 
     def ranks(rank: int) -> None:
         pipeline = Pipeline("gpipe")
-        pipeline.step(0)
-        squared = sum(grad_norm(part) ** 2 for part in pipeline.parts.values())
-        dist.all_reduce(squared, group=pipeline.mesh.get_group("pp"))
-        wanted = torch.nn.utils.get_total_norm([p.grad for p in pipeline.plain.parameters()])
-        compare("norm", squared.sqrt(), wanted, Tolerance())
+        stages = pipeline.mesh["pp"]
+        (stage,) = pipeline.parts.values()
+        for seed, bad in ((0, False), (1, True), (2, False)):
+            last = pipeline.last in pipeline.mine
+            with skippable_step(stage, pipeline_mesh=stages) as step:
+                if bad:
+                    x = data(seed, pipeline.dp, BATCH, WIDTH)
+                    target = data(seed, 10 + pipeline.dp, BATCH, WIDTH)
+                    kwargs: Any = {"target": target, "losses": []} if last else {}
+                    pipeline.schedule.step(*(() if last else (x,)), **kwargs)
+                    if last and pipeline.dp:
+                        step.check(float("nan"))
+                else:
+                    pipeline.step(seed)
+            assert step.skipped == bad
+            assert step.reasons == ({3: "the loss is not finite"} if bad else {})
+            if bad:
+                assert all(param.grad is None for param in stage.parameters())
+            stage.zero_grad()
+            pipeline.plain.zero_grad()
 
     run_ranks(ranks, 4)
 

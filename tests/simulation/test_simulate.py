@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compose as fc
@@ -158,6 +161,53 @@ def test_results_of_tensor_parallel_layers_are_sent() -> None:
         return received + total
 
     assert simulate(send, 2)[1].tolist() == [6.0, 6.0, 6.0]
+
+
+def parallel_loss() -> float:
+    """The loss of logits that tensor parallelism cut over the vocabulary."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(use_local_output=False)})
+    fully_shard(model, mesh=mesh["data"])
+    with loss_parallel():
+        loss = nn.functional.cross_entropy(model(torch.ones(4, 8)), torch.arange(4))
+        loss.backward()
+    return loss.detach().full_tensor().item()
+
+
+def test_scopes_of_dtensor_are_those_of_one_rank() -> None:
+    """Torch keeps them in the process: ranks enter and leave them at different times."""
+
+    def add() -> list[float]:
+        mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+        whole = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+        with implicit_replication() if rank else nullcontext():
+            dist.barrier()
+            if rank == 0:
+                with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                    whole + torch.ones(2)
+            else:
+                whole = whole + torch.ones(2)
+            dist.barrier()
+        return whole.to_local().tolist()
+
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 12)
+    wanted = nn.functional.cross_entropy(plain(torch.ones(4, 8)), torch.arange(4))
+    assert simulate(parallel_loss, 4) == pytest.approx([wanted.item()] * 4)
+    assert simulate(add, 2) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_the_default_dtype_is_that_of_one_rank() -> None:
+    def made() -> list[torch.dtype]:
+        if dist.get_rank() == 1:
+            torch.set_default_dtype(torch.float64)
+        dist.barrier()
+        return [torch.ones(1).dtype]
+
+    assert simulate(made, 2) == [[torch.float32], [torch.float64]]
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_every_engine_trains_alike() -> None:

@@ -205,6 +205,24 @@ def test_plain_parts_that_are_trained_later(change: str) -> None:
     simulate_ranks(ranks)
 
 
+def test_a_later_unit_beside_plain_parts() -> None:
+    """Two units were trained together; then the second runs with a head, without the first."""
+
+    def ranks(rank: int) -> None:
+        first, second = (fully_shard(seeded(Block)) for _ in range(2))
+        both = nn.Sequential(first, second)
+        own = sgd(both.parameters())
+        for step in range(2):
+            square(both, data(step, rank)).backward()
+            own.step()
+        head = seeded(lambda: nn.Linear(6, 2))
+        sgd(head.parameters()).step()
+        with pytest.raises(RuntimeError, match=r"backward: .* in no unit: '1\.weight', '1\.bias'"):
+            square(nn.Sequential(second, head), data(2, rank)).backward()
+
+    simulate_ranks(ranks)
+
+
 def of_one_rank() -> DeviceMesh:
     """A mesh of this rank alone, where nothing drifts."""
     return init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "alone"))["alone"]
