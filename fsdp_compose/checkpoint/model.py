@@ -30,7 +30,7 @@ from fsdp_compose.checkpoint.contents import (
     visit_full,
     without_our_hooks,
 )
-from fsdp_compose.checkpoint.ranks import device_of, groups_of
+from fsdp_compose.checkpoint.ranks import device_of, groups_of, refuse_left_out
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
     describe_unreadable,
@@ -104,6 +104,7 @@ def state_dict(
 
     Raises:
         ValueError: options that do not go together.
+        RuntimeError: ``rank0_only`` would leave out experts that other ranks hold.
 
     Example:
         >>> model = fully_shard(nn.Linear(3, 2))
@@ -112,6 +113,7 @@ def state_dict(
     """
     check_module("state_dict", module)
     wanted = StateDictType(kind, cpu_offload, rank0_only)
+    refuse_left_out("state_dict", module, rank0_only)
     contents = contents_of(module)
     result: OrderedDict[str, Any] = OrderedDict(contents.values)
     if kind == "full":

@@ -234,6 +234,29 @@ def claim_folder(what: str, path: Path, group: Group) -> None:
         store.set(place, mine)
 
 
+def refuse_left_out(what: str, module: nn.Module, rank0_only: bool) -> None:
+    """Raise where what rank 0 holds is not the whole model: other ranks have experts of their own.
+
+    Args:
+        what: the function that was to give the whole on rank 0 alone.
+
+    Raises:
+        RuntimeError: naming a parameter that fewer ranks hold than others.
+    """
+    fewer = held_by_fewer(entry for unit in iter_units(module) for entry in unit.entries)
+    if rank0_only and fewer:
+        entry = fewer[0]
+        raise RuntimeError(
+            f"{what}: rank0_only=True gives what rank 0 holds, and {entry.spec.fqn!r} (unit "
+            f"{entry.spec.unit!r}) is cut over {owner_of(entry).mesh.size} ranks, fewer than "
+            "others are: experts of other ranks would be left out. save_checkpoint saves them "
+            "all, and without rank0_only each rank gets its own; experts that are DTensors over "
+            "those ranks, or declared with declare_tensor_parallel, before fully_shard are parts "
+            "of one parameter. If the other ranks hold the same values, say so with "
+            f"set_gradient_divide_factor(module, {owner_of(entry).mesh.size})."
+        )
+
+
 def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) -> None:
     """Raise, on every rank, where ranks that hold other parameters call them by the same name.
 

@@ -40,7 +40,7 @@ from fsdp_compose.checkpoint.model import (
     prepare,
 )
 from fsdp_compose.checkpoint.optimizer.watch import watch_steps
-from fsdp_compose.checkpoint.ranks import groups_of
+from fsdp_compose.checkpoint.ranks import groups_of, refuse_left_out
 from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
@@ -67,7 +67,8 @@ def set_state_dict_type(
 
     Raises:
         ValueError: options that do not go together, or nothing in ``module`` is sharded.
-        RuntimeError: the units in ``module`` were set differently, so there is no one type before.
+        RuntimeError: the units in ``module`` were set differently, so there is no one type before;
+            or ``rank0_only`` would leave out experts that other ranks hold.
 
     Example:
         >>> model = fully_shard(nn.Linear(3, 2))
@@ -78,6 +79,7 @@ def set_state_dict_type(
     """
     wanted = StateDictType(kind, cpu_offload, rank0_only)
     before = get_state_dict_type(module)
+    refuse_left_out("set_state_dict_type", module, rank0_only)
     _set(module, wanted)
     return before
 

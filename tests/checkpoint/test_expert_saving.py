@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 
@@ -179,3 +180,40 @@ def test_names_that_no_rank_has_are_unexpected(tmp_path: Path) -> None:
             fc.load_state_dict(model, {k: v for k, v in saved.items() if " of " not in k})
 
     simulate_ranks(ranks, 2)
+
+
+def test_rank_0_alone_does_not_have_all_experts() -> None:
+    """What would be left out is refused, on every rank; the dense part alone is not."""
+
+    def ranks(rank: int) -> None:
+        model, optim = build([2 * rank, 2 * rank + 1])
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optim.step()
+        only: Any = {"kind": "full", "rank0_only": True}
+        for ask in (
+            lambda: fc.state_dict(model, **only),
+            lambda: fc.optim_state_dict(model, optim, **only),
+            lambda: fc.checkpoint.set_state_dict_type(model, **only),
+        ):
+            with pytest.raises(RuntimeError, match=rf"'experts\.{2 * rank}\..* would be left out"):
+                ask()
+        assert f"experts.{2 * rank}.linear.weight" in fc.state_dict(model)
+        assert len(fc.state_dict(model.dense, **only)) == (0 if rank else 2)
+        assert len(fc.state_dict(model.experts, **only)) == (0 if rank else 14)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_rank_0_alone_has_what_others_repeat() -> None:
+    """A part on two of four ranks whose values the others hold too."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Model(range(EXPERTS))
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "pair"))["pair"]
+        fc.fully_shard(model.dense, mesh=pairs)
+        fc.set_gradient_divide_factor(model.dense, 2)
+        fc.fully_shard(model)
+        assert bool(fc.state_dict(model, rank0_only=True)) == (rank == 0)
+
+    simulate_ranks(ranks, 4)

@@ -41,7 +41,7 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     tag_owned_state,
     tag_rows,
 )
-from fsdp_compose.checkpoint.ranks import groups_of
+from fsdp_compose.checkpoint.ranks import groups_of, refuse_left_out
 from fsdp_compose.checkpoint.values import gather_whole, show_whole
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameter_names
@@ -74,7 +74,8 @@ def optim_state_dict(
 
     Raises:
         RuntimeError: with ``"full"``, on every rank: the ranks' optimizers have other parameters,
-            settings or numbers that are not cut, which is named.
+            settings or numbers that are not cut, which is named; or ``rank0_only`` would leave out
+            the state of experts that other ranks hold.
         ValueError: an optimizer holds tensors that are not ``module``'s, two optimizers hold the
             same parameter, or options do not
             go together.
@@ -91,6 +92,7 @@ def optim_state_dict(
     """
     check_module("optim_state_dict", module)
     wanted = StateDictType(kind, cpu_offload, rank0_only)
+    refuse_left_out("optim_state_dict", module, rank0_only)
     if kind == "full":
         found = _collect_on_all(module, optim)
         return _restore_containers(_full(module, found, wanted))
