@@ -146,7 +146,7 @@ def compute_norm(
 def _add_stages(total: torch.Tensor, norm: Norm, stages: Stages) -> torch.Tensor:
     """This stage's power, maximum or count, combined with those of the other stages."""
     what = f"take the norm of order {norm.order:g}{norm.use} of the gradients of all stages"
-    return _combine_over_ranks(total.reshape(1), norm.order or 1.0, stages.group, what).squeeze(0)
+    return _combine_over_ranks(total.reshape(1), norm.order, stages.group, what).squeeze(0)
 
 
 def _order_alike(grads: list[Gradient]) -> list[Gradient]:
