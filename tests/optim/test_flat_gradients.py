@@ -272,6 +272,26 @@ def test_a_backward_that_keeps_its_graph_sets_them() -> None:
     run_ranks(ranks)
 
 
+def test_a_graph_adds_to_what_plain_parameters_hold() -> None:
+    """They were cleared, and the sharded ones do not keep the old."""
+
+    def ranks(rank: int) -> None:
+        model, other = by_block(seeded(Tower)), by_block(seeded(Tower))
+        plain = named_local_parameters(model)
+        square(model, data(0, rank)).backward()
+        for param in plain.values():
+            assert param.grad is not None
+            param.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once in a process
+            square(model, data(1, rank)).backward(create_graph=True)
+        square(other, data(1, rank)).backward()
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), whole(theirs.grad))
+
+    run_ranks(ranks)
+
+
 @ways
 def test_an_optimizer_inside_backward_frees_gradients(way: str) -> None:
     def ranks(rank: int) -> None:
