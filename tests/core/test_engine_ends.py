@@ -271,13 +271,13 @@ def test_weights_gathered_for_a_further_forward() -> None:
     """Units that were gathered ahead of it are gathered again where weights were written since."""
 
     def ranks(rank: int) -> None:
-        model, plain = seeded(two_blocks), seeded(two_blocks)
-        by_block(model, prefetch=Prefetch(2, 0))
+        model, plain = seeded(Tower), seeded(Tower)
+        by_block(model, prefetch=Prefetch(3, 0))
         sum(square(model, data(i, rank)) for i in range(2)).backward()
         square(model, data(2, rank))
         with torch.no_grad():
-            for either in (model, plain):
-                either.blocks[0].up.weight.mul_(2)
+            for block in (*model.blocks, *plain.blocks):
+                block.up.weight.mul_(2)
         torch.testing.assert_close(model(data(3, rank)), plain(data(3, rank)))
 
     simulate_ranks(ranks)

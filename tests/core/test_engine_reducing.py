@@ -171,3 +171,20 @@ def test_gradients_added_up_in_a_tree_are_averaged() -> None:
         Twin(rank, 2, two_blocks, shard).train(steps=2)
 
     simulate_ranks(ranks)
+
+
+def test_hooks_run_while_backward_goes_on() -> None:
+    """A unit's gradients arrive before the backward of the last unit begins, not at its end."""
+
+    def ranks(rank: int) -> None:
+        model, events = by_block(seeded(Tower)), list[str]()
+        for index, block in enumerate(model.blocks):
+            note = lambda *_, index=index: events.append(f"reduced {index}")  # noqa: E731
+            register_post_reduce_hook(block, note)
+        model.blocks[0].register_full_backward_pre_hook(lambda *_: events.append("backward of 0"))
+        for seed in range(2):
+            events.clear()
+            square(model, data(seed, rank)).backward()
+            assert events == ["reduced 2", "backward of 0", "reduced 1", "reduced 0"]
+
+    simulate_ranks(ranks)
