@@ -311,4 +311,7 @@ FOUND = {
     "weights are written while kept": Case(
         TWO, 2, "SHARD_GRAD_OP", (("dropped", 0), ("write", 0), ("step", 0)),
     ),
+    "weights gathered ahead of a second forward are written unseen": Case(
+        TWO, 2, "FULL_SHARD", (("two forwards", 0), ("write unseen", 0)), prefetch=(3, 0),
+    ),
 }  # fmt: skip

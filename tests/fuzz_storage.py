@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import fsdp_compose as fc
 from fsdp_compose.base.process import here
 
-from fuzz_mistakes import expect_error
+from fuzz_mistakes import count_ranks, expect_error
 from fuzz_operations import Run, make_optimizer, operation, recomputes
 
 _folders: list[Path] = []
@@ -120,6 +120,22 @@ def _write_local(run: Run, n: int, seed: int) -> None:
     with torch.no_grad():
         plain[name].mul_(0.98)
         run.twin.reference.get_parameter(name).mul_(0.98)
+
+
+@operation("write unseen")
+def _write_unseen(run: Run, n: int, seed: int) -> None:
+    """A forward reads what autograd did not see written between two, or raises on every rank."""
+    name, plain = run.name_of(n), fc.named_local_parameters(run.twin.model)
+    if name not in plain or count_ranks(run, plain[name].numel() > 0) < run.case.world:
+        return  # a rank without a part of it would wait for the others, which raise
+    run.twin.pair(seed)
+    plain[name].data.mul_(0.97)
+    run.twin.reference.get_parameter(name).data.mul_(0.97)
+    wanted = "was written while the unit was kept gathered"
+    if expect_error(run, wanted, None, lambda: run.twin.pair(seed + 100)):
+        for unit in fc.units_of(run.twin.model):
+            fc.reshard(unit)
+    run.twin.pair(seed + 100)
 
 
 @operation("write data")

@@ -155,7 +155,7 @@ _AHEAD = frozenset((Hold.PREFETCH,))
 
 def reread(unit: Unit, in_backward: bool) -> None:
     """Gather again what was written since it was gathered, as far as a pass would see it."""
-    is_unread, is_kept = not in_backward and unit.holds <= _AHEAD, False
+    is_unread, is_kept = unit.holds <= _AHEAD, False
     for bucket in unit.gathered:
         fill, residence = bucket.fill, bucket.residence
         if in_backward:
@@ -170,11 +170,11 @@ def reread(unit: Unit, in_backward: bool) -> None:
 
 def refresh_stale(unit: Unit) -> None:
     """Gather again the buckets whose shards changed while they were kept."""
-    kept = [bucket for bucket in unit.gathered if bucket.fill.stamp is not None]
-    gathered = [bucket for bucket in kept if bucket.phase is not SHARDED]
-    stale = [bucket for bucket in gathered if bucket.fill.stamp != stamp_of(bucket)]
+    kept = [b for b in unit.gathered if b.phase is not SHARDED and b.fill.stamp is not None]
+    stale = [bucket for bucket in kept if bucket.fill.stamp != stamp_of(bucket)]
     for bucket in kept:
         if bucket.residence.is_shared and bucket not in stale:
+            wait_gathered(unit)  # it may have been gathered ahead
             check_lent(unit, bucket)
     _gather_again(unit, stale, "again, since it was changed")
 
