@@ -314,4 +314,13 @@ FOUND = {
     "weights gathered ahead of a second forward are written unseen": Case(
         TWO, 2, "FULL_SHARD", (("two forwards", 0), ("write unseen", 0)), prefetch=(3, 0),
     ),
+    "copies over the replicas are written unseen": Case(
+        TWO, 4, "HYBRID_SHARD_OPTIMIZER", (("step", 0), ("write unseen", 0)),
+    ),
+    "copies of an offloaded optimizer's weights are written unseen": Case(
+        TWO, 2, "FULL_SHARD", (("step", 0), ("write unseen", 0)), offload=("optimizer",),
+    ),
+    "what smaller groups keep for backward is written unseen": Case(
+        TWO, 4, "FULL_SHARD", (("step", 0), ("write unseen", 1)), release=2,
+    ),
 }  # fmt: skip

@@ -124,15 +124,22 @@ def _write_local(run: Run, n: int, seed: int) -> None:
 
 @operation("write unseen")
 def _write_unseen(run: Run, n: int, seed: int) -> None:
-    """A forward reads what autograd did not see written between two, or raises on every rank."""
+    """What autograd did not see written is read by the next pass, or raises on every rank."""
     name, plain = run.name_of(n), fc.named_local_parameters(run.twin.model)
     if name not in plain or count_ranks(run, plain[name].numel() > 0) < run.case.world:
         return  # a rank without a part of it would wait for the others, which raise
-    run.twin.pair(seed)
+    in_backward = n % 2 and not (run.case.compute or run.waiting or recomputes(run))
+    losses = run.twin.pair(seed)
     plain[name].data.mul_(0.97)
     run.twin.reference.get_parameter(name).data.mul_(0.97)
-    wanted = "was written while the unit was kept gathered"
-    if expect_error(run, wanted, None, lambda: run.twin.pair(seed + 100)):
+
+    def go_on() -> None:
+        for loss in losses if in_backward else run.twin.pair(seed + 100):
+            loss.backward() if in_backward else loss.detach()
+
+    if expect_error(run, "a way that autograd does not count", None, go_on):
+        with torch.no_grad():
+            plain[name].mul_(1)  # which autograd sees
         for unit in fc.units_of(run.twin.model):
             fc.reshard(unit)
     run.twin.pair(seed + 100)

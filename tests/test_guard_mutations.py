@@ -162,7 +162,7 @@ def check_skipped(rank: int) -> None:
         assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(before, after))
 
 
-def skip_alone(step: Any, links: Any, beside: Any) -> None:
+def skip_alone(step: Any, *_: Any) -> None:
     """The rank that raised skips its step, and tells nobody."""
     step.skipped, step.reasons = step._own is not None, {1: step._own or ""}
 

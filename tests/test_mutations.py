@@ -558,7 +558,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         check_any_ranks, 4,
     ),
     "norms added by slices": (
-        lambda: replace("_adds_in_tree", lambda original: lambda params: False),
+        lambda: replace("adds_in_tree", lambda original: lambda params: False),
         check_any_ranks, 4,
     ),
     "gradients that wait are kept": (

@@ -8,9 +8,10 @@ import torch
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, copy_shard
 from fsdp_compose.base.torch_private import call_raw, read_version
-from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Inner, SentCopy
+from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Entry, Inner, SentCopy
 from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
@@ -178,7 +179,43 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
         whole = inner.store.view(torch.uint8)
         comm.gather_parts(whole, parts, part, inner.source, purpose, bucket.users.caller).wait()
         inner.stamp = stamp
+        return True
+    entry = _find_unseen(bucket, cut_by_rank(inner.store, inner.source.size)[inner.source.rank])
+    if entry is not None:
+        raise RuntimeError(
+            f"parameter {entry.spec.fqn!r} of unit {entry.spec.unit!r} was written through memory "
+            "that p.to_local(), local_parameters or flat_parameters gave out, in a way that "
+            "autograd does not count (.data, NumPy), so replicas keep copies of its old value. "
+            "Write under torch.no_grad() without .data."
+        )
     return True
+
+
+def _find_unseen(bucket: Bucket, copy: torch.Tensor) -> Entry | None:
+    """An entry that was written since the shard was copied, as its versions may not show.
+
+    On an accelerator this waits for the device, so it is done only in debug mode.
+    """
+    if not bucket.residence.is_shared or not (copy.device.type == "cpu" or here.is_debugging):
+        return None
+    return find_other(bucket, copy)
+
+
+def find_other(bucket: Bucket, copy: torch.Tensor) -> Entry | None:
+    """An entry whose values in a copy of the shard are others than in the shard."""
+    wanted = bucket.stored.to(copy.device, copy.dtype)
+    if not copy.numel() or _are_same(copy, wanted):
+        return None
+    mine, theirs = copy.split(bucket.views.splits), wanted.split(bucket.views.splits)
+    for entry, piece in zip(bucket.entries, bucket.views.pieces, strict=True):
+        if not _are_same(mine[piece], theirs[piece]):
+            return entry
+    return None
+
+
+def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit: NaN counts as equal to itself."""
+    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def is_outdated(bucket: Bucket) -> bool:
@@ -196,7 +233,7 @@ def _resident_shard(bucket: Bucket) -> torch.Tensor:
         with torch.inference_mode(False):  # it outlives the inference that needs it first
             bucket.device_copy = DeviceCopy(torch.empty_like(bucket.views.own))
     copy = bucket.device_copy
-    if copy.stamp != stamp:
+    if copy.stamp != stamp or _find_unseen(bucket, copy.tensor) is not None:
         copy_shard(copy.tensor, bucket.stored)
         copy.stamp = stamp
     return copy.tensor

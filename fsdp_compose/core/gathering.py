@@ -180,10 +180,8 @@ def refresh_stale(unit: Unit) -> None:
 
 
 def refresh_handed_out(unit: Unit) -> None:
-    """Before backward: gather again where the user read ``p.data`` after forward.
-
-    Autograd does not count writes through ``.data``, and a plain module's backward reads them.
-    """
+    """Gather again where ``p.data`` was read after forward: a plain backward sees its writes."""
+    wait_gathered(unit)
     for bucket in unit.gathered:
         if bucket.fill.handed_out != bucket.residence.written and bucket.phase is GATHERED:
             _gather_again(unit, [bucket], "again, since p.data was handed out")

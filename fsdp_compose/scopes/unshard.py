@@ -247,7 +247,11 @@ def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) 
     check_kind("prefetch_units", "modules", wanted, Iterable, "a module, or a list of modules")
     for target in list(wanted):
         for unit in own_units(target, "prefetch_units"):
-            unit.engine.schedule.prefetch([unit])
+            schedule = unit.engine.schedule
+            schedule.prefetch([unit])
+            is_between = not schedule.active and not unit.engine.tasks
+            if is_between and any(bucket.residence.is_shared for bucket in unit.gathered):
+                schedule.work.note_kept(unit)  # so that the pass looks for unseen writes
 
 
 def reduce_grads(module: nn.Module) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
-from fsdp_compose.buckets.gather import versions_of
+from fsdp_compose.buckets.gather import find_other, versions_of
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.state import Unit
 
@@ -45,19 +43,7 @@ def find_difference(bucket: Bucket) -> Entry | None:
         return None
     if is_outrun(bucket):
         return None  # the shard was written since, as its version says
-    wanted = bucket.stored.to(bucket.views.own.device, bucket.views.own.dtype)
-    if not bucket.views.own.numel() or _are_same(bucket.views.own, wanted):
-        return None
-    mine, theirs = bucket.views.own.split(bucket.views.splits), wanted.split(bucket.views.splits)
-    for entry, piece in zip(bucket.entries, bucket.views.pieces, strict=True):
-        if not _are_same(mine[piece], theirs[piece]):
-            return entry
-    return None
-
-
-def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit: NaN counts as equal to itself."""
-    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return find_other(bucket, bucket.views.own)
 
 
 def read_versions(unit: Unit) -> list[tuple[int, ...]]:

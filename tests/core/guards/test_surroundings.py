@@ -217,8 +217,9 @@ def test_a_later_unit_beside_plain_parts() -> None:
             own.step()
         head = seeded(lambda: nn.Linear(6, 2))
         sgd(head.parameters()).step()
+        other = nn.Sequential(second, head)
         with pytest.raises(RuntimeError, match=r"backward: .* in no unit: '1\.weight', '1\.bias'"):
-            square(nn.Sequential(second, head), data(2, rank)).backward()
+            square(other, data(2, rank)).backward()
 
     simulate_ranks(ranks)
 

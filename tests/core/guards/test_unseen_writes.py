@@ -1,0 +1,117 @@
+"""Writes through a slice that autograd does not count are read by the next pass, or raise."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compose import (
+    Offload,
+    Prefetch,
+    ShardingStrategy,
+    named_local_parameters,
+    prefetch_units,
+)
+
+from harness import simulate_ranks
+from models import Tower, by_block, data, mesh_of_replicas, seeded, square, whole
+
+NAME = "blocks.1.up.weight"
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "prefetch": {"prefetch": Prefetch(3, 3)},
+    "smaller groups": {"reshard_after_forward": 2},
+    "kept": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "replicas": {"strategy": ShardingStrategy.HYBRID_SHARD},
+    "optimizer over replicas": {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER},
+    "optimizer offloaded": {"offload_policy": Offload(optimizer=True)},
+    "offloaded": {"offload_policy": Offload(params=True)},
+}
+RAISES = {
+    ("smaller groups", "backward"),
+    ("kept", "backward"),
+    ("optimizer over replicas", "forward"),
+    ("optimizer over replicas", "backward"),
+}
+
+
+def trained(way: str) -> tuple[nn.Module, nn.Module, dict[str, nn.Parameter]]:
+    """A model that has run two steps, the same in plain, and the slices that were handed out."""
+    options = dict(WAYS[way])
+    if "replicas" in way:
+        options["mesh"] = mesh_of_replicas(2, 2)
+    model, plain = by_block(seeded(Tower), **options), seeded(Tower)
+    slices = named_local_parameters(model)
+    for seed in range(2):
+        square(model, data(seed, 0)).backward()
+        model.zero_grad()
+    return model, plain, slices
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_is_read_or_raises(way: str, when: str) -> None:
+    def ranks(rank: int) -> None:
+        model, plain, slices = trained(way)
+        losses = [square(either, data(5, 0)) for either in (model, plain)]
+        if when == "forward":
+            for loss in losses:
+                loss.backward()
+            model.zero_grad()
+            plain.zero_grad()
+        for name, plain_slice in slices.items():  # each rank has a part, so that each raises
+            if name.startswith("blocks"):  # not of the outermost unit, which is kept
+                plain_slice.data.mul_(1.5)
+                plain.get_parameter(name).data.mul_(1.5)
+        raises = (way, when) in RAISES
+        wanted = pytest.raises(RuntimeError, match="in a way that autograd does not count")
+        with wanted if raises else nullcontext():
+            if when == "forward":
+                losses = [square(either, data(6, 0)) for either in (model, plain)]
+                torch.testing.assert_close(*losses)
+            for loss in losses:
+                loss.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            if not raises:
+                torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+    simulate_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_units_gathered_ahead_of_a_second_forward(index: int) -> None:
+    """Each of them is looked at when the forward comes to it."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), prefetch=Prefetch(3, 0))
+        sum(square(model, data(i, rank)) for i in range(2)).backward()
+        slices = named_local_parameters(model)
+        square(model, data(2, rank))
+        slices[f"blocks.{index}.up.weight"].data.mul_(2)
+        with pytest.raises(RuntimeError, match=f"blocks.{index}' was written while the unit"):
+            model(data(3, rank))
+
+    simulate_ranks(ranks)
+
+
+def test_units_that_the_user_gathered_ahead() -> None:
+    """Between ``prefetch_units`` and the forward; what autograd sees is gathered again."""
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        slices = named_local_parameters(model)
+        prefetch_units(model, model.blocks)
+        with torch.no_grad():
+            slices[NAME].mul_(2)
+            plain.get_parameter(NAME).mul_(2)
+        torch.testing.assert_close(model(data(0, rank)), plain(data(0, rank)))
+        prefetch_units(model, model.blocks)
+        slices[NAME].data.mul_(2)
+        with pytest.raises(RuntimeError, match=r"blocks\.1' was written while the unit"):
+            model(data(1, rank))
+
+    simulate_ranks(ranks)
