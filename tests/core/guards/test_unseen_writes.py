@@ -13,6 +13,7 @@ from fsdp_compose import (
     Offload,
     Prefetch,
     ShardingStrategy,
+    count_traffic,
     named_local_parameters,
     prefetch_units,
 )
@@ -113,5 +114,20 @@ def test_units_that_the_user_gathered_ahead() -> None:
         slices[NAME].data.mul_(2)
         with pytest.raises(RuntimeError, match=r"blocks\.1' was written while the unit"):
             model(data(1, rank))
+
+    simulate_ranks(ranks)
+
+
+def test_data_that_was_handed_out_long_ago_costs_no_gather() -> None:
+    """A unit is gathered for its forward and for its backward, and not again inside them."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        assert model.get_parameter(NAME).data is not None
+        for seed in range(3):
+            with count_traffic() as traffic:
+                square(model, data(seed, rank)).backward()
+            model.zero_grad()
+        assert traffic.gathers == 2 * 3 + 1  # each block twice, and the outermost unit, which stays
 
     simulate_ranks(ranks)
