@@ -469,7 +469,8 @@ def main() -> int:
     if failures or notes:
         sections += ["## What could not run", "\n".join(failures + notes)]
     sections += ["## Machine", common.machine()]
-    common.publish("host_overhead", options, sections, figures)
+    name = "host_overhead-instructions" if options.parts == ["instructions"] else "host_overhead"
+    common.publish(name, options, sections, figures)
     dist.destroy_process_group()
     return 1 if any(line.startswith("- ours") for line in failures) else 0
 

@@ -192,18 +192,18 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
 
 
 def _find_unseen(bucket: Bucket, copy: torch.Tensor) -> Entry | None:
-    """An entry that was written since the shard was copied, as its versions may not show.
+    """Find an entry that was written since the shard was copied, as its versions may not show.
 
     On an accelerator this waits for the device, so it is done only in debug mode.
     """
     if not bucket.residence.is_shared or not (copy.device.type == "cpu" or here.is_debugging):
         return None
-    return find_other(bucket, copy)
+    return find_other(bucket, copy, bucket.stored)
 
 
-def find_other(bucket: Bucket, copy: torch.Tensor) -> Entry | None:
-    """An entry whose values in a copy of the shard are others than in the shard."""
-    wanted = bucket.stored.to(copy.device, copy.dtype)
+def find_other(bucket: Bucket, copy: torch.Tensor, shard: torch.Tensor) -> Entry | None:
+    """Find an entry whose values in a copy of the bucket's shard are others than in ``shard``."""
+    wanted = shard.to(copy.device, copy.dtype)
     if not copy.numel() or _are_same(copy, wanted):
         return None
     mine, theirs = copy.split(bucket.views.splits), wanted.split(bucket.views.splits)

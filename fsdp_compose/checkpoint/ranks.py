@@ -243,9 +243,9 @@ def refuse_left_out(what: str, module: nn.Module, rank0_only: bool) -> None:
     Raises:
         RuntimeError: naming a parameter that fewer ranks hold than others.
     """
-    fewer = held_by_fewer(entry for unit in iter_units(module) for entry in unit.entries)
-    if rank0_only and fewer:
-        entry = fewer[0]
+    if not rank0_only:
+        return
+    for entry in held_by_fewer(entry for unit in iter_units(module) for entry in unit.entries):
         raise RuntimeError(
             f"{what}: rank0_only=True gives what rank 0 holds, and {entry.spec.fqn!r} (unit "
             f"{entry.spec.unit!r}) is cut over {owner_of(entry).mesh.size} ranks, fewer than "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from fsdp_compose.base.codec import encode_shard
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.gather import find_other, versions_of
 from fsdp_compose.core.guards.collective_log import is_debugging
@@ -37,13 +40,21 @@ def is_outrun(bucket: Bucket) -> bool:
 
 def find_difference(bucket: Bucket) -> Entry | None:
     """Find an entry whose gathered values differ from this rank's shard."""
-    if bucket.in_place or bucket.mp.gather_codec is not None:
-        return None  # they share memory, or the codec changes values
-    if bucket.phase is not GATHERED or bucket.residence.moved:
-        return None
+    if bucket.in_place or bucket.phase is not GATHERED or bucket.residence.moved:
+        return None  # they share memory, or there is nothing to compare
     if is_outrun(bucket):
         return None  # the shard was written since, as its version says
-    return find_other(bucket, bucket.views.own)
+    own, codec = bucket.views.own, bucket.mp.gather_codec
+    if codec is None or bucket.mesh.shard.pg is None or not own.numel():
+        return find_other(bucket, own, bucket.stored)
+    shard = bucket.stored.to(own.device)
+    with torch.no_grad():
+        encoded = encode_shard(codec, shard)
+        if not torch.equal(encoded, encode_shard(codec, shard)):
+            return None  # the codec rounds at random
+        wanted = torch.empty_like(own)
+        codec.decode(encoded, wanted)
+    return find_other(bucket, own, wanted)
 
 
 def read_versions(unit: Unit) -> list[tuple[int, ...]]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compose import (
+    GatherCodec,
+    MixedPrecision,
     Offload,
     Prefetch,
     ShardingStrategy,
+    bf16_codec,
     count_traffic,
+    fp8_codec,
+    int8_codec,
     named_local_parameters,
     prefetch_units,
 )
@@ -129,5 +135,38 @@ def test_data_that_was_handed_out_long_ago_costs_no_gather() -> None:
                 square(model, data(seed, rank)).backward()
             model.zero_grad()
         assert traffic.gathers == 2 * 3 + 1  # each block twice, and the outermost unit, which stays
+
+    simulate_ranks(ranks)
+
+
+def round_at_random() -> GatherCodec:
+    """Whole numbers, of which the last bit is drawn."""
+
+    def encode(shard: Tensor) -> Tensor:
+        return (shard * 2**20 + torch.rand_like(shard)).floor().view(torch.uint8)
+
+    def decode(encoded: Tensor, into: Tensor) -> None:
+        into.copy_(encoded.view(into.dtype) / 2**20)
+
+    return GatherCodec(encode, decode)
+
+
+@pytest.mark.parametrize("codec", [bf16_codec, fp8_codec, int8_codec, round_at_random])
+def test_what_a_codec_changed_is_no_write(codec: Callable[[], GatherCodec]) -> None:
+    """A write behind it raises; where a codec rounds at random, nothing can tell one."""
+
+    def ranks(rank: int) -> None:
+        policy = MixedPrecision(gather_codec=codec())
+        options: dict[str, Any] = {"strategy": ShardingStrategy.SHARD_GRAD_OP}
+        model = by_block(seeded(Tower).float(), mp_policy=policy, **options)
+        slices = named_local_parameters(model)
+        for seed in range(2):
+            square(model, data(seed, rank).float()).backward()
+        loss = square(model, data(2, rank).float())
+        for plain_slice in slices.values():
+            plain_slice.data.mul_(1.5)
+        wanted = pytest.raises(RuntimeError, match="in a way that autograd does not count")
+        with nullcontext() if codec is round_at_random else wanted:
+            loss.backward()
 
     simulate_ranks(ranks)
