@@ -124,7 +124,7 @@ def test_units_that_the_user_gathered_ahead() -> None:
     simulate_ranks(ranks)
 
 
-def test_data_that_was_handed_out_long_ago_costs_no_gather() -> None:
+def test_data_handed_out_before_costs_no_gather() -> None:
     """A unit is gathered for its forward and for its backward, and not again inside them."""
 
     def ranks(rank: int) -> None:
