@@ -250,8 +250,8 @@ def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) 
             schedule = unit.engine.schedule
             schedule.prefetch([unit])
             is_between = not schedule.active and not unit.engine.tasks
-            if is_between and any(bucket.residence.is_shared for bucket in unit.gathered):
-                schedule.work.note_kept(unit)  # so that the pass looks for unseen writes
+            if is_between and Hold.PREFETCH in unit.holds:
+                schedule.work.note_kept(unit)  # for a later pass, which looks for writes
 
 
 def reduce_grads(module: nn.Module) -> None:

@@ -105,13 +105,15 @@ def test_units_gathered_ahead_of_a_second_forward(index: int) -> None:
     simulate_ranks(ranks)
 
 
-def test_units_that_the_user_gathered_ahead() -> None:
-    """Between ``prefetch_units`` and the forward; what autograd sees is gathered again."""
+@pytest.mark.parametrize("early", [True, False])
+def test_units_that_the_user_gathered_ahead(early: bool) -> None:
+    """Slices handed out before ``prefetch_units`` or after; a write that autograd sees is read."""
 
     def ranks(rank: int) -> None:
         model, plain = by_block(seeded(Tower)), seeded(Tower)
-        slices = named_local_parameters(model)
+        slices = named_local_parameters(model) if early else {}
         prefetch_units(model, model.blocks)
+        slices = slices or named_local_parameters(model)
         with torch.no_grad():
             slices[NAME].mul_(2)
             plain.get_parameter(NAME).mul_(2)
