@@ -17,6 +17,7 @@ import fsdp_compose as fc
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import SELF
 from fsdp_compose.comm import waiting
+from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.core.autograd import Gather
 from fsdp_compose.core.guards import (
     cast_buffers,
@@ -30,7 +31,7 @@ from fsdp_compose.core.guards import (
     unread_weights,
 )
 from fsdp_compose.optim import plain_parameters, step_guard
-from fsdp_compose.sharded import operands
+from fsdp_compose.sharded import draws, operands
 
 from breaking import failure_of, replace
 
@@ -52,6 +53,7 @@ FREEZING = "construct/test_freezing.py"
 WAYS = "core/test_ways_of_reducing.py"
 LEFT_OUT = "core/test_steps_left_out.py"
 SETTINGS = "core/test_settings_differ.py"
+DRAWS = "sharded/test_draws.py"
 PARTNERS = "sharded/test_partners_differ.py"
 FLAT = "optim/test_flat.py"
 AGREE = "optim/test_flat_agree.py"
@@ -440,6 +442,23 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "operands that are compared with": (
         remember_compared, PARTNERS, "test_writes_remember_nothing",
+    ),
+    # Random numbers.
+    "one generator for all ranks": (
+        put(draws, "_list_groups", lambda spec: []),
+        DRAWS, "test_each_function_draws_what_one_process_would", 2, 100,
+    ),
+    "one generator for replicas": (
+        put(draws, "_list_groups", lambda spec: [spec.group]),
+        DRAWS, "test_replicas_and_parts_draw_the_same_whole",
+    ),
+    "the stream of each rank": (
+        put(draws, "_in_state", lambda generator, state: nullcontext(generator.set_state(state))),
+        DRAWS, "test_generators_go_on_as_in_one_process_or_apart",
+    ),
+    "that other parameters are drawn": (
+        put(draws, "reduce_alike", lambda state, group, op, what: all_reduce(state, group, op)),
+        DRAWS, "test_what_cannot_be_drawn_is_refused",
     ),
     # Plain parameters over the shards.
     "optimizers of whole parameters": (

@@ -3,7 +3,8 @@
 ``ShardedParameter`` and ``ShardedTensor`` (its gradient, optimizer state and what is computed from
 them elementwise) answer ``shape``, ``dim()``, ``numel()`` with the original's. Elementwise
 functions act on the slice, reductions of everything are global (every rank of the group must call
-them) and differentiable, and whatever else would see a slice raises :class:`ShardedWeightError`.
+them) and differentiable, random numbers are those that one process would draw for the whole, and
+whatever else would see a slice raises :class:`ShardedWeightError`.
 
 Files, each importing only from those above it:
 
@@ -18,6 +19,7 @@ Files, each importing only from those above it:
     leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
     torchstate  what torch's functions over state dicts ask of a slice
     tensor      the classes of sharded tensor; tag, to_local
+    draws       random numbers, those that the whole would have got
     operands    plain operands of elementwise functions, cut and compared
     convert     a parameter with its hooks becomes sharded, and plain again
     calls       __torch_function__, by those tables

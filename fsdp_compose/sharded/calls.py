@@ -22,6 +22,7 @@ from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
+from fsdp_compose.sharded.draws import draw_into, draw_like
 from fsdp_compose.sharded.operands import (
     INTO_PLAIN,
     PLAIN_FORMATS,
@@ -251,6 +252,17 @@ def _foreach_reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return foreach_reduce(func, tensors, specs, *args[1:], **kwargs)
 
 
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compare two tensors element by element, then reduce over all elements of all ranks."""
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    reduction = kwargs.pop("reduction", "mean")
+    known = isinstance(reduction, str) and reduction in ("none", "mean", "sum")
+    if not known or len(args) > 2 or not {*kwargs} <= {"input", "target", "beta", "delta"}:
+        refuse(func, first_spec(args, kwargs), f"with reduction={reduction!r} or other arguments")
+    each = _elementwise(func, args, {**kwargs, "reduction": "none"})
+    return each if reduction == "none" else getattr(each, reduction)()
+
+
 def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) + len(kwargs) < 3:
         refuse(func, first_spec(args, kwargs), "its result has no fixed shape")
@@ -420,11 +432,14 @@ _handle(ops.SHARED, _shared)
 _handle(ops.ELEMENTWISE, _elementwise)
 _handle(ops.CASTS, _cast)
 _handle([torch.empty_like], _empty_like)
+_handle(ops.DRAWING | ops.INITIAL, draw_into)
+_handle(ops.DRAWING_LIKE, draw_like)
 _handle([torch.Tensor.module_load], _module_load)
 _handle(ops.FOREACH, _foreach)
 _handle(ops.functions("_amp_foreach_non_finite_check_and_unscale_", torch), _unscale)
 _handle(ops.functions("_foreach_max _foreach_norm", torch), _foreach_reduce)
 _handle(REDUCTIONS, _reduce)
+_handle(ops.LOSSES, _loss)
 _handle(ops.functions("where", torch, Tensor), _where)
 _handle(ops.functions("__setitem__", Tensor), _set_item)
 _handle(ops.functions("dot inner vdot", torch, Tensor), _dot)

@@ -83,6 +83,20 @@ ELEMENTWISE = (
 )
 """Functions whose element k depends on the element k of each operand and on nothing else."""
 
+LOSSES = functions("huber_loss l1_loss mse_loss smooth_l1_loss", torch.nn.functional)
+"""Functions that compare two tensors element by element and take the mean."""
+
+DRAWING = functions(
+    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_", torch.Tensor
+)
+"""Functions that overwrite a tensor with random numbers."""
+
+INITIAL = functions("kaiming_uniform_ normal_ uniform_", torch.nn.init)
+"""Those of ``torch.nn.init`` that ask a tensor's class; the others call the methods of one."""
+
+DRAWING_LIKE = functions("rand_like randint_like randn_like", torch)
+"""Functions that return random numbers in the shape of their first argument."""
+
 COMPARING = functions(
     """
     __eq__ __ge__ __gt__ __le__ __lt__ __ne__ eq ge greater greater_equal gt isclose le less

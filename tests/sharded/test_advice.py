@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,9 +146,9 @@ def test_initialisers_and_copies_say_what_they_need() -> None:
         early = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         slow = AveragedModel(plain)
         model = by_block(plain)
-        for init in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.orthogonal_):
-            weight = next(p for p in model.parameters() if p.ndim == 2)
-            says(refusal(lambda: init(weight)), "gathered(module, writeback=True)")
+        weight = next(p for p in model.parameters() if p.ndim == 2)
+        for init in (nn.init.orthogonal_, nn.init.eye_, partial(nn.init.sparse_, sparsity=0.5)):
+            says(refusal(partial(init, weight)), "writeback=True")
         with torch.no_grad():
             for call in (
                 lambda: early.update_parameters(model),
