@@ -180,6 +180,44 @@ class Prodigy(torch.optim.Optimizer):
             each.update(d=d, numerator=numerator, k=group["k"] + 1)
 
 
+class PackagedProdigy(torch.optim.Optimizer):
+    """Prodigy as its authors' package words it: over flattened views, which ``slice_p`` thins."""
+
+    def __init__(self, params: Any, lr: float = 1.0, slice_p: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-3, "numerator": 0.0, "slice_p": slice_p})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        d, rate, slice_p = group["d"], group["d"] * group["lr"], group["slice_p"]
+        numerator, denominator = group["numerator"] * 0.999**0.5, 0.0
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in params:
+            state, grad = self.state[p], p.grad.data
+            if not state:
+                flat = p.data.flatten()[::slice_p]
+                state["s"] = torch.zeros_like(flat).detach()
+                state["p0"] = flat.detach().clone() if p.any() else torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(p.data).detach()
+                state["exp_avg_sq"] = torch.zeros_like(p.data).detach()
+            sliced, start = grad.flatten()[::slice_p], state["p0"].data
+            moved = start - p.data.flatten()[::slice_p]
+            numerator += d * rate * torch.dot(sliced, moved).item()
+            state["exp_avg"].mul_(0.9).add_(grad, alpha=0.1 * d)
+            state["exp_avg_sq"].mul_(0.999).addcmul_(grad, grad, value=0.001 * d * d)
+            state["s"].mul_(0.999**0.5).add_(sliced, alpha=d * rate)
+            denominator += state["s"].abs().sum().item()
+        for p in params:
+            state = self.state[p]
+            p.data.addcdiv_(
+                state["exp_avg"], state["exp_avg_sq"].sqrt().add_(d * 1e-8), value=-rate
+            )
+        if denominator:
+            d = max(d, numerator / ((1 - 0.999**0.5) * denominator))
+        for each in self.param_groups:
+            each.update(d=d, numerator=numerator)
+
+
 class DAdaptSGD(torch.optim.Optimizer):
     """Defazio and Mishchenko, "Learning-Rate-Free Learning by D-Adaptation", 2023, with SGD."""
 

@@ -110,8 +110,8 @@ def local_parameters(module: nn.Module) -> list[nn.Parameter]:
     An optimizer that takes a norm, mean or sum takes it over this rank's slices alone here, and
     nothing can notice. Those that do so within a parameter (LAMB, LARS, Adafactor, Muon, Shampoo)
     go to ``owner_step``. Those that sum over all parameters (Prodigy, D-Adaptation) need the
-    sharded parameters themselves, whose norms and sums are global: ``(a * b).sum()`` in place of
-    ``torch.dot(a.flatten(), b.flatten())``.
+    sharded parameters themselves, whose norms and sums are global, ``(a * b).sum()`` and
+    ``torch.dot(a.flatten(), b.flatten())`` among them.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))

@@ -20,6 +20,7 @@ Files, each importing only from those above it:
     torchstate  what torch's functions over state dicts ask of a slice
     tensor      the classes of sharded tensor; tag, to_local
     draws       random numbers, those that the whole would have got
+    views       views of which a slice is a slice too, such as a flattened one
     operands    plain operands of elementwise functions, cut and compared
     convert     a parameter with its hooks becomes sharded, and plain again
     calls       __torch_function__, by those tables
@@ -61,6 +62,7 @@ from fsdp_compose.sharded.tensor import (
     tag,
 )
 from fsdp_compose.sharded.torchstate import checked_state, to_local
+from fsdp_compose.sharded.views import flat_spec
 
 __all__ = [
     "CASTS",
@@ -86,6 +88,7 @@ __all__ = [
     "as_own_file",
     "checked_state",
     "close_dtensor",
+    "flat_spec",
     "gather_part",
     "give_back_hooks",
     "is_sharded",

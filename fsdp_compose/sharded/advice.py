@@ -151,8 +151,8 @@ def _in_optimizer(name: str) -> str:
         return (
             f"{name} sums over all parameters, in a way that needs whole ones. Give it a model "
             "that is not sharded, or write its sums for the sharded `module.parameters()`: "
-            "`(a * b).sum()` is a sum over all ranks, where `torch.dot(a.flatten(), b.flatten())` "
-            "raises. "
+            "`(a * b).sum()` and `torch.dot(a.flatten(), b.flatten())` are sums over all ranks, "
+            "of whole tensors (Prodigy with slice_p=1). "
             "fsdp_compose.owner_step refuses it, and on local_parameters(model) each rank would "
             "have a sum of its own."
         )

@@ -52,6 +52,7 @@ from fsdp_compose.sharded.tensor import (
     is_sharded,
     tag,
 )
+from fsdp_compose.sharded.views import flatten, take_all, view_as_real
 
 
 def _shared(func: Any, args: Any, kwargs: Any) -> Any:
@@ -372,26 +373,6 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor.clone()
 
 
-def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View complex elements as two real ones each: a slice of the one is a slice of the other."""
-    spec = args[0]._shard_spec
-    if spec.parallel is not None:
-        refuse(func, spec, "it is split by tensor parallelism")
-    real = ShardSpec(
-        spec.fqn,
-        spec.unit,
-        torch.Size((*spec.shape, 2)),
-        (*(2 * s for s in spec.stride), 1),
-        2 * spec.offset,
-        2 * spec.shard_numel,
-        spec.group,
-        spec.residence,
-        replicas=spec.replicas,
-        answers=spec.answers,
-    )
-    return tag(call_raw(func, (), args, kwargs).view(-1), real)
-
-
 def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("is_grads_batched", args[6] if len(args) > 6 else False):
         spec = first_spec(args, kwargs)
@@ -456,7 +437,10 @@ _handle(ops.functions("new_tensor", Tensor), _new_tensor)
 _handle(ops.functions("contiguous", Tensor), _contiguous)
 _handle(ops.functions("data_ptr", Tensor), _data_ptr)
 _handle([torch.nn.functional.pad], _pad)
-_handle(ops.functions("view_as_real", torch), _view_as_real)
+_handle(ops.functions("flatten ravel reshape", torch), flatten)
+_handle(ops.functions("flatten ravel reshape view", Tensor), flatten)
+_handle(ops.functions("__getitem__", Tensor), take_all)
+_handle(ops.functions("view_as_real", torch), view_as_real)
 _handle([torch.nn.init.constant_], _constant)
 _handle(ops.functions("dense_dim", Tensor), _method("dim"))
 for _name in (

@@ -34,6 +34,7 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amos": other.Amos,
     "lookahead": partial(other.Lookahead, lr=0.1, momentum=0.9),
     "prodigy": other.Prodigy,
+    "prodigy's package": other.PackagedProdigy,
     "d-adaptation": other.DAdaptSGD,
     "schedule-free": partial(other.ScheduleFree, lr=0.1),
 }

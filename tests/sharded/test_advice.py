@@ -98,7 +98,7 @@ def test_sums_over_everything_are_not_sent_away() -> None:
     def ranks(rank: int) -> None:
         class ProdigyLike(Whitening):
             def direction(self, grad: Tensor) -> Tensor:
-                return torch.dot(grad.flatten(), grad.flatten())
+                return torch.dot(grad.flatten()[::2], grad.flatten()[::2])
 
         class DAdaptAdam(ProdigyLike):
             pass
@@ -107,7 +107,7 @@ def test_sums_over_everything_are_not_sent_away() -> None:
         square(model, data(0, rank)).backward()
         for kind in (ProdigyLike, DAdaptAdam):
             text = refusal(kind(model.parameters()).step)
-            says(text, "`module.parameters()`", "(a * b).sum()", "owner_step refuses it")
+            says(text, "`module.parameters()`", "torch.dot(", "slice_p=1", "owner_step refuses it")
             assert "lambda groups" not in text
 
         def closure() -> None:

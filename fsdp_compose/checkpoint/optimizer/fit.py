@@ -12,7 +12,7 @@ from fsdp_compose.checkpoint.optimizer.members import Part
 from fsdp_compose.checkpoint.optimizer.shapes import block_spec, gather_owned
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE
 from fsdp_compose.checkpoint.values import fit, gather_whole, whole_shape
-from fsdp_compose.sharded import ShardSpec, is_sharded
+from fsdp_compose.sharded import ShardSpec, flat_spec, is_sharded
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch.optim that is one number per parameter, also for a parameter of one number."""
@@ -40,14 +40,20 @@ def _gather_value(part: Part, key: str, value: Tensor, given: Mapping[str, Any])
         return gather_owned(value, part)
     if part.spec is not None and is_elementwise(key, value, part, given):
         return fit(value, part.spec)
-    rows = find_rows(part, key, value, given)
+    rows = find_pieces(part, key, value, given)
     return gather_whole(value) if rows is None else fit(value, rows)
 
 
-def find_rows(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
-    """Say how a value with a row for each block of a raw piece is cut; None if it is none."""
-    if part.span is None or is_elementwise(key, value, part, given) or not value.ndim:
+def find_pieces(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
+    """Say how a value of another shape than its parameter's is cut; None if it is not.
+
+    It is of ``p.flatten()``, or of a raw piece and has a row for each of its blocks.
+    """
+    if is_elementwise(key, value, part, given) or not value.ndim or part.owner is not None:
         return None
+    if part.span is None:
+        flat = None if part.spec is None or len(part.shape) < 2 else flat_spec(part.spec)
+        return flat if flat is not None and flat.shape == whole_shape(value) else None
     spec = block_spec(part, key, tuple(value.shape[1:]))
     return spec if spec is not None and spec.shape == value.shape else None
 

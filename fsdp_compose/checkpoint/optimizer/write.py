@@ -22,7 +22,7 @@ from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
-from fsdp_compose.checkpoint.optimizer.fit import find_rows, gather_state, is_elementwise
+from fsdp_compose.checkpoint.optimizer.fit import find_pieces, gather_state, is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
@@ -366,7 +366,7 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
-        rows = find_rows(part, key, value, given)
+        rows = find_pieces(part, key, value, given)
         if part.span is not None and shape != want and shape and rows is None:
             found.append(
                 f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
@@ -426,9 +426,10 @@ def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> d
             return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
-                if isinstance(value, Tensor) and (rows := find_rows(part, key, value, given)):
-                    local = to_local(fit(value, rows)).clone()
-                    result[key] = local.view(-1, *rows.shape[1:])
+                if isinstance(value, Tensor) and (rows := find_pieces(part, key, value, given)):
+                    cut = fit(value, rows).clone()
+                    local = to_local(cut)
+                    result[key] = local.view(-1, *rows.shape[1:]) if member.is_raw else cut
                 elif key not in result:
                     result[key] = (
                         gather_whole(value).clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,108 @@
+"""A flattened slice is a slice of the flattened whole: memory, gradients, sums, state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compose as fc
+from fsdp_compose.sharded import ShardedWeightError, is_sharded
+from fsdp_compose.simulation import simulate
+
+from sharded_values import examples, on_ranks, same, shard
+
+FLAT: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda t: t.flatten(),
+    "flatten(0, -1)": lambda t: torch.flatten(t, 0, -1),
+    "start_dim": lambda t: torch.flatten(input=t, start_dim=0),
+    "ravel": lambda t: t.ravel(),
+    "view": lambda t: t.view(-1),
+    "view(numel)": lambda t: t.view(t.numel()),
+    "reshape": lambda t: t.reshape(-1),
+    "reshape(shape=)": lambda t: torch.reshape(t, shape=(-1,)),
+    "everything": lambda t: t.flatten()[:],
+    "every one": lambda t: t.flatten()[::1],
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_way_gives_the_flattened_whole(ranks: int) -> None:
+    """What is stored by columns has no such view, and is refused."""
+
+    def body(group: Any) -> None:
+        wholes = examples()
+        for call in FLAT.values():
+            for whole, p in zip(wholes, shard(wholes, group)):
+                if not whole.is_contiguous():
+                    with pytest.raises(ShardedWeightError, match="another order"):
+                        call(p)
+                    continue
+                flat = call(p)
+                same(flat, call(whole))
+                assert torch.equal(flat.norm(), call(whole).norm()) or not whole.numel()
+                with torch.no_grad():
+                    flat.mul_(2)  # the same memory
+                same(
+                    p.detach(),
+                    2 * whole,
+                )
+                with torch.no_grad():
+                    p.div_(2)
+            for whole, p in zip(wholes, shard(wholes, group)):
+                same(p[...], whole)
+                if whole.ndim > 1:
+                    same(p[:, :], whole)
+
+    on_ranks(body, ranks)
+
+
+def test_gradients_and_products_are_those_of_the_whole() -> None:
+    """``torch.dot`` of flattened parameters is over all ranks, and reaches ``.grad``."""
+
+    def loss(model: nn.Module) -> Tensor:
+        first, second = (p for p in model.parameters() if p.ndim == 2)
+        return torch.dot(first.flatten(), first.view(-1)) + second.ravel().norm()
+
+    def ranks() -> list[Tensor]:
+        model = build()
+        fc.fully_shard(model)
+        found = loss(model)
+        found.backward()
+        assert all(p.grad is None or is_sharded(p.grad) for p in model.parameters())
+        grads = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+        return [found.detach(), *grads]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5))
+
+    plain = build()
+    wanted = loss(plain)
+    wanted.backward()
+    grads = [p.grad for p in plain.parameters() if p.grad is not None]
+    for found in simulate(ranks, 3):
+        assert len(found) == 1 + len(grads) == 3
+        torch.testing.assert_close(found, [wanted.detach(), *grads])
+
+
+def test_a_flattened_slice_meets_only_its_like() -> None:
+    """It is not added to the parameter itself, nor to a slice of another length."""
+
+    def ranks() -> None:
+        model = fc.fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)))
+        first, second = (p.detach() for p in model.parameters() if p.ndim == 2)
+        for call in (
+            lambda: first + first.flatten(),
+            lambda: first.flatten() + second.flatten(),
+            lambda: first.flatten()[::2],
+            lambda: first.flatten()[:10],
+        ):
+            with pytest.raises((ShardedWeightError, RuntimeError)):
+                call()
+        same(first.flatten() + torch.ones(20), first.full_tensor().flatten() + 1)
+
+    simulate(ranks, 2)
