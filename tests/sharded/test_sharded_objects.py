@@ -64,8 +64,6 @@ REFUSED: list[Callable[[Any], Any]] = [
     lambda p: p.softmax(-1),
     lambda p: p.cumsum(0),
     lambda p: p.sort(),
-    lambda p: p.bernoulli_(),
-    lambda p: p.random_(),
     lambda p: F.dropout(p),
     lambda p: torch.bernoulli(p),
     lambda p: torch.poisson(p),
