@@ -20,7 +20,7 @@ Files, each importing only from those above it:
     torchstate  what torch's functions over state dicts ask of a slice
     tensor      the classes of sharded tensor; tag, to_local
     draws       random numbers, those that the whole would have got
-    views       views of which a slice is a slice too, such as a flattened one
+    views       views of which a slice is a slice too: flattened, or some rows
     operands    plain operands of elementwise functions, cut and compared
     convert     a parameter with its hooks becomes sharded, and plain again
     calls       __torch_function__, by those tables

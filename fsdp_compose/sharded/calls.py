@@ -52,7 +52,7 @@ from fsdp_compose.sharded.tensor import (
     is_sharded,
     tag,
 )
-from fsdp_compose.sharded.views import flatten, take_all, view_as_real
+from fsdp_compose.sharded.views import find_run, flatten, take_run, view_as_real
 
 
 def _shared(func: Any, args: Any, kwargs: Any) -> Any:
@@ -271,13 +271,19 @@ def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p[mask] = number`` with a mask that is cut the same way."""
+    """``p[2:5] = x``, and ``p[mask] = number`` with a mask that is cut the same way."""
     tensor, index, value = args
-    if not (is_sharded(tensor) and is_sharded(index) and index.dtype == torch.bool):
+    if not is_sharded(tensor):
         refuse(func, first_spec(args, kwargs))
-    if isinstance(value, Tensor) and value.numel() != 1:
+    if is_sharded(index) and index.dtype == torch.bool:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            refuse(func, tensor._shard_spec)
+        return _elementwise(Tensor.masked_fill_, (tensor, index, value), {})
+    run = find_run(tensor, index)
+    if run is None:
         refuse(func, tensor._shard_spec)
-    return _elementwise(Tensor.masked_fill_, (tensor, index, value), {})
+    write = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
+    return _elementwise(write, (run, value), {})
 
 
 def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -439,7 +445,7 @@ _handle(ops.functions("data_ptr", Tensor), _data_ptr)
 _handle([torch.nn.functional.pad], _pad)
 _handle(ops.functions("flatten ravel reshape", torch), flatten)
 _handle(ops.functions("flatten ravel reshape view", Tensor), flatten)
-_handle(ops.functions("__getitem__", Tensor), take_all)
+_handle(ops.functions("__getitem__", Tensor), take_run)
 _handle(ops.functions("view_as_real", torch), view_as_real)
 _handle([torch.nn.init.constant_], _constant)
 _handle(ops.functions("dense_dim", Tensor), _method("dim"))

@@ -19,6 +19,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import call_raw
 from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.sharded import ops
+from fsdp_compose.sharded.advice import is_called_by
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
@@ -54,8 +55,9 @@ def draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_numbers(func: Any, tensor: Any, rest: tuple[Any, ...]) -> None:
-    """Refuse a plain tensor to draw into, and a sharded one to draw with."""
-    if not is_sharded(tensor) or any(map(is_sharded, rest)):
+    """Refuse a plain tensor to draw into, a sharded one to draw with, and what does more then."""
+    writes_columns = is_called_by(torch.nn.init.sparse_)
+    if not is_sharded(tensor) or any(map(is_sharded, rest)) or writes_columns:
         refuse(func, first_spec((tensor, *rest), {}))
     require_group(tensor._shard_spec, getattr(func, "__name__", "a draw"))
 

@@ -1,4 +1,4 @@
-"""Views of which a slice is a slice too: flattened, as real numbers, or of everything."""
+"""Views of which a slice is a slice too: flattened, as real numbers, or one run of elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_compose.base.torch_private import call_raw
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
 
-__all__ = ["flat_spec", "flatten", "take_all", "view_as_real"]
+__all__ = ["find_run", "flat_spec", "flatten", "take_run", "view_as_real"]
 
 
 def flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,20 +50,38 @@ def _asks_for_one_dimension(name: str, rest: list[Any], kwargs: Any, spec: Shard
     return isinstance(wanted, list | tuple) and [*wanted] in ([-1], [spec.numel])
 
 
-def take_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p[:]``, ``p[::1]`` and ``p[...]``; other indices need the whole."""
+def take_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p[3]``, ``p[2:5]``, ``p[1, :4]``, ``p[...]``: elements that lie in one run of memory."""
     tensor, index = args
-    spec = first_spec(args, kwargs)
+    taken = find_run(tensor, index) if is_sharded(tensor) else None
+    return refuse(func, first_spec(args, kwargs)) if taken is None else taken
+
+
+def find_run(tensor: Any, index: Any) -> Any:
+    """This rank's part of ``tensor[index]``, over the same memory; None if it is not one run.
+
+    Raises:
+        IndexError: as a plain tensor of that shape does.
+    """
+    spec: ShardSpec = tensor._shard_spec
     indices = index if isinstance(index, tuple) else (index,)
-    slices = [i for i in indices if isinstance(i, slice) and i in _EVERYTHING]
-    dots = [i for i in indices if i is Ellipsis]
-    fits = len(slices) + len(dots) == len(indices) > 0 and len(dots) <= 1
-    if not (is_sharded(tensor) and fits and len(slices) <= len(spec.seen)):
-        refuse(func, spec)
-    return tag(call_raw(Tensor.view, (), (tensor, -1)), spec)
+    flat = flat_spec(spec)
+    if flat is None or not all(map(_is_plain_index, indices)):
+        return None
+    view = torch.empty(spec.shape, device="meta")[index]
+    if not view.is_contiguous():
+        return None
+    first = int(view.storage_offset()) if view.numel() else 0
+    run = replace(spec, shape=view.shape, stride=view.stride(), offset=spec.offset + first)
+    begin = first + run.start - spec.start if run.stop > run.start else 0
+    return tag(call_raw(Tensor.narrow, (), (tensor, 0, begin, run.stop - run.start)), run)
 
 
-_EVERYTHING = (slice(None), slice(None, None, 1))
+def _is_plain_index(index: object) -> bool:
+    """Whether it is a number, a range or an ellipsis; a tensor with one number is none."""
+    if isinstance(index, slice):
+        return index.step in (None, 1)
+    return index is Ellipsis or (isinstance(index, int) and not isinstance(index, bool))
 
 
 def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
