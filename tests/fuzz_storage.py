@@ -105,10 +105,17 @@ def _optimizer_state(run: Run, n: int, seed: int) -> None:
 
 @operation("write")
 def _write(run: Run, n: int, seed: int) -> None:
-    with torch.no_grad():
-        for model in run.both:
+    """Every element, every last row, or noise that depends on the seed alone."""
+    for model in run.both:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
             for param in model.parameters():
-                param.mul_(0.99)
+                if n % 4 == 3 and param.is_floating_point():
+                    param.add_(torch.randn_like(param), alpha=0.01)
+                elif n % 4 == 2 and param.ndim and param.is_contiguous():
+                    param[-1].mul_(0.99)
+                else:
+                    param.mul_(0.99)
 
 
 @operation("write local")

@@ -31,7 +31,7 @@ from fsdp_compose.core.guards import (
     unread_weights,
 )
 from fsdp_compose.optim import plain_parameters, step_guard
-from fsdp_compose.sharded import draws, operands
+from fsdp_compose.sharded import draws, operands, views
 
 from breaking import failure_of, replace
 
@@ -54,6 +54,7 @@ WAYS = "core/test_ways_of_reducing.py"
 LEFT_OUT = "core/test_steps_left_out.py"
 SETTINGS = "core/test_settings_differ.py"
 DRAWS = "sharded/test_draws.py"
+VIEWS = "sharded/test_views.py"
 PARTNERS = "sharded/test_partners_differ.py"
 FLAT = "optim/test_flat.py"
 AGREE = "optim/test_flat_agree.py"
@@ -459,6 +460,15 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     "that other parameters are drawn": (
         put(draws, "reduce_alike", lambda state, group, op, what: all_reduce(state, group, op)),
         DRAWS, "test_what_cannot_be_drawn_is_refused",
+    ),
+    # Views.
+    "where a run of elements begins": (
+        put(torch.Tensor, "narrow", lambda t, dim, begin, length: t[:length]),
+        VIEWS, "test_runs_are_read_and_written_like_the_whole", 2,
+    ),
+    "the order of what is flattened": (
+        put(views, "flat_spec", lambda spec: changed(spec, shape=(spec.numel,), stride=(1,))),
+        VIEWS, "test_each_way_gives_the_flattened_whole", 2,
     ),
     # Plain parameters over the shards.
     "optimizers of whole parameters": (
