@@ -52,7 +52,7 @@ from fsdp_compose.sharded.tensor import (
     is_sharded,
     tag,
 )
-from fsdp_compose.sharded.views import find_run, flatten, take_run, view_as_real
+from fsdp_compose.sharded.views import find_run, take_run, view_as_real, view_runs
 
 
 def _shared(func: Any, args: Any, kwargs: Any) -> Any:
@@ -443,8 +443,7 @@ _handle(ops.functions("new_tensor", Tensor), _new_tensor)
 _handle(ops.functions("contiguous", Tensor), _contiguous)
 _handle(ops.functions("data_ptr", Tensor), _data_ptr)
 _handle([torch.nn.functional.pad], _pad)
-_handle(ops.functions("flatten ravel reshape", torch), flatten)
-_handle(ops.functions("flatten ravel reshape view", Tensor), flatten)
+_handle(ops.VIEWS, view_runs)
 _handle(ops.functions("__getitem__", Tensor), take_run)
 _handle(ops.functions("view_as_real", torch), view_as_real)
 _handle([torch.nn.init.constant_], _constant)

@@ -83,6 +83,14 @@ ELEMENTWISE = (
 )
 """Functions whose element k depends on the element k of each operand and on nothing else."""
 
+VIEWS = functions(
+    "chunk flatten narrow ravel reshape select split split_with_sizes squeeze tensor_split "
+    "unflatten unsqueeze view",
+    torch,
+    torch.Tensor,
+)
+"""Functions whose results are views, at least of what is stored in the order of its elements."""
+
 LOSSES = functions("huber_loss l1_loss mse_loss smooth_l1_loss", torch.nn.functional)
 """Functions that compare two tensors element by element and take the mean."""
 

@@ -1,7 +1,8 @@
-"""Views of which a slice is a slice too: flattened, as real numbers, or one run of elements."""
+"""Views of which a slice is a slice too: runs of elements in memory, and real numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,49 +13,29 @@ from fsdp_compose.base.torch_private import call_raw
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
 
-__all__ = ["find_run", "flat_spec", "flatten", "take_run", "view_as_real"]
+__all__ = ["find_run", "flat_spec", "take_run", "view_as_real", "view_runs"]
 
 
-def flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.flatten()``, ``p.ravel()``, ``p.view(-1)``: one dimension, over the same memory.
+def view_runs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.flatten()``, ``p.view(heads, -1)``, ``p.chunk(3)``: each result is one run of memory.
 
-    What is stored in another order than its elements are counted in has no such view.
+    What they would be is asked of a tensor without memory. The results lie over ``p``'s slice.
     """
     spec = first_spec(args, kwargs)
     if not args:
-        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("input" if "input" in kwargs else "tensor"),)
     tensor, *rest = args
-    if not is_sharded(tensor) or not _asks_for_one_dimension(func.__name__, rest, kwargs, spec):
+    if not is_sharded(tensor) or any(map(is_sharded, (*rest, *kwargs.values()))):
         refuse(func, spec)
-    flat = flat_spec(spec)
-    if flat is None:
-        refuse(func, spec, "it is stored in another order")
-    return tag(call_raw(Tensor.view, (), (tensor, -1)), flat)
-
-
-def flat_spec(spec: ShardSpec) -> ShardSpec | None:
-    """Where a slice of the flattened tensor lies; None for what is stored in another order."""
-    outline = torch.empty_strided(spec.shape, spec.stride, device="meta")
-    if spec.parallel is not None or not outline.is_contiguous():
-        return None
-    return replace(spec, shape=torch.Size((spec.numel,)), stride=(1,))
-
-
-def _asks_for_one_dimension(name: str, rest: list[Any], kwargs: Any, spec: ShardSpec) -> bool:
-    if name in ("flatten", "ravel"):
-        given = dict(zip(("start_dim", "end_dim"), rest, strict=False)) | kwargs
-        first, last = given.pop("start_dim", 0), given.pop("end_dim", -1)
-        return not given and first == 0 and last in (-1, max(len(spec.shape) - 1, 0))
-    size = kwargs.get("shape", kwargs.get("size", rest[0] if len(rest) == 1 else rest))
-    wanted = [size] if isinstance(size, int) else size
-    return isinstance(wanted, list | tuple) and [*wanted] in ([-1], [spec.numel])
+    found = _find_runs(tensor, lambda outline: func(outline, *rest, **kwargs))
+    return refuse(func, spec, "the result is in another order") if found is None else found
 
 
 def take_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``p[3]``, ``p[2:5]``, ``p[1, :4]``, ``p[...]``: elements that lie in one run of memory."""
-    tensor, index = args
-    taken = find_run(tensor, index) if is_sharded(tensor) else None
-    return refuse(func, first_spec(args, kwargs)) if taken is None else taken
+    found = find_run(*args) if is_sharded(args[0]) else None
+    return refuse(func, first_spec(args, kwargs)) if found is None else found
 
 
 def find_run(tensor: Any, index: Any) -> Any:
@@ -63,18 +44,10 @@ def find_run(tensor: Any, index: Any) -> Any:
     Raises:
         IndexError: as a plain tensor of that shape does.
     """
-    spec: ShardSpec = tensor._shard_spec
     indices = index if isinstance(index, tuple) else (index,)
-    flat = flat_spec(spec)
-    if flat is None or not all(map(_is_plain_index, indices)):
+    if not all(map(_is_plain_index, indices)):
         return None
-    view = torch.empty(spec.shape, device="meta")[index]
-    if not view.is_contiguous():
-        return None
-    first = int(view.storage_offset()) if view.numel() else 0
-    run = replace(spec, shape=view.shape, stride=view.stride(), offset=spec.offset + first)
-    begin = first + run.start - spec.start if run.stop > run.start else 0
-    return tag(call_raw(Tensor.narrow, (), (tensor, 0, begin, run.stop - run.start)), run)
+    return _find_runs(tensor, lambda outline: outline[index])
 
 
 def _is_plain_index(index: object) -> bool:
@@ -82,6 +55,34 @@ def _is_plain_index(index: object) -> bool:
     if isinstance(index, slice):
         return index.step in (None, 1)
     return index is Ellipsis or (isinstance(index, int) and not isinstance(index, bool))
+
+
+def _find_runs(tensor: Any, call: Callable[[Tensor], Any]) -> Any:
+    """What ``call`` makes of a sharded tensor, a view or several; None if one is not one run."""
+    spec: ShardSpec = tensor._shard_spec
+    if flat_spec(spec) is None:
+        return None
+    views = call(torch.empty(spec.shape, dtype=tensor.dtype, device="meta"))
+    each = (views,) if isinstance(views, Tensor) else tuple(views)
+    if any(view.dtype != tensor.dtype or not view.is_contiguous() for view in each):
+        return None
+    runs = tuple(_cut_run(tensor, spec, view) for view in each)
+    return runs[0] if isinstance(views, Tensor) else runs
+
+
+def _cut_run(tensor: Any, spec: ShardSpec, view: Tensor) -> Any:
+    first = int(view.storage_offset()) if view.numel() else 0
+    run = replace(spec, shape=view.shape, stride=view.stride(), offset=spec.offset + first)
+    begin = first + run.start - spec.start if run.stop > run.start else 0
+    return tag(call_raw(Tensor.narrow, (), (tensor, 0, begin, run.stop - run.start)), run)
+
+
+def flat_spec(spec: ShardSpec) -> ShardSpec | None:
+    """Where a slice of the flattened tensor lies; None for what is stored in another order."""
+    outline = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    if spec.parallel is not None or not outline.is_contiguous():
+        return None
+    return replace(spec, shape=torch.Size((spec.numel,)), stride=(1,))
 
 
 def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

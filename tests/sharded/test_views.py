@@ -24,6 +24,7 @@ FLAT: dict[str, Callable[[Any], Any]] = {
     "view(numel)": lambda t: t.view(t.numel()),
     "reshape": lambda t: t.reshape(-1),
     "reshape(shape=)": lambda t: torch.reshape(t, shape=(-1,)),
+    "chunks": lambda t: t.flatten().chunk(1)[0],
     "everything": lambda t: t.flatten()[:],
     "every one": lambda t: t.flatten()[::1],
 }
@@ -52,6 +53,43 @@ def test_each_way_gives_the_flattened_whole(ranks: int) -> None:
                 )
                 with torch.no_grad():
                     p.div_(2)
+
+    on_ranks(body, ranks)
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "view": lambda t: t.view(2, -1, 3),
+    "view(shape)": lambda t: t.view((3, 4)),
+    "unflatten": lambda t: t.unflatten(0, (2, 2)),
+    "flatten(1)": lambda t: t.unsqueeze(0).flatten(1),
+    "unsqueeze": lambda t: torch.unsqueeze(t, -1),
+    "squeeze": lambda t: t[:1].squeeze(0),
+    "select": lambda t: t.select(0, -1),
+    "narrow": lambda t: torch.narrow(input=t, dim=0, start=1, length=2),
+    "chunk": lambda t: t.chunk(3),
+    "split": lambda t: torch.split(t, 3),
+    "split sizes": lambda t: t.split([1, 3]),
+    "tensor_split": lambda t: t.tensor_split(3),
+    "a row's parts": lambda t: t[1].chunk(2),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_views_are_those_of_the_whole(ranks: int) -> None:
+    """In shape, in values, and in what is written through them."""
+
+    def body(group: Any) -> None:
+        for call in VIEWS.values():
+            whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+            (p,) = shard([whole], group)
+            with torch.no_grad():
+                found, wanted = call(p), call(whole)
+                pairs = zip(found, wanted) if isinstance(wanted, tuple) else [(found, wanted)]
+                for mine, theirs in pairs:
+                    same(mine, theirs)
+                    for each in (mine, theirs):
+                        each.mul_(-2)
+                same(p, whole)
 
     on_ranks(body, ranks)
 
