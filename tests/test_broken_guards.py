@@ -454,7 +454,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         DRAWS, "test_replicas_and_parts_draw_the_same_whole",
     ),
     "the stream of each rank": (
-        put(draws, "_in_state", lambda generator, state: nullcontext(generator.set_state(state))),
+        put(draws, "in_state", lambda generator, state: nullcontext(generator.set_state(state))),
         DRAWS, "test_generators_go_on_as_in_one_process_or_apart",
     ),
     "that other parameters are drawn": (

@@ -24,7 +24,7 @@ from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
 
-__all__ = ["draw_into", "draw_like"]
+__all__ = ["default_generator", "draw_into", "draw_like", "in_state"]
 
 
 def draw_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def _draw(
     groups = _list_groups(spec)
     if not groups or device.type == "meta":
         return call(room)
-    generator = given or _default_generator(device)
+    generator = given or default_generator(device)
     own = generator.get_state()
     state = own.long()
     for group in groups:
@@ -86,12 +86,12 @@ def _draw(
     first = state.to(own.dtype)
     if torch.equal(first, own):
         return call(room)
-    with _in_state(generator, first):
+    with in_state(generator, first):
         return call(room)
 
 
 @contextlib.contextmanager
-def _in_state(generator: torch.Generator, state: Tensor) -> Iterator[None]:
+def in_state(generator: torch.Generator, state: Tensor) -> Iterator[None]:
     """Scope in which a generator goes on from ``state``, and after which from where it was."""
     own = generator.get_state()
     generator.set_state(state)
@@ -109,7 +109,8 @@ def _list_groups(spec: ShardSpec) -> list[Group]:
     return [group for group in (spec.group, spec.replicas, *alike) if group.size > 1]
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that functions on a device draw with where they are given none."""
     if device.type == "cpu":
         return torch.default_generator
     generators: Any = torch.get_device_module(device).default_generators

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fsdp_compose import MixedPrecision, Offload, Prefetch, ShardingStrategy, accumulate
 from fsdp_compose.base.group import Call, Group, Started, Transport
 from fsdp_compose.comm.transports import AT_ONCE
+from fsdp_compose.sharded.draws import default_generator, in_state
 
 from harness import fake_world, run_ranks
 from models import Tower, by_block, data, seeded, square
@@ -136,3 +137,25 @@ def check_together(device: str) -> None:
 
 def test_buckets_of_a_unit_travel_together() -> None:
     run_ranks(lambda rank: check_together("cuda"), 1, init=False)
+
+
+def test_random_numbers_are_those_of_a_plain_module() -> None:
+    """As CUDA draws them, also with the generator in a state that another rank would send."""
+
+    def rank(_: int) -> None:
+        plain, model = seeded(Tower).float().to("cuda"), build("cuda")
+        for each in (plain, model):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                for p in each.parameters():
+                    p.normal_().add_(torch.rand_like(p))
+        for wanted, p in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), wanted)
+        generator = default_generator(torch.device("cuda", torch.cuda.current_device()))
+        state = generator.get_state()
+        with in_state(generator, torch.cuda.get_rng_state()):
+            first = torch.rand(3, device="cuda")
+        assert torch.equal(generator.get_state(), state)
+        assert torch.equal(torch.rand(3, device="cuda"), first)
+
+    run_ranks(rank, 1, init=False)
