@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import resolve_name
 
-from fsdp_compose.base.group import SELF, Group
+from fsdp_compose.base.group import SELF, Group, global_rank
 from fsdp_compose.base.torch_stack import is_called_by_dtensor
 from fsdp_compose.sharded.advice import EXPORT, SAVING, TENSOR_PARALLEL_FIRST, advise, is_exporting
 from fsdp_compose.sharded.parallel import Parallel
@@ -153,6 +153,11 @@ class ShardSpec:
         return self.key == other.key and (is_own or self.group.ranks == other.group.ranks)
 
     @property
+    def rank(self) -> int:
+        """The rank in the default process group whose slice it is."""
+        return global_rank() if self.group == SELF else self.group.ranks[self.group.rank]
+
+    @property
     def is_dtensor(self) -> bool:
         """Whether the parameter is a DTensor, of which the bucket has this rank's part."""
         return self.parallel is not None and self.parallel.dtensor is not None
@@ -238,7 +243,7 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: st
     """
     if is_called_by_dtensor():
         raise ShardedWeightError(
-            f"parameter {spec.fqn!r} of unit {spec.unit!r} is sharded (rank {spec.group.rank} "
+            f"parameter {spec.fqn!r} of unit {spec.unit!r} is sharded (rank {spec.rank} "
             f"holds {spec.held}) and is to become a DTensor now (parallelize_module, "
             "distribute_module, distribute_tensor); wanted one that is not sharded yet. "
             f"{TENSOR_PARALLEL_FIRST}"
@@ -246,7 +251,7 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: st
     name = (resolve_name(func) or getattr(func, "__name__", repr(func))).removesuffix(".__get__")
     raise ShardedWeightError(
         f"{name} needs the whole of {spec.fqn!r} (unit {spec.unit!r}), of which rank "
-        f"{spec.group.rank} holds {spec.held}{why and f'; {why}'}. "
+        f"{spec.rank} holds {spec.held}{why and f'; {why}'}. "
         f"{instead or advise(func, spec, spec.unit, spec.is_copy)}"
     )
 

@@ -465,7 +465,7 @@ def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:
     else:
         raise TypeError(f"{what} {spec.fqn!r} is a {type(value).__name__}; wanted a tensor")
     raise ValueError(
-        f"{what} {spec.fqn!r} (unit {spec.unit!r}, rank {spec.group.rank}) is {found}; wanted a "
+        f"{what} {spec.fqn!r} (unit {spec.unit!r}, rank {spec.rank}) is {found}; wanted a "
         f"plain tensor of shape {tuple(spec.seen)} or a sharded one that holds {spec.held}. "
         "To write the local slice itself: p.to_local().copy_(x)."
     )

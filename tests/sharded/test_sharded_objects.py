@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import fully_shard
+from fsdp_compose import ShardingStrategy, fully_shard
 from fsdp_compose.base.group import Group
 from fsdp_compose.sharded import (
     ShardedParameter,
@@ -26,6 +27,7 @@ from fsdp_compose.sharded import (
     spec_of,
     to_local,
 )
+from fsdp_compose.simulation import simulate
 
 from harness import run_ranks, simulate_ranks
 from sharded_values import WORLDS, examples, on_ranks, same, shard, world
@@ -128,6 +130,23 @@ def test_everything_else_is_refused_by_name(ranks: int) -> None:
         assert p._version == version
 
     on_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("name", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIMIZER", "NO_SHARD"])
+def test_message_names_the_rank_of_the_job(name: str) -> None:
+    """Not the place in the group that shards, or none of a group."""
+    strategy = ShardingStrategy[name]
+
+    def ranks() -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = None if strategy is ShardingStrategy.NO_SHARD else mesh
+        weight: Any = fully_shard(nn.Linear(4, 4), mesh=mesh, strategy=strategy).weight
+        with pytest.raises(ShardedWeightError) as caught:
+            weight @ weight
+        return str(caught.value)
+
+    for rank, text in enumerate(simulate(ranks, 4)):
+        assert f"of which rank {rank} holds" in text
 
 
 def test_message_names_the_function_and_the_slice() -> None:
