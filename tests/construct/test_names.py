@@ -238,7 +238,7 @@ def test_apply_that_looks_into_a_unit_inside_says_so() -> None:
 
         def peek(module: nn.Module) -> None:
             if isinstance(module, Tower):
-                module.blocks[0].up.weight.view(-1)
+                module.blocks[0].up.weight.t()
 
         apply(model, peek)
 
