@@ -112,7 +112,7 @@ def _write(run: Run, n: int, seed: int) -> None:
             for param in model.parameters():
                 if n % 4 == 3 and param.is_floating_point():
                     param.add_(torch.randn_like(param), alpha=0.01)
-                elif n % 4 == 2 and param.ndim and param.is_contiguous():
+                elif n % 4 == 2 and param.ndim and len(param) and param.is_contiguous():
                     param[-1].mul_(0.99)
                 else:
                     param.mul_(0.99)
