@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Lab:
 
     world: int
     options: dict[str, Any] | None = None  # of ``fully_shard``; None: plain modules
-    start: int = field(default=0)
+    start: int = 0
 
     def model(self, seed: int = 0) -> Net:
         torch.manual_seed(seed)

@@ -23,7 +23,7 @@ from fsdp_compose.attach.build_unit import (
     rename_nested_units,
     share_memory,
 )
-from fsdp_compose.base.group import Transport, global_rank
+from fsdp_compose.base.group import Transport, get_global_rank
 from fsdp_compose.base.mesh import MeshLike, compute_device
 from fsdp_compose.base.policy import (
     INITS,
@@ -213,7 +213,7 @@ def _log_summary(plans: Sequence[UnitPlan]) -> None:
     nbytes = sum(bucket.layout.shard_numel * bucket.storage_dtype.itemsize for bucket in buckets)
     log.info(
         "rank %d sharded %s: units %d, parameter elements %d, ranks %d, bytes on this rank %d",
-        global_rank(),
+        get_global_rank(),
         plans[-1].name,
         len(plans),
         numel,

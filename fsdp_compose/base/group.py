@@ -39,7 +39,7 @@ class Group:
     reductions: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
 
-def global_rank() -> int:
+def get_global_rank() -> int:
     """This process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 

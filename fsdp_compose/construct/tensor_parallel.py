@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_compose.base.arguments import check_kind
-from fsdp_compose.base.group import Group, global_rank
+from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Mesh, group_of, refuse_ended
 from fsdp_compose.base.strides import contiguous_strides, storage_order
 from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
@@ -231,7 +231,7 @@ def note_repeated(items: Sequence[Split], mesh: Mesh, beside: Sequence[Group]) -
         items: parameters of a unit, to be sharded over ``mesh``.
         beside: the groups over which other parameters of the model are split.
     """
-    here = global_rank()
+    here = get_global_rank()
     taken = {rank for group in mesh.groups for rank in group.ranks} - {here}
     axes = tuple(Axis(group, None) for group in beside if taken.isdisjoint(group.ranks))
     for item in items:
@@ -260,7 +260,7 @@ def check_meshes(parallel: Parallel, name: str, unit: str, mesh: Mesh, given: ob
 
     That the ranks to shard it over hold the same part is for ``agree`` to see.
     """
-    here = global_rank()
+    here = get_global_rank()
     what = "is a DTensor on" if parallel.dtensor is not None else "was declared to be split over"
     if isinstance(given, DeviceMesh) and parallel.dtensor is not None:
         # By ranks: DTensor's caches may hold an equal mesh that was sliced from another one.

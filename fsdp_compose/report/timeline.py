@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from fsdp_compose.base.arguments import check_module
-from fsdp_compose.base.group import global_rank
+from fsdp_compose.base.group import get_global_rank
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.core.autograd import EngineWork
@@ -171,7 +171,7 @@ def trace(module: nn.Module | None = None) -> Iterator[Timeline]:
     """
     if module is not None:
         check_module("trace", module)
-    timeline = Timeline(global_rank())
+    timeline = Timeline(get_global_rank())
     recorder = _Recorder(timeline, None if module is None else list(iter_units(module)))
     before = {name: vars(EngineWork)[name] for name in _TIMED}
     try:

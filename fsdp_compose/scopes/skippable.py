@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_kind, describe_value, is_number
 from fsdp_compose.base.attributes import get_grad
-from fsdp_compose.base.group import Group, global_rank
+from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Ranks, check_ranks, group_of, group_over
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
@@ -277,7 +277,7 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list
         RuntimeError: ranks ran different units.
     """
     if step._own:
-        step.reasons[global_rank()] = step._own
+        step.reasons[get_global_rank()] = step._own
     if links.can_tell:
         code = KEPT if step._own is None else DISCARDED
         told = [

@@ -254,13 +254,21 @@ def _foreach_reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compare two tensors element by element, then reduce over all elements of all ranks."""
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    reduction = kwargs.pop("reduction", "mean")
+    """Compare two tensors element by element, then reduce over all elements of all ranks.
+
+    Every loss here depends on the difference alone, which is taken first: torch warns where a slice
+    is shorter than the shape that it reports.
+    """
+    given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+    given = {name: value for name, value in given.items() if value is not None}
+    one, other, reduction = given.pop("input"), given.pop("target"), given.pop("reduction", "mean")
     known = isinstance(reduction, str) and reduction in ("none", "mean", "sum")
-    if not known or len(args) > 2 or not {*kwargs} <= {"input", "target", "beta", "delta"}:
+    known = known and isinstance(one, Tensor) and isinstance(other, Tensor)
+    if not known or len(args) > 2 or not {*given} <= {"beta", "delta"}:
         refuse(func, first_spec(args, kwargs), f"with reduction={reduction!r} or other arguments")
-    each = _elementwise(func, args, {**kwargs, "reduction": "none"})
+    difference = torch.sub(one, other)
+    pair = (difference, torch.zeros_like(difference))
+    each = _elementwise(func, pair, {**given, "reduction": "none"})
     return each if reduction == "none" else getattr(each, reduction)()
 
 

@@ -24,7 +24,7 @@ from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
 
-__all__ = ["default_generator", "draw_into", "draw_like", "in_state"]
+__all__ = ["draw_into", "draw_like", "find_generator", "in_state"]
 
 
 def draw_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def _draw(
     groups = _list_groups(spec)
     if not groups or device.type == "meta":
         return call(room)
-    generator = given or default_generator(device)
+    generator = given or find_generator(device)
     own = generator.get_state()
     state = own.long()
     for group in groups:
@@ -109,7 +109,7 @@ def _list_groups(spec: ShardSpec) -> list[Group]:
     return [group for group in (spec.group, spec.replicas, *alike) if group.size > 1]
 
 
-def default_generator(device: torch.device) -> torch.Generator:
+def find_generator(device: torch.device) -> torch.Generator:
     """The generator that functions on a device draw with where they are given none."""
     if device.type == "cpu":
         return torch.default_generator

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import resolve_name
 
-from fsdp_compose.base.group import SELF, Group, global_rank
+from fsdp_compose.base.group import SELF, Group, get_global_rank
 from fsdp_compose.base.torch_stack import is_called_by_dtensor
 from fsdp_compose.sharded.advice import EXPORT, SAVING, TENSOR_PARALLEL_FIRST, advise, is_exporting
 from fsdp_compose.sharded.parallel import Parallel
@@ -155,7 +155,7 @@ class ShardSpec:
     @property
     def rank(self) -> int:
         """The rank in the default process group whose slice it is."""
-        return global_rank() if self.group == SELF else self.group.ranks[self.group.rank]
+        return get_global_rank() if self.group == SELF else self.group.ranks[self.group.rank]
 
     @property
     def is_dtensor(self) -> bool:

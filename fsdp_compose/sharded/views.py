@@ -90,16 +90,11 @@ def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     spec = args[0]._shard_spec
     if spec.parallel is not None:
         refuse(func, spec, "it is split by tensor parallelism")
-    real = ShardSpec(
-        spec.fqn,
-        spec.unit,
-        torch.Size((*spec.shape, 2)),
-        (*(2 * s for s in spec.stride), 1),
-        2 * spec.offset,
-        2 * spec.shard_numel,
-        spec.group,
-        spec.residence,
-        replicas=spec.replicas,
-        answers=spec.answers,
+    real = replace(
+        spec,
+        shape=torch.Size((*spec.shape, 2)),
+        stride=(*(2 * s for s in spec.stride), 1),
+        offset=2 * spec.offset,
+        shard_numel=2 * spec.shard_numel,
     )
     return tag(call_raw(func, (), args, kwargs).view(-1), real)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp_compose import MixedPrecision, Offload, Prefetch, ShardingStrategy, accumulate
 from fsdp_compose.base.group import Call, Group, Started, Transport
 from fsdp_compose.comm.transports import AT_ONCE
-from fsdp_compose.sharded.draws import default_generator, in_state
+from fsdp_compose.sharded.draws import find_generator, in_state
 
 from harness import fake_world, run_ranks
 from models import Tower, by_block, data, seeded, square
@@ -151,7 +151,7 @@ def test_random_numbers_are_those_of_a_plain_module() -> None:
                     p.normal_().add_(torch.rand_like(p))
         for wanted, p in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(p.full_tensor(), wanted)
-        generator = default_generator(torch.device("cuda", torch.cuda.current_device()))
+        generator = find_generator(torch.device("cuda", torch.cuda.current_device()))
         state = generator.get_state()
         with in_state(generator, torch.cuda.get_rng_state()):
             first = torch.rand(3, device="cuda")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fsdp_compose import fully_shard, gathered
 
@@ -21,6 +22,10 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a row": lambda p, x: torch.exp(p + x[0]).amax(),
     "lists": lambda p, x: torch._foreach_norm([p, p + x])[1],
     "dot": lambda p, x: torch.dist(p, x),
+    "loss": lambda p, x: F.mse_loss(p, x),
+    "flattened": lambda p, x: (p * x).flatten().norm(),
+    "a part": lambda p, x: (p * x)[1, 1:].sum(),
+    "chunks": lambda p, x: (p + x).chunk(2)[1].square().mean(),
 }
 
 
@@ -56,6 +61,17 @@ def test_a_number_of_its_own_on_each_rank() -> None:
         model = fully_shard(seeded(Tower))
         with pytest.raises(RuntimeError, match=r"plain tensors of shape \(\)"):
             (model.head.weight * torch.tensor(1.0 + rank)).sum()
+
+    simulate_ranks(ranks)
+
+
+def test_a_view_as_real_numbers_remembers_too() -> None:
+    def ranks(rank: int) -> None:
+        layer = nn.Linear(4, 2, dtype=torch.complex128)
+        weight: Any = fully_shard(layer, init="broadcast").weight
+        torch.view_as_real(weight * torch.ones(2, 4)).square().sum()
+        with pytest.raises(RuntimeError, match="with plain tensors of shape"):
+            torch.view_as_real(weight * (torch.ones(2, 4) + rank)).square().sum()
 
     simulate_ranks(ranks)
 

@@ -1,4 +1,4 @@
-"""A flattened slice is a slice of the flattened whole: memory, gradients, sums, state."""
+"""Views of a slice are slices of the whole's views: memory, gradients and sums."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ def test_each_way_gives_the_flattened_whole(ranks: int) -> None:
                 assert torch.equal(flat.norm(), call(whole).norm()) or not whole.numel()
                 with torch.no_grad():
                     flat.mul_(2)  # the same memory
-                same(
-                    p.detach(),
-                    2 * whole,
-                )
+                same(p.detach(), 2 * whole)
                 with torch.no_grad():
                     p.div_(2)
 

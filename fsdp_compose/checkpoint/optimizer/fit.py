@@ -40,8 +40,8 @@ def _gather_value(part: Part, key: str, value: Tensor, given: Mapping[str, Any])
         return gather_owned(value, part)
     if part.spec is not None and is_elementwise(key, value, part, given):
         return fit(value, part.spec)
-    rows = find_pieces(part, key, value, given)
-    return gather_whole(value) if rows is None else fit(value, rows)
+    cut = find_pieces(part, key, value, given)
+    return gather_whole(value) if cut is None else fit(value, cut)
 
 
 def find_pieces(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:

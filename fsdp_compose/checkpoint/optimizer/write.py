@@ -366,16 +366,16 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
         if not isinstance(value, Tensor):
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
-        rows = find_pieces(part, key, value, given)
-        if part.span is not None and shape != want and shape and rows is None:
+        pieces = find_pieces(part, key, value, given)
+        if part.span is not None and shape != want and shape and pieces is None:
             found.append(
                 f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
                 f"a row for each of its blocks ({describe_blocks(part)}); shard with the "
                 "granularity it was saved with"
             )
             continue
-        if rows is not None:
-            want = tuple(rows.shape)
+        if pieces is not None:
+            want = tuple(pieces.shape)
         cut = is_sharded(value) and part.owner is None
         if shape != want and (cut or (shape and key in ELEMENTWISE)):  # () is a number of its own
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
@@ -426,10 +426,13 @@ def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> d
             return {} if part.is_elsewhere else whole_values
         for key, value in given["state"].get(part.name, {}).items():
             if part.spec is None or not is_elementwise(key, value, part, given):
-                if isinstance(value, Tensor) and (rows := find_pieces(part, key, value, given)):
-                    cut = fit(value, rows).clone()
+                pieces = None
+                if isinstance(value, Tensor):
+                    pieces = find_pieces(part, key, value, given)
+                if pieces is not None:
+                    cut = fit(value, pieces).clone()
                     local = to_local(cut)
-                    result[key] = local.view(-1, *rows.shape[1:]) if member.is_raw else cut
+                    result[key] = local.view(-1, *pieces.shape[1:]) if member.is_raw else cut
                 elif key not in result:
                     result[key] = (
                         gather_whole(value).clone() if isinstance(value, Tensor) else value
