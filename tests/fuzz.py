@@ -164,6 +164,7 @@ def is_ours(error: BaseException) -> bool:
         or "or one did not answer" in str(error)
         or "found on rank" in str(error)
         or " left " in str(error)
+        or "failed inside a scope" in str(error)
         or "which did not call it" in str(error)
         or "was not saved; what it held before is untouched" in str(error)
     )

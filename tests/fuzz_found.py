@@ -218,6 +218,10 @@ FOUND = {
         PAIR, 2, "FULL_SHARD", (("own operand", 0),),
     ),
     "each rank steps with a rate of its own": Case(PAIR, 2, "FULL_SHARD", (("own settings", 0),)),
+    "each rank writes values of its own in a scope": Case(
+        PAIR, 2, "FULL_SHARD", (("own edit", 0),),
+    ),
+    "one rank fails in a scope": Case(PAIR, 2, "FULL_SHARD", (("own edit", 2),)),
     "an interrupt is caught inside a forward": Case(TWO, 2, "FULL_SHARD", (("interrupt", 0),)),
     "gradients turned on inside": Case(PAIR, 2, "FULL_SHARD", (("enabled inside", 0),)),
     "a hook on a weight of two units": Case(TIED, 2, "FULL_SHARD", (("hook", 0),)),

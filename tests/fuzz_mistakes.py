@@ -224,6 +224,23 @@ def _reduce_with_an_operand(run: Run, n: int, seed: int) -> None:
         expect_error(run, text, differs, lambda: (ours * (operand + run.rank)).sum())
 
 
+@operation("own edit")
+def _edit_on_one_rank(run: Run, n: int, seed: int) -> None:
+    """What one rank alone writes in a scope, or fails in, is an error on all and is not written."""
+    name, alone = run.name_of(n), run.rank == n % run.case.world
+    fails = n % 3 == 2 and run.case.backend == "gloo"  # elsewhere the others wait for a timeout
+    is_seen = fails or run.twin.reference.get_parameter(name).numel() > 0
+
+    def edit() -> None:
+        with fc.gathered(run.twin.model, writeback=True), torch.no_grad():
+            run.twin.model.get_parameter(name).fill_(float(alone))
+            if fails and alone:
+                raise RuntimeError("this rank failed inside a scope of full parameters")
+
+    if run.case.world > 1:
+        expect_error(run, "a scope of", is_seen, edit)
+
+
 @operation("own settings")
 def _step_with_own_settings(run: Run, n: int, seed: int) -> None:
     """A learning rate of one rank's own is an error on every rank when the next step ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from fsdp_compose.core.guards import (
     unread_weights,
 )
 from fsdp_compose.optim import plain_parameters, step_guard
+from fsdp_compose.scopes import compared_edits
 from fsdp_compose.sharded import draws, operands, views
 
 from breaking import failure_of, replace
@@ -54,6 +56,7 @@ WAYS = "core/test_ways_of_reducing.py"
 LEFT_OUT = "core/test_steps_left_out.py"
 SETTINGS = "core/test_settings_differ.py"
 DRAWS = "sharded/test_draws.py"
+EDITS = "scopes/test_compared_edits.py"
 VIEWS = "sharded/test_views.py"
 PARTNERS = "sharded/test_partners_differ.py"
 FLAT = "optim/test_flat.py"
@@ -443,6 +446,31 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "operands that are compared with": (
         remember_compared, PARTNERS, "test_writes_remember_nothing",
+    ),
+    # What ranks write in a scope.
+    "edits that differ": (
+        put(compared_edits, "sum_bytes", lambda tensor: torch.zeros((), dtype=torch.int64)),
+        EDITS, "test_apply_compares_what_it_writes",
+    ),
+    "gradients that differ": (
+        put(compared_edits, "_show", lambda total: ""),
+        EDITS, "test_different_gradients_raise",
+    ),
+    "ranks of several meshes": (
+        put(compared_edits, "min", lambda *counts: 1),
+        EDITS, "test_ranks_of_other_meshes_write_nothing_either", "first",
+    ),
+    "a rank that fails in a scope": (
+        put(collective_log.Log, "announce_failure", lambda log, rank: None),
+        EDITS, "test_an_exception_reaches_the_other_ranks", "sharded", {1},
+    ),
+    "a failure that was told in a scope": (
+        put(compared_edits.EditComparison, "_was_told", lambda comparison, log: False),
+        EDITS, "test_an_exception_is_heard_in_the_next_gather",
+    ),
+    "where initialisers draw": (
+        put(sys.modules[fc.apply.__module__], "_draw_alike", lambda module, stack: None),
+        EDITS, "test_apply_draws_as_the_first_rank_does",
     ),
     # Random numbers.
     "one generator for all ranks": (

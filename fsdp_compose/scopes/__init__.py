@@ -7,6 +7,7 @@ Files, each importing only from those above it:
     unreduced         what .grad is while gradients wait to be reduced
     pending           the gradients that wait to be reduced, to look at
     open_scope        opens units for a scope: what modules and parameters hold in it
+    compared_edits    what ranks write in a scope is the same, or nothing is written
     gathered          full parameters for a block of code
     stream            streams of full parameters
     apply             nn.Module.apply on full parameters

@@ -7,7 +7,7 @@ a backward may come inside the scope, after it, or never, and gathers nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from operator import ne
 from typing import Any
@@ -31,6 +31,7 @@ from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import hide
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
+from fsdp_compose.scopes.compared_edits import EditComparison
 from fsdp_compose.scopes.module_edits import check_edits, remember_modules, restore_edited
 from fsdp_compose.scopes.open_scope import (
     Scope,
@@ -69,13 +70,13 @@ def gathered(
     Args:
         module: any module; it need not be a unit.
         writeback: on leaving, write tensors that were edited or replaced back to the shards. Each
-            rank writes the slice it owns from its own tensors: make the same edit on every rank, or
-            use ``rank0_only``. Not on an exception: the parameters are then as before. Between a
-            forward and its backward, a parameter that no rank edited is not written, except with
-            ``rank0_only``: that backward would raise. Modules may be taken apart too, under
-            ``no_grad``, as ``torch.nn.utils.parametrize`` and ``prune`` do: parameters may be
-            deleted, put in other places, and new ones added. Then call ``refresh``; the next
-            forward says so if it was forgotten.
+            rank writes the slice it owns from its own tensors, which the ranks compare before that:
+            make the same edit on every rank, or use ``rank0_only``. Not on an exception: the
+            parameters are then as before. Between a forward and its backward, a parameter that no
+            rank edited is not written, except with ``rank0_only``: that backward would raise.
+            Modules may be taken apart too, under ``no_grad``, as ``torch.nn.utils.parametrize`` and
+            ``prune`` do: parameters may be deleted, put in other places, and new ones added. Then
+            call ``refresh``; the next forward says so if it was forgotten.
         with_grads: ``.grad`` holds full gradients; with ``writeback`` they are written back too.
         rank0_only: only rank 0 of each mesh gets full tensors; with ``writeback`` its edits reach
             all ranks.
@@ -86,7 +87,8 @@ def gathered(
         RuntimeError: a parameter was edited without ``writeback``, replaced by something of another
             shape, or stepped by an optimizer inside a scope with ``writeback``, or before a forward
             in the scope; or ``writeback`` inside the unit's own forward or backward; or, on entry,
-            a parameter was replaced or deleted outside scopes, and ``refresh`` not called since.
+            a parameter was replaced or deleted outside scopes, and ``refresh`` not called since;
+            or, on every rank, ranks would write different values, and nothing is written.
         TypeError: ``module`` is none, or a flag is no bool.
 
     Example:
@@ -113,13 +115,14 @@ def gathered(
     leaf_mode = with_grads or rank0_only or offload_to_cpu
     connected = torch.is_grad_enabled() and not leaf_mode
     options = ScopeOptions(writeback, with_grads, rank0_only, offload_to_cpu, connected)
-    units = _find_units(module, recurse)
+    units = find_units(module, recurse)
     clear_failed_steps(units)
     settle_plain_gradients(units if with_grads else ())
     _check_entry(units, options)
     with torch.inference_mode(False):
         scopes = open_units(units, options)
     before = remember_modules(module)
+    comparison = EditComparison(units) if writeback and not rank0_only else None
     try:
         yield module
         if writeback:
@@ -128,6 +131,8 @@ def gathered(
         restore_edited(before)
         restore_modules(scopes)
         agree_with_rank0(units, options, failed=True)
+        if comparison is not None:
+            comparison.tell_failure()
         raise
     changes = find_replacements(scopes)
     if writeback and not rank0_only:
@@ -138,13 +143,13 @@ def gathered(
     # Two parameters may have changed places, so what was put there may be another parameter.
     changes = {entry: fulls.get(id(value), value) for entry, value in changes.items()}
     with torch.no_grad():
-        finish(scopes, changes, options)
+        finish(scopes, changes, options, comparison)
 
 
 summon_full_params = gathered
 
 
-def _find_units(module: nn.Module, recurse: bool) -> list[Unit]:
+def find_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
     by_slots = {
         id(values): unit
@@ -262,19 +267,25 @@ def restore_modules(scopes: dict[Unit, Scope]) -> dict[int, torch.Tensor]:
     return fulls
 
 
-def finish(scopes: dict[Unit, Scope], changes: dict[Entry, Any], options: ScopeOptions) -> None:
+def finish(
+    scopes: dict[Unit, Scope],
+    changes: dict[Entry, Any],
+    options: ScopeOptions,
+    comparison: EditComparison | None,
+) -> None:
     problem: str | None = None
     for unit, scope in scopes.items():
         if scope.is_here:
             problem = problem or find_problem(unit, scope, changes, options)
     agree_with_rank0(list(scopes), options, failed=problem is not None)
+    if options.writeback and problem is None:
+        take_replacements(scopes, changes)
+    if comparison is not None:
+        comparison.compare(scopes, problem)
     if problem is not None:
         raise RuntimeError(problem)
     if not options.writeback:
         return
-    shown = {id(tensor) for scope in scopes.values() for tensor in scope.tensors}
-    # Two parameters may have changed places: neither is overwritten before it is read.
-    changes = {e: v.clone() if id(v) in shown else v for e, v in changes.items()}
     for unit, scope in scopes.items():
         _write_back(unit, scope, changes, options)
     for unit, scope in scopes.items():
@@ -285,6 +296,17 @@ def finish(scopes: dict[Unit, Scope], changes: dict[Entry, Any], options: ScopeO
         if Hold.USER in unit.holds:
             refresh_stale(unit)
             wait_gathered(unit)
+
+
+def take_replacements(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> None:
+    """Write what the body put in the place of full tensors into these."""
+    shown = {id(tensor) for scope in scopes.values() for tensor in scope.tensors}
+    # Two parameters may have changed places: neither is overwritten before it is read.
+    changes = {e: v.clone() if id(v) in shown else v for e, v in changes.items()}
+    for unit, scope in scopes.items():
+        for entry, tensor in zip(unit.entries, scope.tensors, strict=True):
+            if scope.is_here and entry in changes:
+                tensor.detach().copy_(changes[entry])
 
 
 def find_problem(
@@ -384,7 +406,9 @@ def agree_with_rank0(units: list[Unit], options: ScopeOptions, failed: bool) -> 
             )
 
 
-def _write_back(unit: Unit, scope: Scope, changes: dict[Entry, Any], options: ScopeOptions) -> None:
+def _write_back(
+    unit: Unit, scope: Scope, changes: Collection[Entry], options: ScopeOptions
+) -> None:
     position = {entry: index for index, entry in enumerate(unit.entries)}
     for bucket in unit.buckets:
         for entry in bucket.entries:
@@ -393,8 +417,6 @@ def _write_back(unit: Unit, scope: Scope, changes: dict[Entry, Any], options: Sc
                 entry.param.grad = tensor.grad
             if entry not in changes and _is_as_before(entry, position[entry], scope):
                 continue
-            if scope.is_here and entry in changes:
-                tensor.detach().copy_(changes[entry])
             if options.rank0_only:
                 part = _from_rank0(bucket, entry, part_of(tensor) if scope.is_here else None)
             else:

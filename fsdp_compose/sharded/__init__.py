@@ -37,6 +37,7 @@ from fsdp_compose.sharded.convert import (
     whole_slice,
 )
 from fsdp_compose.sharded.cut import own_slice, part_slice
+from fsdp_compose.sharded.draws import as_first_rank, find_generator
 from fsdp_compose.sharded.kept_grad import KEPT, replace_grad
 from fsdp_compose.sharded.leaf_hooks import give_back_hooks, refuse_arrivals, run_gradient_hooks
 from fsdp_compose.sharded.ops import CASTS, CLEARING, HARMLESS
@@ -85,9 +86,11 @@ __all__ = [
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
+    "as_first_rank",
     "as_own_file",
     "checked_state",
     "close_dtensor",
+    "find_generator",
     "flat_spec",
     "gather_part",
     "give_back_hooks",

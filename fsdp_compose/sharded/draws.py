@@ -9,7 +9,7 @@ in another, as with a seed for each rank, it goes on where it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse, require_group
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
 
-__all__ = ["draw_into", "draw_like", "find_generator", "in_state"]
+__all__ = ["as_first_rank", "draw_into", "draw_like", "find_generator", "in_state"]
 
 
 def draw_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,18 +76,31 @@ def _draw(
     groups = _list_groups(spec)
     if not groups or device.type == "meta":
         return call(room)
-    generator = given or find_generator(device)
+    what = f"draw {getattr(func, '__name__', 'numbers')} for {spec.fqn!r}"
+    with as_first_rank(given or find_generator(device), groups, device, what):
+        return call(room)
+
+
+@contextlib.contextmanager
+def as_first_rank(
+    generator: torch.Generator, groups: Iterable[Group], device: torch.device, what: str
+) -> Iterator[None]:
+    """Scope in which a generator gives what that of the first rank of ``groups`` gives.
+
+    Args:
+        groups: of ranks that all enter; smaller ones inside others may come first or last.
+        device: of the groups.
+        what: what the ranks draw, the same on each.
+    """
     own = generator.get_state()
     state = own.long()
     for group in groups:
-        mine = state if group.rank == 0 else torch.zeros_like(state)
-        what = f"draw {getattr(func, '__name__', 'numbers')} for {spec.fqn!r}"
-        state = reduce_alike(mine.to(device), group, "max", what).cpu()
+        if group.backend != "fake":
+            mine = state if group.rank == 0 else torch.zeros_like(state)
+            state = reduce_alike(mine.to(device), group, "max", what).cpu()
     first = state.to(own.dtype)
-    if torch.equal(first, own):
-        return call(room)
-    with in_state(generator, first):
-        return call(room)
+    with contextlib.nullcontext() if torch.equal(first, own) else in_state(generator, first):
+        yield
 
 
 @contextlib.contextmanager

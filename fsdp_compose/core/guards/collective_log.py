@@ -19,6 +19,7 @@ stepped is part of the message: where that differs, the ranks compare them by pa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import weakref
@@ -57,6 +58,7 @@ MAX_EVENTS = 1 << 16
 DISCARD = "discard"
 _DISAGREED, _END, _DISCARDED = 0, 1, 3
 KEPT, DISCARDED = 1, 2  # how a rank ends a skippable step
+_FAILED = 4  # and its number: it failed where others wait for it
 _FACTOR = 0x5851F42D4C957F2D
 _MASK = (1 << 62) - 1
 
@@ -157,7 +159,6 @@ class Log:
     hash: int = 0
     events: list[Event] = field(default_factory=list)
     pending: _Pending | None = None
-    disagreements: int = 0
     epochs: dict[Group, int] = field(default_factory=dict)  # disagreements, by group
     guesses: list[Guess] = field(default_factory=list)
     doubts: int = 0  # guesses whose bucket used other entries here than when ranks last compared
@@ -167,6 +168,7 @@ class Log:
     is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
     steps: Steps = field(default_factory=Steps)  # since the ranks last compared
+    failures: int = 0  # of other ranks that this one was told of, less those of scopes that ended
 
     @property
     def place(self) -> tuple[int, int, Sequence[int]]:
@@ -177,6 +179,11 @@ class Log:
         """
         sizes = [group.size for group in self.groups]
         return math.prod(sizes), len(sizes), self.groups[0].ranks if len(sizes) == 1 else ()
+
+    @property
+    def disagreements(self) -> int:
+        """Grows whenever what ranks had sent is not read any more."""
+        return sum(self.epochs.values())
 
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
@@ -196,6 +203,19 @@ class Log:
         if self.is_stepwise and not is_capturing():
             self._check(self._compare(event[0]))
         self.hash = (self.hash * _FACTOR + event[0]) & _MASK
+
+    def compare_now(self, events: Sequence[Event]) -> None:
+        """Compare ``events``, of which no collective comes next, before this rank goes on.
+
+        Raises:
+            RuntimeError: another rank does something else.
+        """
+        if is_capturing():
+            return
+        begun = len(self.events)
+        self.events += events
+        self._check(self._compare(code_of(*(number for number, *_ in events))))
+        del self.events[begun:]
 
     def end_step(self, trained: bool) -> None:
         """After a backward, or a forward without one: compare the events since the last comparison.
@@ -260,7 +280,8 @@ class Log:
             if settings != -low_settings:
                 self._check_settings(comparison)
             return
-        self._raise(self.groups, comparison.step, comparison.events, late=not self.is_stepwise)
+        late = hashed != -low_hashed and not self.is_stepwise
+        self._raise(self.groups, comparison.step, comparison.events, late)
 
     def guess_used(self, bucket: Bucket, used: comm.Flags) -> None:
         """Add to ``used`` what other ranks used when last compared; a later step checks that."""
@@ -338,14 +359,41 @@ class Log:
         Raises:
             RuntimeError: always.
         """
+        if meets >= _FAILED:
+            self._tell_failure(meets, group)
+            self.failures += 1
+            raise RuntimeError(
+                f"rank {meets - _FAILED} failed inside a scope of gathered(writeback=True) or "
+                "apply(), for whose end this rank waits; nothing was written. See its error."
+            )
         if meets == DISCARDED and self.is_skippable:
             self.unmet.add(group)
             raise StepDiscarded({})
         if meets:
             self._raise((group,), self.step, self.events, late=False)
-        others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
-        self.told = [comm.tell(self, _DISAGREED, other) for other in others]
+        self._tell_others(_DISAGREED, group)
         self._raise(self.groups, self.step, self.events, late=False)
+
+    def _tell_others(self, code: int, group: Group | None) -> None:
+        """Tell the ranks of all groups but this one, without waiting for them."""
+        others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
+        self.told = [comm.tell(self, code, other) for other in others]
+
+    def announce_failure(self, rank: int) -> None:
+        """Tell ranks that wait for this one, or will, that it failed; they raise, and go on.
+
+        Nothing waits here, so that the error is seen even where the others never come. On
+        accelerators nothing is told.
+        """
+        if all(map(comm.is_point_to_point, self.groups)):
+            with contextlib.suppress(RuntimeError):  # one has died, which the others notice
+                self._tell_failure(_FAILED + rank, None)
+
+    def _tell_failure(self, code: int, group: Group | None) -> None:
+        try:
+            self._tell_others(code, group)
+        finally:
+            self.start_over([*{*self.groups, *self.channels}])
 
     def _raise(
         self, groups: Sequence[Group], step: int, events: list[Event], late: bool
@@ -399,7 +447,6 @@ class Log:
         """Forget the step's events; what was sent over ``groups`` for them is never read."""
         self._forget()
         self.pending, self.is_stepwise = None, True
-        self.disagreements += 1
         for group in groups:
             self.epochs[group] = self.epoch(group) + 1
         self.unmet -= set(groups)

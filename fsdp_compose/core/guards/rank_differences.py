@@ -13,10 +13,17 @@ Frozen = list[tuple[str, str]]
 REDUCE = "reduce"
 STEPPED = "stepped"
 WRITE = "write"
+EDIT = "edit"
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
     "into a sharded one would be lost. Write the parameter outside of forward, after "
     "optimizer.step()."
+)
+_EDITING = (
+    "Each rank would keep a part of its own values, so nothing was written. Make the same edit on "
+    "every rank, drawing random numbers in fsdp_compose.apply(module, fn) or after "
+    "torch.manual_seed with one seed, or take that of rank 0: gathered(module, writeback=True, "
+    "rank0_only=True)."
 )
 _REDUCING = (
     "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
@@ -146,6 +153,8 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
     differing = [event for events in lists for event in events[position : position + 1]]
     if any(event[1] == WRITE for event in differing):
         return f"ranks write different weights in step {step}: {found}. {_WRITING}"
+    if any(event[1] == EDIT for event in differing):
+        return f"ranks leave a scope of full parameters in different ways: {found}. {_EDITING}"
     ways = {event[3] for event in differing}
     if len(ways) > 1 and {event[1:3] for event in differing} == {(REDUCE, differing[0][2])}:
         return f"ranks reduce gradients in different ways in step {step}: {found}. {_REDUCING}"
