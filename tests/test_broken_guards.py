@@ -458,7 +458,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "ranks of several meshes": (
         put(compared_edits, "min", lambda *counts: 1),
-        EDITS, "test_ranks_of_other_meshes_write_nothing_either", "first",
+        EDITS, "test_ranks_of_other_meshes_write_nothing_either", "head",
     ),
     "a rank that fails in a scope": (
         put(collective_log.Log, "announce_failure", lambda log, rank: None),

@@ -77,7 +77,7 @@ def edit(model: Tower, body: Callable[[], object], part: nn.Module | None = None
 
 
 def fail() -> None:
-    raise KeyError("mine")
+    raise LookupError("mine")
 
 
 @pytest.mark.parametrize("change", EDITS, ids=lambda change: change.__name__)
@@ -109,14 +109,14 @@ def test_ranks_of_other_meshes_write_nothing_either(where: str) -> None:
     def check(rank: int) -> None:
         model, world = seeded(Tower), dist.group.WORLD
         pairs = mesh_of_replicas(2, 2)["shard"]
-        fc.fully_shard(model.first, mesh=pairs)
-        fc.fully_shard(model.blocks[0], mesh=world)
+        fc.fully_shard(model.first, mesh=world)
+        fc.fully_shard(model.blocks[0], mesh=pairs)
         fc.fully_shard(model.head, mesh=pairs)
         fc.fully_shard(model, mesh=world)
         before = [whole(p) for p in model.parameters()]
         bias = model.get_submodule(where)
         for failing in (False, True):
-            with pytest.raises((RuntimeError, KeyError), match=rf"{DIFFERENT}|failed|mine"):
+            with pytest.raises((RuntimeError, LookupError), match=rf"{DIFFERENT}|failed|mine"):
                 edit(model, fail if failing and rank == 3 else lambda: bias.bias.fill_(rank // 3))
             assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before))
             with torch.no_grad():
@@ -182,7 +182,7 @@ def test_an_exception_reaches_the_other_ranks(way: str, failing: set[int]) -> No
         twin = Twin(rank, world, Tower, SHARDED[way])
         for _ in range(2):
             if rank in failing:
-                with pytest.raises(KeyError, match="mine"):
+                with pytest.raises(LookupError, match="mine"):
                     edit(twin.model, fail)
             else:
                 with pytest.raises(RuntimeError, match=r"rank [01] failed in"):
@@ -198,7 +198,7 @@ def test_an_exception_is_heard_in_the_next_gather() -> None:
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         body = fail if rank else lambda: twin.model(twin.inputs(0)[rank])
-        with pytest.raises(KeyError if rank else RuntimeError, match=r"mine|rank 1 failed in"):
+        with pytest.raises(LookupError if rank else RuntimeError, match=r"mine|rank 1 failed in"):
             edit(twin.model, body, twin.model.blocks[0])
         twin.train()
 
@@ -216,12 +216,12 @@ def test_an_exception_inside_nested_scopes(caught: bool) -> None:
         def body() -> None:
             try:
                 edit(twin.model, fail if rank == 2 else int, twin.model.blocks[0])
-            except KeyError as error:
+            except LookupError as error:
                 seen.append(error)
                 if not caught:
                     raise
 
-        with pytest.raises((KeyError, RuntimeError)):
+        with pytest.raises((LookupError, RuntimeError)):
             edit(twin.model, body)
         assert len(seen) == (rank == 2)
         twin.train()
@@ -241,7 +241,7 @@ def test_a_failure_that_is_caught_inside_the_scope() -> None:
             with contextlib.suppress(RuntimeError):
                 twin.model(twin.inputs(0)[rank])
 
-        with pytest.raises(KeyError if rank else RuntimeError, match=r"mine|was caught there"):
+        with pytest.raises(LookupError if rank else RuntimeError, match=r"mine|was caught there"):
             edit(twin.model, body, twin.model.blocks[0])
         twin.train()
 
@@ -252,7 +252,7 @@ def test_an_exception_leaves_gathers_under_way_alone() -> None:
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         fc.prefetch_units(twin.model, twin.model.blocks[1])
-        with pytest.raises(KeyError, match="mine"):
+        with pytest.raises(LookupError, match="mine"):
             edit(twin.model, fail, twin.model.blocks[0])
         twin.train()
 
@@ -266,7 +266,7 @@ def test_a_rank_that_fails_waits_for_nobody() -> None:
     def check(rank: int) -> str:
         model = by_block(seeded(Tower))
         if rank == 0:
-            with pytest.raises(KeyError, match="mine"):
+            with pytest.raises(LookupError, match="mine"):
                 edit(model, fail)
             dist.barrier()
         else:
