@@ -441,7 +441,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         PARTNERS, "test_replicas_with_tensors_of_their_own",
     ),
     "values of operands": (
-        put(operands, "_sum_bytes", lambda tensor: 0),
+        put(operands, "sum_bytes", lambda tensor: 0),
         PARTNERS, "test_a_number_of_its_own_on_each_rank",
     ),
     "operands that are compared with": (

@@ -221,6 +221,7 @@ class Unit:
         for index, bucket in enumerate(self.gathered):
             log = log_of(self.engine, bucket.mesh)
             bucket.users.caller = log
+            bucket.residence.writes = None if log is None else log.steps.writes
             if log is None:
                 continue
             log.channels |= dict.fromkeys(channels_of(bucket))

@@ -52,6 +52,7 @@ def _before_step(
         end_rests(rested)
         raise
     hook_slice_step(optimizer)
+    _note_writes(False)
     if not rested:
         return None
     if len(args) > 1 and args[1] is not None:
@@ -76,12 +77,20 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     unhook_slice_step(optimizer)
+    _note_writes(True)
     _note_step(optimizer)
     for engine in here.engines.values():
         for unit in engine.units:
             for bucket in unit.buckets:
                 bucket.arriving.sums.steps = 0
     end_rests(_shown_entries())
+
+
+def _note_writes(are_noted: bool) -> None:
+    """Note what is written into parameters, or not: of a step, ranks compare the settings."""
+    for engine in here.engines.values():
+        for log in engine.logs.values():
+            log.steps.writes.are_noted = are_noted
 
 
 def _note_step(optimizer: torch.optim.Optimizer) -> None:

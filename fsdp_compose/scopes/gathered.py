@@ -77,7 +77,8 @@ def gathered(
             Modules may be taken apart too, under ``no_grad``, as ``torch.nn.utils.parametrize`` and
             ``prune`` do: parameters may be deleted, put in other places, and new ones added. Then
             call ``refresh``; the next forward says so if it was forgotten.
-        with_grads: ``.grad`` holds full gradients; with ``writeback`` they are written back too.
+        with_grads: ``.grad`` holds full gradients; with ``writeback`` they are written back too. A
+            backward inside adds each rank's own, which are not written where they differ.
         rank0_only: only rank 0 of each mesh gets full tensors; with ``writeback`` its edits reach
             all ranks.
         offload_to_cpu: the full tensors are in host memory.

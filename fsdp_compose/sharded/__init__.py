@@ -18,6 +18,7 @@ Files, each importing only from those above it:
     kept_grad   a parameter's gradient, kept where reading it costs little
     leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
     torchstate  what torch's functions over state dicts ask of a slice
+    writes      what is written into parameters is noted, for ranks to compare
     tensor      the classes of sharded tensor; tag, to_local
     draws       random numbers, those that the whole would have got
     views       views of which a slice is a slice too: flattened, or some rows
@@ -48,6 +49,7 @@ from fsdp_compose.sharded.spec import (
     Residence,
     ShardedWeightError,
     ShardSpec,
+    Writes,
     refuse,
     refuse_export,
 )
@@ -86,6 +88,7 @@ __all__ = [
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
+    "Writes",
     "as_first_rank",
     "as_own_file",
     "checked_state",

@@ -51,8 +51,10 @@ from fsdp_compose.sharded.tensor import (
     first_spec,
     is_sharded,
     tag,
+    tag_alias,
 )
 from fsdp_compose.sharded.views import find_run, take_run, view_as_real, view_runs
+from fsdp_compose.sharded.writes import note_call, note_lists
 
 
 def _shared(func: Any, args: Any, kwargs: Any) -> Any:
@@ -77,10 +79,15 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             plain.append(value)
     if spec is None:
         refuse(func, first_spec(args, kwargs))
+    given = args, kwargs
     if plain or kwargs:
         args, kwargs = cut_operands(func, args, kwargs, spec)
     out = call_raw(func, (), args, kwargs)
+    if func in ops.IN_PLACE or "out" in kwargs:
+        note_call(func, *given)
     if type(out) is Tensor:
+        if func in ops.ALIASING and given[0]:
+            return tag_alias(out, spec, given[0][0])
         remembers = (remembers or out.requires_grad) and bool(plain or partners)
         tag(out, with_partners(func, spec, plain, partners) if remembers else spec)
     return out
@@ -150,6 +157,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = call_raw(func, (), args, kwargs)
     if func in ops.FUSED:
         _count_write(args[0] if args else kwargs["self"])
+    elif func in ops.FOREACH_IN_PLACE:
+        note_lists(func, args, kwargs)
     if out is not None and specs is not None:
         result: Any
         for result, spec in zip(out, specs, strict=True):
@@ -196,10 +205,13 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             ):
                 refuse(func, spec, INTO_PLAIN, WHOLE_COPY)
             items[i] = cut_operand(func, items[i], spec)
+    given = args, kwargs
     args = tuple(lists.get(i, value) for i, value in enumerate(args))
     out = call_raw(func, (), args, {k: lists.get(k, value) for k, value in kwargs.items()})
     if func in ops.FUSED:
         _count_write(lists[first])
+    elif func in ops.FOREACH_IN_PLACE:
+        note_lists(func, *given)
     if out is not None:
         for tensor, spec in zip(out, specs, strict=True):
             if spec is not None and type(tensor) is Tensor:

@@ -7,8 +7,6 @@ compare before it is reduced; on an accelerator nothing is compared, as the host
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +22,7 @@ from fsdp_compose.sharded.advice import WHOLE_COPY
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import is_sharded
+from fsdp_compose.sharded.writes import sum_bytes
 
 INTO_PLAIN = "it would write a slice into a plain tensor"
 PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
@@ -104,16 +103,10 @@ def compare_partners(specs: Sequence[ShardSpec]) -> None:
         groups = [g for g in (*spec.groups, spec.replicas) if g.size > 1 and compares(probe, g)]
         if not groups:
             continue
-        found = ", ".join(f"{tuple(x.shape)} (checksum {_sum_bytes(x):08x})" for x in spec.partners)
+        found = ", ".join(f"{tuple(x.shape)} (checksum {sum_bytes(x):08x})" for x in spec.partners)
         what = f"reduce {spec.fqn!r} after it was computed with plain tensors of shape {found}"
         for group in groups:
             reduce_alike(probe, group, "max", what, _OWN)
-
-
-def _sum_bytes(tensor: Tensor) -> int:
-    """A checksum of a tensor on the CPU, in the order of its elements."""
-    dense = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr() or 1))
 
 
 _OWN = (

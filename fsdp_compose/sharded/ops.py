@@ -74,6 +74,9 @@ IN_PLACE = functions(
 )
 """Elementwise functions that write their first operand."""
 
+ALIASING = functions("detach", torch, torch.Tensor) | getters("real imag")
+"""Elementwise functions whose result lies over the memory of their operand."""
+
 ELEMENTWISE = (
     IN_PLACE
     | functions(f"{_POINTWISE} {_DUNDERS}", torch, torch.Tensor)

@@ -33,6 +33,7 @@ __all__ = [
     "Residence",
     "ShardSpec",
     "ShardedWeightError",
+    "Writes",
     "refuse",
     "refuse_export",
     "refuse_pickle",
@@ -62,6 +63,20 @@ class SlicePickledError(ShardedWeightError, TypeError):
 
 
 @dataclass(slots=True)
+class Writes:
+    """What was written into the parameters of one mesh since its ranks last compared.
+
+    Attributes:
+        found: by (unit, parameter): a number that follows from all writes, in whatever order; the
+            last one in words.
+        are_noted: not while an optimizer steps, whose settings ranks compare.
+    """
+
+    found: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    are_noted: bool = True
+
+
+@dataclass(slots=True)
 class Residence:
     """What happened to a bucket's parameters since the bucket placed them; one per bucket.
 
@@ -74,6 +89,7 @@ class Residence:
         regraded: a gradient was given other memory (``module.to(dtype)``), and is no slice any more
             of the buffer that it was cut from.
         awaits: gradients lay outside ``.grad`` after a backward, and may still do.
+        writes: where writes into the parameters are noted; None where no other ranks are.
     """
 
     moved: bool = False
@@ -83,6 +99,7 @@ class Residence:
     is_shared: bool = False
     regraded: bool = False
     awaits: bool = False
+    writes: Writes | None = None
 
 
 @dataclass(slots=True)

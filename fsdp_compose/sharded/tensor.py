@@ -52,6 +52,7 @@ from fsdp_compose.sharded.spec import (
     require_group,
 )
 from fsdp_compose.sharded.torchstate import TorchState, place_of, to_local
+from fsdp_compose.sharded.writes import note_write
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 """By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
@@ -66,6 +67,7 @@ class _Sharded(TorchState):
     __slots__ = ()
     _shard_spec: ShardSpec
     _is_parameter = False
+    _is_alias = False  # of a parameter: a view of its memory
     _kept_grad: Tensor | None = None
 
     is_sparse = False
@@ -157,13 +159,14 @@ class _Sharded(TorchState):
         """The slice, outside autograd; torch does not count what is written through it."""
         if self._is_parameter:
             self._shard_spec.residence.written += 1
-        return tag(call_raw(_data_get, (), (self,)), self._shard_spec)
+        return tag_alias(call_raw(_data_get, (), (self,)), self._shard_spec, self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         """Another slice takes this one's place; tensors over the former memory keep its values."""
         spec, mine = self._shard_spec, to_local(self)
         local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
+        note_write(self, "data =", (value,))
         if not (self._is_parameter or is_sharded(value)) and local.dtype == mine.dtype:
             mine.copy_(local)  # a gradient's slice is part of a buffer, so it is written in place
             return
@@ -364,6 +367,14 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
         tensor.__class__ = ShardedTensor
     elif type(tensor) not in _CLASSES:
         tensor.__class__ = ShardedDTensor if isinstance(tensor, DTensor) else ShardedParameter
+    return tensor
+
+
+def tag_alias(tensor: Any, spec: ShardSpec, source: Any) -> Any:
+    """As ``tag``, of a tensor over the memory of ``source``."""
+    tensor = tag(tensor, spec)
+    if source._is_parameter or source._is_alias:
+        tensor._is_alias = True
     return tensor
 
 

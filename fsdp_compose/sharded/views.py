@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_compose.base.torch_private import call_raw
 from fsdp_compose.sharded.spec import ShardSpec, refuse
-from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
+from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag_alias
 
 __all__ = ["find_run", "flat_spec", "take_run", "view_as_real", "view_runs"]
 
@@ -74,7 +74,8 @@ def _cut_run(tensor: Any, spec: ShardSpec, view: Tensor) -> Any:
     first = int(view.storage_offset()) if view.numel() else 0
     run = replace(spec, shape=view.shape, stride=view.stride(), offset=spec.offset + first)
     begin = first + run.start - spec.start if run.stop > run.start else 0
-    return tag(call_raw(Tensor.narrow, (), (tensor, 0, begin, run.stop - run.start)), run)
+    narrow = call_raw(Tensor.narrow, (), (tensor, 0, begin, run.stop - run.start))
+    return tag_alias(narrow, run, tensor)
 
 
 def flat_spec(spec: ShardSpec) -> ShardSpec | None:
@@ -97,4 +98,4 @@ def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         offset=2 * spec.offset,
         shard_numel=2 * spec.shard_numel,
     )
-    return tag(call_raw(func, (), args, kwargs).view(-1), real)
+    return tag_alias(call_raw(func, (), args, kwargs).view(-1), real, args[0])

@@ -140,7 +140,11 @@ def test_different_gradients_raise() -> None:
             if rank == 0:
                 weight.grad = None
 
-        for change, text in ((scale, DIFFERENT), (remove, r"(?s)no gradient.*gradient with")):
+        def train() -> None:
+            square(twin.model, data(1, rank)).backward()
+
+        missing = r"(?s)no gradient.*gradient with"
+        for change, text in ((scale, DIFFERENT), (remove, missing), (train, "unless it has with_")):
             with pytest.raises(RuntimeError, match=text):
                 edit_gradients(twin.model, change)
         twin.step()

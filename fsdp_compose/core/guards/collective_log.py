@@ -38,6 +38,7 @@ from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.rank_differences import (
+    CHANGE,
     LATE,
     STEPPED,
     Event,
@@ -48,6 +49,7 @@ from fsdp_compose.core.guards.rank_differences import (
     explain_stepped,
     explain_unknown,
 )
+from fsdp_compose.sharded import Writes
 
 TRIAL_PASSES = 32
 """How many inference passes compare each collective, if no training step comes first."""
@@ -119,6 +121,7 @@ class Steps:
     parameter: tuple[str, str] | None = None  # (unit, parameter) that one has stepped, if any
     settings: dict[int, Settings] = field(default_factory=dict)  # by the optimizer's id
     are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
+    writes: Writes = field(default_factory=Writes)  # into parameters, outside of them
 
 
 Report = tuple[int, list[Event], Frozen]
@@ -199,6 +202,8 @@ class Log:
         """
         if len(self.events) >= MAX_EVENTS:
             self.end_step(trained=False)
+        if not self.events and self.steps.writes.found:
+            self._add_writes()
         self.events.append(event)
         if self.is_stepwise and not is_capturing():
             self._check(self._compare(event[0]))
@@ -233,6 +238,8 @@ class Log:
         previous, self.pending = self.pending, None
         if previous is not None:
             self._check(previous)
+        if self.steps.writes.found:
+            self._add_writes()
         if self.steps.parameter is not None:
             self.events.append((_STEPPED, STEPPED, *self.steps.parameter))
             self.hash = (self.hash * _FACTOR + _STEPPED) & _MASK
@@ -248,10 +255,22 @@ class Log:
         if self.is_proven or self.passes >= TRIAL_PASSES:
             self.is_stepwise = self.is_debugging
 
+    def _add_writes(self) -> None:
+        """Let what was written into parameters be events, for the next comparison."""
+        for (unit, name), (number, text) in sorted(self.steps.writes.found.items()):
+            code = number << 2 & _MASK | 2
+            self.events.append(
+                (code, CHANGE, unit, f"parameter {name!r}, last by {text}; checksum {code:016x}")
+            )
+            self.hash = (self.hash * _FACTOR + code) & _MASK
+        self.steps.writes.found.clear()
+
     def _forget(self) -> None:
         """Begin a step: what the last one did is compared, or never will be."""
         self.events, self.hash = [], 0
-        self.steps = Steps(are_compared=self.steps.are_compared)
+        self.steps.writes.found.clear()
+        self.steps.writes.are_noted = True
+        self.steps = Steps(are_compared=self.steps.are_compared, writes=self.steps.writes)
         self.guesses, self.doubts = [], 0
 
     def _compare(self, code: int) -> _Pending:

@@ -14,6 +14,7 @@ REDUCE = "reduce"
 STEPPED = "stepped"
 WRITE = "write"
 EDIT = "edit"
+CHANGE = "change"
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
     "into a sharded one would be lost. Write the parameter outside of forward, after "
@@ -23,7 +24,13 @@ _EDITING = (
     "Each rank would keep a part of its own values, so nothing was written. Make the same edit on "
     "every rank, drawing random numbers in fsdp_compose.apply(module, fn) or after "
     "torch.manual_seed with one seed, or take that of rank 0: gathered(module, writeback=True, "
-    "rank0_only=True)."
+    "rank0_only=True). A backward inside a scope reduces gradients unless it has with_grads=True."
+)
+_CHANGING = (
+    "Each rank writes its slice alone, so the parameter is now made of parts of different values. "
+    "Write the same on every rank, also where one rank alone knows what (send it to the others, or "
+    "use gathered(module, writeback=True, rank0_only=True)); p.normal_() and torch.randn_like(p) "
+    "draw the same on all. Then load a checkpoint on every rank."
 )
 _REDUCING = (
     "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
@@ -153,6 +160,10 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
     differing = [event for events in lists for event in events[position : position + 1]]
     if any(event[1] == WRITE for event in differing):
         return f"ranks write different weights in step {step}: {found}. {_WRITING}"
+    if any(event[1] == CHANGE for event in differing):
+        return (
+            f"ranks changed parameters in their own ways before step {step}: {found}. {_CHANGING}"
+        )
     if any(event[1] == EDIT for event in differing):
         return f"ranks leave a scope of full parameters in different ways: {found}. {_EDITING}"
     ways = {event[3] for event in differing}
