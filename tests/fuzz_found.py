@@ -221,6 +221,9 @@ FOUND = {
     "each rank writes values of its own in a scope": Case(
         PAIR, 2, "FULL_SHARD", (("own edit", 0),),
     ),
+    "each rank writes a parameter in its own way": Case(
+        PAIR, 2, "FULL_SHARD", (("own write", 0),),
+    ),
     "one rank fails in a scope": Case(PAIR, 2, "FULL_SHARD", (("own edit", 2),)),
     "an interrupt is caught inside a forward": Case(TWO, 2, "FULL_SHARD", (("interrupt", 0),)),
     "gradients turned on inside": Case(PAIR, 2, "FULL_SHARD", (("enabled inside", 0),)),

@@ -241,6 +241,32 @@ def _edit_on_one_rank(run: Run, n: int, seed: int) -> None:
         expect_error(run, "a scope of", is_seen, edit)
 
 
+@operation("own write")
+def _write_on_each_rank(run: Run, n: int, seed: int) -> None:
+    """A write that differs by rank is an error on all when the next step begins or ends."""
+    param = run.twin.model.get_parameter(run.name_of(n))
+    alone = run.rank == n % run.case.world
+    if run.case.world == 1 or not hears_at_once(run.case):
+        return
+    run.twin.train_on(seed)
+    if not param.numel() or all(p.grad is None for p in run.twin.reference.parameters()):
+        return  # every write is the same, or no step compares anything
+    before = [p.detach().clone() for p in run.twin.model.parameters()]
+    with torch.no_grad():
+        if n % 3 == 0:
+            param.mul_(1.0 + alone)
+        elif n % 3 == 1:
+            param.data.copy_(torch.full(param.shape, float(alone), dtype=param.dtype))
+        elif alone:
+            param.zero_()
+    for model in run.both:
+        model.zero_grad()
+    expect_error(run, "in their own ways", True, lambda: run.twin.own_loss(seed + 20).backward())
+    with torch.no_grad():
+        for ours, value in zip(run.twin.model.parameters(), before, strict=True):
+            ours.copy_(value)
+
+
 @operation("own settings")
 def _step_with_own_settings(run: Run, n: int, seed: int) -> None:
     """A learning rate of one rank's own is an error on every rank when the next step ends."""
@@ -276,7 +302,7 @@ def _copies_drift(run: Run, n: int, seed: int) -> None:
     before, drifts = param.detach().clone(), run.rank == n % run.case.world
     if drifts:
         with torch.no_grad():
-            param.add_(1.0)
+            sharded.to_local(param).add_(1.0)  # a write to the parameter itself is compared
     is_seen = count_ranks(run, drifts and fc_numel(param) > 0) > 0
     text = "verify_replicas: parameter"  # which may have another name where it is tied
     expect_error(run, text, is_seen, lambda: fc.verify_replicas(run.twin.model))

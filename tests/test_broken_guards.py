@@ -33,7 +33,7 @@ from fsdp_compose.core.guards import (
 )
 from fsdp_compose.optim import plain_parameters, step_guard
 from fsdp_compose.scopes import compared_edits
-from fsdp_compose.sharded import draws, operands, views
+from fsdp_compose.sharded import draws, operands, tensor, views, writes
 
 from breaking import failure_of, replace
 
@@ -56,6 +56,7 @@ WAYS = "core/test_ways_of_reducing.py"
 LEFT_OUT = "core/test_steps_left_out.py"
 SETTINGS = "core/test_settings_differ.py"
 DRAWS = "sharded/test_draws.py"
+WRITES = "core/guards/test_writes_differ.py"
 EDITS = "scopes/test_compared_edits.py"
 VIEWS = "sharded/test_views.py"
 PARTNERS = "sharded/test_partners_differ.py"
@@ -194,6 +195,19 @@ def remember_compared() -> None:
     """A mask is taken for a result of what the parameter was compared with."""
     names = {k: v for k, v in vars(operands.ops).items() if not k.startswith("__")}
     operands.ops = SimpleNamespace(**{**names, "COMPARING": frozenset()})
+
+
+def note_at_the_end() -> None:
+    """What was written is compared when the step ends."""
+    note = collective_log.Log.note
+
+    def note_alone(log: Any, event: Any) -> None:
+        found = dict(log.steps.writes.found)
+        log.steps.writes.found.clear()
+        note(log, event)
+        log.steps.writes.found |= found
+
+    collective_log.Log.note = note_alone  # type: ignore[method-assign]
 
 
 def pass_over_ended() -> None:
@@ -471,6 +485,35 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     "where initialisers draw": (
         put(sys.modules[fc.apply.__module__], "_draw_alike", lambda module, stack: None),
         EDITS, "test_apply_draws_as_the_first_rank_does",
+    ),
+    # What ranks write into parameters.
+    "writes outside of scopes": (
+        put(collective_log.Log, "_add_writes", lambda log: log.steps.writes.found.clear()),
+        WRITES, "test_the_next_gather_finds_it",
+    ),
+    "writes before the step's first gather": (
+        note_at_the_end, WRITES, "test_the_next_gather_finds_it",
+    ),
+    "writes through views": (
+        put(tensor, "tag_alias", lambda made, spec, source: tensor.tag(made, spec)),
+        WRITES, "test_writes_that_differ_raise_on_every_rank", "sharded",
+    ),
+    "numbers of what is written": (
+        put(writes, "sum_bytes", lambda tensor: 0),
+        WRITES, "test_writes_that_differ_raise_on_every_rank", "copied",
+    ),
+    "writes but the last": (
+        wrap("_add", "sharded.writes",
+             lambda add, noted, *rest: (noted.found.clear(), add(noted, *rest))),
+        WRITES, "test_writes_that_differ_raise_on_every_rank", "sharded",
+    ),
+    "writes of optimizers": (
+        put(step_guard, "_note_writes", lambda are_noted: None),
+        WRITES, "test_steps_of_optimizers_note_nothing",
+    ),
+    "that ranks have loaded": (
+        put(collective_log.Log, "forget_loaded", lambda log, unit: log._forget_steps()),
+        WRITES, "test_loading_makes_up_for_it",
     ),
     # Random numbers.
     "one generator for all ranks": (

@@ -44,7 +44,6 @@ from fsdp_compose.checkpoint.values import (
 )
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner, named_leaves
-from fsdp_compose.core.guards.collective_log import Steps
 from fsdp_compose.core.state import find_state, iter_units
 from fsdp_compose.sharded import is_sharded
 
@@ -288,7 +287,7 @@ def forget_steps(module: nn.Module) -> None:
     """After every rank has loaded weights: it does not matter any more which ranks had stepped."""
     for unit in iter_units(module):
         for log in unit.links.logs:
-            log.steps = Steps(are_compared=log.steps.are_compared)
+            log.forget_loaded(unit.name)
 
 
 @dataclass(frozen=True)

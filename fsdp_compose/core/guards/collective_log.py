@@ -269,9 +269,19 @@ class Log:
         """Begin a step: what the last one did is compared, or never will be."""
         self.events, self.hash = [], 0
         self.steps.writes.found.clear()
-        self.steps.writes.are_noted = True
-        self.steps = Steps(are_compared=self.steps.are_compared, writes=self.steps.writes)
+        self._forget_steps()
         self.guesses, self.doubts = [], 0
+
+    def _forget_steps(self) -> None:
+        writes = self.steps.writes
+        writes.are_noted = True
+        self.steps = Steps(are_compared=self.steps.are_compared, writes=writes)
+
+    def forget_loaded(self, unit: str) -> None:
+        """After every rank has loaded a unit: which had stepped, or written it, is no matter."""
+        self._forget_steps()
+        for place in [place for place in self.steps.writes.found if place[0] == unit]:
+            del self.steps.writes.found[place]
 
     def _compare(self, code: int) -> _Pending:
         """Send this rank's event and hash to all ranks of the groups."""

@@ -218,9 +218,22 @@ def test_what_is_no_parameter_is_each_ranks_own() -> None:
             if rank == 0:
                 moved = model.head.weight.detach().clone().mul_(2).add_(1)
                 moved.copy_(like(model.head.weight, 1.0))
-                model.head.weight.to_local().mul_(1.0)
+                with torch.no_grad():
+                    model.head.weight.to_local().mul_(1.0)
 
     simulate_ranks(check)
+
+
+class ByHand(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+            torch._foreach_mul_(group["params"], 0.9)
 
 
 def test_steps_of_optimizers_note_nothing() -> None:
@@ -228,17 +241,34 @@ def test_steps_of_optimizers_note_nothing() -> None:
 
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
-        optims = [
-            kind(model.parameters(), lr=0.1, foreach=foreach)
-            for kind in (torch.optim.SGD, torch.optim.AdamW)
-            for foreach in (False, True)
-        ]
+        kinds = (ByHand, torch.optim.SGD, torch.optim.AdamW)
+        optims = [kind(model.parameters()) for kind in kinds]
         for seed in range(2):
             square(model, data(seed, rank)).backward()
             for optim in optims:
                 optim.step()
                 writes = model.head.weight._shard_spec.residence.writes
                 assert not writes.found and writes.are_noted
+
+    simulate_ranks(check)
+
+
+def test_loading_makes_up_for_it() -> None:
+    """What ranks wrote before they loaded a checkpoint is no matter; what they write then is."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        saved = fc.state_dict(model)
+        for differs in (False, True):
+            with torch.no_grad():
+                model.head.weight.mul_(rank)
+            fc.load_state_dict(model, saved)
+            with torch.no_grad():
+                model.head.weight.mul_(1.0 + differs * rank)
+            if not differs:
+                square(model, data(0, rank)).backward()
+        with pytest.raises(RuntimeError, match=OWN):
+            square(model, data(0, rank)).backward()
 
     simulate_ranks(check)
 
