@@ -24,6 +24,7 @@ from fsdp_compose.core.guards import (
     cast_buffers,
     collective_log,
     compared_reductions,
+    compared_steps,
     hooked_weights,
     interrupts,
     partly_run,
@@ -512,7 +513,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         WRITES, "test_steps_of_optimizers_note_nothing",
     ),
     "that ranks have loaded": (
-        put(collective_log.Log, "forget_loaded", lambda log, unit: log._forget_steps()),
+        put(compared_steps.Steps, "forget_loaded", lambda steps, unit: steps.forget()),
         WRITES, "test_loading_makes_up_for_it",
     ),
     # Random numbers.

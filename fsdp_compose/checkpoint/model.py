@@ -287,7 +287,7 @@ def forget_steps(module: nn.Module) -> None:
     """After every rank has loaded weights: it does not matter any more which ranks had stepped."""
     for unit in iter_units(module):
         for log in unit.links.logs:
-            log.forget_loaded(unit.name)
+            log.steps.forget_loaded(unit.name)
 
 
 @dataclass(frozen=True)

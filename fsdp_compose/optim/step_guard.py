@@ -19,7 +19,8 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
-from fsdp_compose.core.guards.collective_log import Log, Settings
+from fsdp_compose.core.guards.collective_log import Log
+from fsdp_compose.core.guards.compared_steps import Settings
 from fsdp_compose.core.guards.interrupts import check_uninterrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of

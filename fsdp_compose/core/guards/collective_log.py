@@ -37,8 +37,8 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core.guards.compared_steps import Settings, Steps
 from fsdp_compose.core.guards.rank_differences import (
-    CHANGE,
     LATE,
     STEPPED,
     Event,
@@ -49,7 +49,6 @@ from fsdp_compose.core.guards.rank_differences import (
     explain_stepped,
     explain_unknown,
 )
-from fsdp_compose.sharded import Writes
 
 TRIAL_PASSES = 32
 """How many inference passes compare each collective, if no training step comes first."""
@@ -103,25 +102,6 @@ class Guess:
     bucket: weakref.ref[Bucket]
     here: int  # used by this rank
     anywhere: int  # assumed to be used by some rank
-
-
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """What an optimizer stepped with, as its groups have it: learning rates and the like."""
-
-    number: int  # follows from them
-    by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
-    """Their texts, by (unit, parameter) and name."""
-
-
-@dataclass(eq=False)
-class Steps:
-    """The steps of optimizers, for ranks to compare."""
-
-    parameter: tuple[str, str] | None = None  # (unit, parameter) that one has stepped, if any
-    settings: dict[int, Settings] = field(default_factory=dict)  # by the optimizer's id
-    are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
-    writes: Writes = field(default_factory=Writes)  # into parameters, outside of them
 
 
 Report = tuple[int, list[Event], Frozen]
@@ -257,31 +237,16 @@ class Log:
 
     def _add_writes(self) -> None:
         """Let what was written into parameters be events, for the next comparison."""
-        for (unit, name), (number, text) in sorted(self.steps.writes.found.items()):
-            code = number << 2 & _MASK | 2
-            self.events.append(
-                (code, CHANGE, unit, f"parameter {name!r}, last by {text}; checksum {code:016x}")
-            )
-            self.hash = (self.hash * _FACTOR + code) & _MASK
-        self.steps.writes.found.clear()
+        for event in self.steps.take_writes():
+            self.events.append(event)
+            self.hash = (self.hash * _FACTOR + event[0]) & _MASK
 
     def _forget(self) -> None:
         """Begin a step: what the last one did is compared, or never will be."""
         self.events, self.hash = [], 0
         self.steps.writes.found.clear()
-        self._forget_steps()
+        self.steps.forget()
         self.guesses, self.doubts = [], 0
-
-    def _forget_steps(self) -> None:
-        writes = self.steps.writes
-        writes.are_noted = True
-        self.steps = Steps(are_compared=self.steps.are_compared, writes=writes)
-
-    def forget_loaded(self, unit: str) -> None:
-        """After every rank has loaded a unit: which had stepped, or written it, is no matter."""
-        self._forget_steps()
-        for place in [place for place in self.steps.writes.found if place[0] == unit]:
-            del self.steps.writes.found[place]
 
     def _compare(self, code: int) -> _Pending:
         """Send this rank's event and hash to all ranks of the groups."""

@@ -426,7 +426,7 @@ def test_disagreements_are_counted_by_group() -> None:
     assert log.unmet == {third}
     log.start_over([second])
     assert [log.epoch(g) for g in (first, second, third)] == [1, 2, 0]
-    assert log.disagreements == 2
+    assert log.disagreements == 3
 
 
 def test_what_goes_ahead_of_a_collective() -> None:

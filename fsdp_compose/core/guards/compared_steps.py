@@ -1,0 +1,50 @@
+"""What happens to parameters between passes, for ranks to compare: steps, settings, writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fsdp_compose.core.guards.rank_differences import CHANGE, Event
+from fsdp_compose.sharded import Writes
+
+_MASK = (1 << 62) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What an optimizer stepped with, as its groups have it: learning rates and the like."""
+
+    number: int  # follows from them
+    by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
+    """Their texts, by (unit, parameter) and name."""
+
+
+@dataclass(eq=False)
+class Steps:
+    """The steps of optimizers, and what else was written into parameters."""
+
+    parameter: tuple[str, str] | None = None  # (unit, parameter) that one has stepped, if any
+    settings: dict[int, Settings] = field(default_factory=dict)  # by the optimizer's id
+    are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
+    writes: Writes = field(default_factory=Writes)  # outside of those steps
+
+    def forget(self) -> None:
+        """Forget the steps, not what was written."""
+        self.parameter, self.settings, self.writes.are_noted = None, {}, True
+
+    def forget_loaded(self, unit: str) -> None:
+        """After every rank has loaded a unit: which had stepped, or written it, is no matter."""
+        self.forget()
+        for place in [place for place in self.writes.found if place[0] == unit]:
+            del self.writes.found[place]
+
+    def take_writes(self) -> list[Event]:
+        """What was written, as events, in one order on every rank."""
+        events: list[Event] = []
+        for (unit, name), (number, text) in sorted(self.writes.found.items()):
+            code = number << 2 & _MASK | 2
+            purpose = f"parameter {name!r}, last by {text}; checksum {code:016x}"
+            events.append((code, CHANGE, unit, purpose))
+        self.writes.found.clear()
+        return events
