@@ -232,8 +232,10 @@ def _edit_on_one_rank(run: Run, n: int, seed: int) -> None:
     is_seen = fails or run.twin.reference.get_parameter(name).numel() > 0
 
     def edit() -> None:
-        with fc.gathered(run.twin.model, writeback=True), torch.no_grad():
-            run.twin.model.get_parameter(name).fill_(float(alone))
+        first = fails and n % 2 == 1
+        with fc.gathered(run.twin.model, writeback=True, rank0_only=first), torch.no_grad():
+            if not first or run.rank == 0:
+                run.twin.model.get_parameter(name).fill_(float(alone))
             if fails and alone:
                 raise RuntimeError("this rank failed inside a scope of full parameters")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.collective_log import Log, code_of
 from fsdp_compose.core.guards.rank_differences import EDIT, Event
 from fsdp_compose.core.guards.replicas import sum_bytes
@@ -27,9 +28,12 @@ class EditComparison:
     was told inside the scope. So what ranks send after it meets again.
     """
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, units: Iterable[Unit], rank0_only: bool) -> None:
         logs = (log_of(unit.engine, bucket.mesh) for unit in units for bucket in unit.buckets)
-        self._begun = {log: log.failures for log in logs if log is not None}
+        found = [log for log in logs if log is not None]
+        if rank0_only:  # elsewhere rank 0 broadcasts whether it will write
+            found = [log for log in found if all(map(comm.is_point_to_point, log.groups))]
+        self._begun = {log: log.failures for log in found}
 
     def tell_failure(self) -> None:
         """Tell the ranks that wait for this one, or will, that it writes nothing."""
@@ -51,7 +55,8 @@ class EditComparison:
         found: dict[Log, list[Event]] = {log: [] for log in self._begun}
         for unit, scope in scopes.items():
             for log, events in _events_of(unit, scope, problem):
-                found[log].extend(events)
+                if log in found:
+                    found[log].extend(events)
         failure = RuntimeError(_CAUGHT) if any(map(self._was_told, found)) else None
         # Ranks that share one mesh of several learn in a second round what those of another found.
         for log, events in [*found.items()] * min(len(found), 2):
@@ -87,6 +92,9 @@ def _events_of(
             continue
         if problem is not None:
             yield log, _failed(unit.name, problem)
+            continue
+        if scope.options.rank0_only:
+            yield log, [(code_of(EDIT, unit.name), EDIT, unit.name, "as rank 0 has it")]
             continue
         tensors = [scope.tensors[position[entry]] for entry in bucket.entries]
         grads = [tensor.grad if scope.options.with_grads else None for tensor in tensors]

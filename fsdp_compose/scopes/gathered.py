@@ -123,7 +123,7 @@ def gathered(
     with torch.inference_mode(False):
         scopes = open_units(units, options)
     before = remember_modules(module)
-    comparison = EditComparison(units) if writeback and not rank0_only else None
+    comparison = EditComparison(units, rank0_only) if writeback else None
     try:
         yield module
         if writeback:
@@ -393,10 +393,12 @@ def _is_as_before(entry: Entry, index: int, scope: Scope) -> bool:
 
 
 def agree_with_rank0(units: list[Unit], options: ScopeOptions, failed: bool) -> None:
-    """Where rank 0 alone writes, tell the others whether it will."""
+    """Where rank 0 alone writes, tell the others whether it will; on gloo they compare that too."""
     if not (options.rank0_only and options.writeback):
         return
     for mesh in dict.fromkeys(b.mesh for unit in units for b in unit.buckets):
+        if all(map(comm.is_point_to_point, mesh.groups)):
+            continue
         flag = torch.tensor([int(failed)], dtype=torch.uint8, device=mesh.device)
         for group in (mesh.shard, mesh.replicate):
             comm.broadcast(flag, group)

@@ -39,8 +39,9 @@ def note_write(target: Any, name: str, values: Iterable[Any]) -> None:
         return
     writes = spec.residence.writes
     if writes is not None and writes.are_noted:
-        text = f"{name}({', '.join(map(_describe, values))})"
-        _add(writes, spec, f"{tuple(spec.shape)} {spec.offset} {text}", text)
+        text = f"{name}({', '.join([_describe(value) for value in values])})"
+        where = "" if target._is_parameter else f"{spec.offset} {tuple(spec.shape)}"
+        _add(writes, spec, f"{where} {text}", text)
 
 
 def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,18 +62,20 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 def _add(writes: Writes, spec: ShardSpec, key: str, text: str) -> None:
     place = spec.unit, spec.fqn
-    number = zlib.crc32(f"{place} {key}".encode())
-    writes.found[place] = (writes.found.get(place, (0, ""))[0] + number**2, text)
+    number = zlib.crc32(f"{spec.unit} {spec.fqn} {key}".encode())
+    before = writes.found.get(place)
+    writes.found[place] = number * number + (before[0] if before else 0), text
 
 
 def _describe(value: Any) -> str:
     """A value in words that are the same on every rank where it is."""
-    spec = _spec_of(value)
-    if spec is not None:
-        partners = "".join(f" with a {_describe(partner)}" for partner in spec.partners)
-        return f"{spec.fqn!r}{partners}"
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+    spec = _spec_of(value)
+    if spec is not None:
+        if not spec.partners:
+            return spec.fqn
+        return f"{spec.fqn} with a {' and a '.join([_describe(x) for x in spec.partners])}"
     text = f"{value.dtype} tensor of shape {tuple(value.shape)}"
     if value.device.type != "cpu" or type(value) not in (Tensor, torch.nn.Parameter):
         return text

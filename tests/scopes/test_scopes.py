@@ -252,23 +252,26 @@ def test_replicas_of_shards_read_write_and_train() -> None:
     run_ranks(check, 4)
 
 
-def test_an_exception_on_rank_0_reaches_the_others() -> None:
-    """An exception on rank 0 reaches the others and nothing is written."""
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_reaches_the_others(failing: int) -> None:
+    """With ``rank0_only`` an exception on any rank reaches the others, and nothing is written."""
 
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
         before = [whole(p) for p in model.parameters()]
-        wanted = (KeyError, "mine") if rank == 0 else (RuntimeError, "failed on rank 0")
 
         def spoil() -> None:
             with gathered(model, writeback=True, rank0_only=True), torch.no_grad():
                 if rank == 0:
                     model.head.weight.zero_()
+                if rank == failing:
                     raise KeyError("mine")
 
-        with pytest.raises(wanted[0], match=wanted[1]):
+        error: Any = KeyError if rank == failing else RuntimeError
+        with pytest.raises(error, match=rf"mine|rank {failing} failed inside a scope"):
             spoil()
         assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before))
+        square(model, data(0, rank)).backward()
 
     run_ranks(check, 2)
 
