@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Ranks, check_ranks, group_over
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
@@ -27,6 +28,16 @@ class GradScaler(torch.amp.GradScaler):
     list of gradients it looks at; this one also agrees between parameters of different groups,
     between replicas, and with plain parameters, with one small all-reduce per group.
 
+    Args:
+        *args: as for ``torch.amp.GradScaler``.
+        pipeline_mesh: the ranks that hold the other stages of a pipeline, a DeviceMesh of one
+            dimension or a process group: all stages skip a step that one of them cannot use. Each
+            stage then gives the scaler as many optimizers, in the same order.
+        **kwargs: as for ``torch.amp.GradScaler``.
+
+    Raises:
+        TypeError: ``pipeline_mesh`` is neither a DeviceMesh nor a process group.
+
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -36,15 +47,22 @@ class GradScaler(torch.amp.GradScaler):
         >>> scaler.update()
     """
 
+    def __init__(self, *args: Any, pipeline_mesh: Ranks | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        whose = "the stages' ranks, such as mesh['pp']"
+        check_ranks("GradScaler", "pipeline_mesh", pipeline_mesh, whose)
+        self._pipeline_mesh = pipeline_mesh
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> dict[torch.device, torch.Tensor]:
         with raw():  # on plain slices: the ranks agree on overflow once, below
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
         groups = _find_groups(optimizer)
-        if not groups:
-            return found
         device = next(iter(found), None)
+        if self._pipeline_mesh is not None:  # the last one, for what each stage has found
+            home = next(iter(groups.values()), device or torch.device("cpu"))
+            groups[group_over(self._pipeline_mesh, home)] = home
         for group, home in groups.items():
             flags = [flag.to(home) for flag in found.values()]
             shared = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=home)

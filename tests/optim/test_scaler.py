@@ -102,6 +102,42 @@ def test_ranks_agree_between_different_groups() -> None:
     assert run_ranks(check, 4) == [(2.0**7, True)] * 4
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_stages_of_a_pipeline_agree(sharded: bool) -> None:
+    """One stage overflows on one rank, and the other one skips too; without a mesh it steps."""
+
+    def check(rank: int) -> list[tuple[float, bool]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        found = []
+        for stages in (mesh["pp"], mesh["pp"].get_group(), *([None] if sharded else [])):
+            model = seeded(Tower)
+            if sharded:
+                by_block(model, mesh=mesh["dp"])
+            optim = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = GradScaler("cpu", init_scale=2.0**8, pipeline_mesh=stages)
+            scaler.scale(square(model, data(0, rank))).backward()
+            if rank == 3:
+                model.head.bias.grad.add_(float("inf"))
+            if rank == 1 and not sharded:
+                optim.zero_grad()  # this stage has nothing to step
+            before = [whole(p) for p in model.parameters()]
+            scaler.step(optim)
+            scaler.update()
+            stays = all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before))
+            found.append((scaler.get_scale(), stays))
+        return found
+
+    first, second, _, last = run_ranks(check, 4)
+    agreed = [(2.0**7, True)] * 2
+    if sharded:
+        assert first == second == [*agreed, (2.0**8, False)]
+        assert last == [*agreed, (2.0**7, True)]
+    else:
+        assert second == last == agreed
+    with pytest.raises(TypeError, match=r"pipeline_mesh.*a DeviceMesh or process group"):
+        GradScaler("cpu", pipeline_mesh=2)
+
+
 def test_replicas_and_plain_parameters_agree() -> None:
     def check(rank: int) -> float:
         model = seeded(Tower)
