@@ -255,7 +255,9 @@ def _write_on_each_rank(run: Run, n: int, seed: int) -> None:
         return  # every write is the same, or no step compares anything
     before = [p.detach().clone() for p in run.twin.model.parameters()]
     with torch.no_grad():
-        if n % 3 == 0:
+        if n % 4 == 3 and run.twin.reference.get_parameter(run.name_of(n)).grad is not None:
+            param.grad.mul_(1.0 + alone)  # type: ignore[union-attr]
+        elif n % 3 == 0:
             param.mul_(1.0 + alone)
         elif n % 3 == 1:
             param.data.copy_(torch.full(param.shape, float(alone), dtype=param.dtype))

@@ -64,11 +64,11 @@ class SlicePickledError(ShardedWeightError, TypeError):
 
 @dataclass(slots=True)
 class Writes:
-    """What was written into the parameters of one mesh since its ranks last compared.
+    """What was written into parameters and gradients of one mesh since its ranks last compared.
 
     Attributes:
-        found: by (unit, parameter): a number that follows from all writes, in whatever order; the
-            last one in words.
+        found: by (unit, what was written): a number that follows from all writes, in whatever
+            order; the last one in words.
         are_noted: not while an optimizer steps, whose settings ranks compare.
     """
 

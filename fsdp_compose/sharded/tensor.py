@@ -67,7 +67,7 @@ class _Sharded(TorchState):
     __slots__ = ()
     _shard_spec: ShardSpec
     _is_parameter = False
-    _is_alias = False  # of a parameter: a view of its memory
+    _noted = ""  # what ranks compare writes into: parameters, their gradients, views of these
     _kept_grad: Tensor | None = None
 
     is_sparse = False
@@ -136,6 +136,7 @@ class _Sharded(TorchState):
         if type(grad) is Tensor:
             tag(grad, self._shard_spec)
         if grad is not None and self._is_parameter:
+            grad._noted = "gradient of parameter"
             keep_grad(self, grad)
         return grad
 
@@ -145,6 +146,7 @@ class _Sharded(TorchState):
             self._shard_spec.answers[set_grad](set_grad, (self, value), {})
             return
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
+            note_write(self, "grad =", (value,), "gradient of parameter")
             value = fitted(value, self._shard_spec, "the gradient assigned to")
         if self._kept_grad is not None:
             forget_grad(self)
@@ -312,6 +314,7 @@ class ShardedParameter(_Sharded, torch.nn.Parameter):  # type: ignore[misc, over
     """A slice of a parameter."""
 
     _is_parameter = True
+    _noted = "parameter"
 
 
 class _Part:
@@ -333,6 +336,7 @@ class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
     __slots__ = ()  # what a class must have in common with DTensor to take its place
     __torch_dispatch__ = disabled_torch_dispatch  # type: ignore[assignment]
     _is_parameter = True
+    _noted = "parameter"
 
     device_mesh = DTensor.device_mesh
     placements = DTensor.placements
@@ -373,8 +377,8 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
 def tag_alias(tensor: Any, spec: ShardSpec, source: Any) -> Any:
     """As ``tag``, of a tensor over the memory of ``source``."""
     tensor = tag(tensor, spec)
-    if source._is_parameter or source._is_alias:
-        tensor._is_alias = True
+    if source._noted:
+        tensor._noted = source._noted
     return tensor
 
 

@@ -27,21 +27,22 @@ def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     note_write(target, func.__name__, (*values, *kwargs.values()))
 
 
-def note_write(target: Any, name: str, values: Iterable[Any]) -> None:
-    """Note that ``target`` was written, if it is a parameter or a view of one.
+def note_write(target: Any, name: str, values: Iterable[Any], what: str = "") -> None:
+    """Note that ``target`` was written, if it is a parameter, a gradient or a view of one.
 
     Args:
         name: of the function.
         values: what it was given besides.
+        what: was written; what ``target`` is where empty.
     """
     spec = _spec_of(target)
-    if spec is None or not (target._is_parameter or target._is_alias) or transforms_active():
+    if spec is None or not target._noted or transforms_active():
         return
     writes = spec.residence.writes
     if writes is not None and writes.are_noted:
         text = f"{name}({', '.join([_describe(value) for value in values])})"
         where = "" if target._is_parameter else f"{spec.offset} {tuple(spec.shape)}"
-        _add(writes, spec, f"{where} {text}", text)
+        _add(writes, spec, what or target._noted, f"{where} {text}", text)
 
 
 def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -49,7 +50,7 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     targets, *values = *args, *kwargs.values()
     specs = [spec for target in targets if (spec := _spec_of(target)) is not None]
     first = next((t for t in targets if _spec_of(t) is not None), None)
-    if first is None or not (first._is_parameter or first._is_alias):
+    if first is None or not first._noted:
         return
     notes = {id(w): (w, s) for s in specs if (w := s.residence.writes) and w.are_noted}
     if notes:
@@ -57,12 +58,12 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         found = [", ".join(map(_describe, v)) if _is_list(v) else _describe(v) for v in values]
         for writes, spec in notes.values():
             text = f"{func.__name__} over {len(specs)} tensors"
-            _add(writes, spec, f"{text} {names} {found}", text)
+            _add(writes, spec, first._noted, f"{text} {names} {found}", text)
 
 
-def _add(writes: Writes, spec: ShardSpec, key: str, text: str) -> None:
-    place = spec.unit, spec.fqn
-    number = zlib.crc32(f"{spec.unit} {spec.fqn} {key}".encode())
+def _add(writes: Writes, spec: ShardSpec, what: str, key: str, text: str) -> None:
+    place = spec.unit, f"{what} {spec.fqn!r}"
+    number = zlib.crc32(f"{place} {key}".encode())
     before = writes.found.get(place)
     writes.found[place] = number * number + (before[0] if before else 0), text
 

@@ -22,7 +22,7 @@ class Settings:
 
 @dataclass(eq=False)
 class Steps:
-    """The steps of optimizers, and what else was written into parameters."""
+    """The steps of optimizers, and what else was written into parameters and gradients."""
 
     parameter: tuple[str, str] | None = None  # (unit, parameter) that one has stepped, if any
     settings: dict[int, Settings] = field(default_factory=dict)  # by the optimizer's id
@@ -42,9 +42,8 @@ class Steps:
     def take_writes(self) -> list[Event]:
         """What was written, as events, in one order on every rank."""
         events: list[Event] = []
-        for (unit, name), (number, text) in sorted(self.writes.found.items()):
+        for (unit, what), (number, text) in sorted(self.writes.found.items()):
             code = number << 2 & _MASK | 2
-            purpose = f"parameter {name!r}, last by {text}; checksum {code:016x}"
-            events.append((code, CHANGE, unit, purpose))
+            events.append((code, CHANGE, unit, f"{what}, last by {text}; checksum {code:016x}"))
         self.writes.found.clear()
         return events

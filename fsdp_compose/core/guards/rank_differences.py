@@ -27,10 +27,11 @@ _EDITING = (
     "rank0_only=True). A backward inside a scope reduces gradients unless it has with_grads=True."
 )
 _CHANGING = (
-    "Each rank writes its slice alone, so the parameter is now made of parts of different values. "
+    "Each rank writes its slice alone, so the whole is now made of parts of different values. "
     "Write the same on every rank, also where one rank alone knows what (send it to the others, or "
     "use gathered(module, writeback=True, rank0_only=True)); p.normal_() and torch.randn_like(p) "
-    "draw the same on all. Then load a checkpoint on every rank."
+    "draw the same on all; all-reduce what gradients are divided by, such as a count of tokens. "
+    "Then load a checkpoint on every rank."
 )
 _REDUCING = (
     "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
@@ -161,9 +162,7 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
     if any(event[1] == WRITE for event in differing):
         return f"ranks write different weights in step {step}: {found}. {_WRITING}"
     if any(event[1] == CHANGE for event in differing):
-        return (
-            f"ranks changed parameters in their own ways before step {step}: {found}. {_CHANGING}"
-        )
+        return f"ranks wrote in their own ways before step {step} ended: {found}. {_CHANGING}"
     if any(event[1] == EDIT for event in differing):
         return f"ranks leave a scope of full parameters in different ways: {found}. {_EDITING}"
     ways = {event[3] for event in differing}

@@ -1,4 +1,4 @@
-"""Ranks that write different values into a parameter raise when the next step begins or ends."""
+"""Ranks that write different values into parameters or gradients raise in the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_compose import ShardingStrategy
 from harness import run_ranks, simulate_ranks
 from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, square, whole
 
-OWN = "ranks changed parameters in their own ways before step"
+OWN = "ranks wrote in their own ways before step"
 
 Write = Callable[[Any, int], object]
 
@@ -106,6 +106,84 @@ def test_writes_that_differ_raise_on_every_rank(way: str) -> None:
     for name, text in first.items():
         assert text.startswith(OWN), (name, text)
         assert "parameter 'head.weight', last by" in text, (name, text)
+
+
+def other_gradient(p: nn.Parameter, rank: int) -> None:
+    p.grad = like(p, rank)
+
+
+GRADIENTS: dict[str, Write] = {
+    "a count of tokens": lambda p, rank: p.grad.div_(torch.tensor(100.0 + rank)),
+    "a number": lambda p, rank: p.grad.mul_(1 + rank),
+    "on one rank": lambda p, rank: rank or p.grad.zero_(),
+    "another gradient": other_gradient,
+    "a tensor": lambda p, rank: p.grad.add_(like(p, rank)),
+    "a row": lambda p, rank: p.grad[0].fill_(rank),
+    "through data": lambda p, rank: p.grad.data.mul_(rank),
+    "behind a mask": lambda p, rank: p.grad.masked_fill_(p.grad > 0, float(rank)),
+    "a list": lambda p, rank: torch._foreach_add_([p.grad], 1.0 + rank),
+}
+
+
+def test_writes_into_gradients_that_differ_raise() -> None:
+    def check(rank: int) -> dict[str, str]:
+        found = {}
+        for name, write in GRADIENTS.items():
+            model = by_block(seeded(Tower))
+            optim = torch.optim.SGD(model.parameters(), lr=0.1)
+            for seed in range(2):
+                square(model, data(seed, rank)).backward()
+            write(model.head.weight, rank)
+            optim.step()
+            optim.zero_grad()
+            with pytest.raises(RuntimeError) as caught:
+                model(data(2, rank))
+            found[name] = str(caught.value)
+        return found
+
+    first, second = simulate_ranks(check)
+    assert first == second
+    for name, text in first.items():
+        assert text.startswith(OWN), (name, text)
+        assert "gradient of parameter 'head.weight', last by" in text, (name, text)
+
+
+def scaled(model: nn.Module) -> None:
+    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+    for p in model.parameters():
+        p.grad /= 3
+
+
+def clipped(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def projected(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = p.grad - p * (p * p.grad).sum() / (p * p).sum()
+
+
+def noisy(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad += torch.randn_like(p.grad)
+
+
+@pytest.mark.parametrize("write", [scaled, clipped, projected, noisy])
+def test_gradients_may_be_written_alike(write: Callable[[nn.Module], None]) -> None:
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        for seed in range(3):
+            twin.backward(square, seed)
+            with torch.no_grad():
+                state = torch.get_rng_state()
+                for model in (twin.model, twin.reference):
+                    torch.set_rng_state(state)
+                    write(model)
+            twin.step()
+        twin.check()
+
+    run_ranks(check)
 
 
 def test_the_next_gather_finds_it() -> None:
