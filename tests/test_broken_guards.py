@@ -508,6 +508,10 @@ BREAKS: dict[str, tuple[Any, ...]] = {
              lambda add, noted, *rest: (noted.found.clear(), add(noted, *rest))),
         WRITES, "test_writes_that_differ_raise_on_every_rank", "sharded",
     ),
+    "writes into gradients": (
+        put(tensor, "keep_grad", lambda param, grad: setattr(grad, "_noted", "")),
+        WRITES, "test_writes_into_gradients_that_differ_raise",
+    ),
     "writes of optimizers": (
         put(step_guard, "_note_writes", lambda are_noted: None),
         WRITES, "test_steps_of_optimizers_note_nothing",

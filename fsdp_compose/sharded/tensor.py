@@ -146,7 +146,8 @@ class _Sharded(TorchState):
             self._shard_spec.answers[set_grad](set_grad, (self, value), {})
             return
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
-            note_write(self, "grad =", (value,), "gradient of parameter")
+            if value is not self._kept_grad:  # as it is after ``p.grad /= x``
+                note_write(self, "grad =", (value,), "gradient of parameter")
             value = fitted(value, self._shard_spec, "the gradient assigned to")
         if self._kept_grad is not None:
             forget_grad(self)
@@ -376,9 +377,7 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
 
 def tag_alias(tensor: Any, spec: ShardSpec, source: Any) -> Any:
     """As ``tag``, of a tensor over the memory of ``source``."""
-    tensor = tag(tensor, spec)
-    if source._noted:
-        tensor._noted = source._noted
+    tag(tensor, spec)._noted = source._noted
     return tensor
 
 

@@ -46,6 +46,34 @@ def other_rates(lib: Library) -> None:
     pair.train()
 
 
+@row("D17", "a parameter that rank 0 alone writes", names=r"weight|rank \d")
+def written_on_one_rank(lib: Library) -> None:
+    pair = lib.pair(tower)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            pair.inner.first.weight.zero_()
+    pair.train()
+
+
+@row("D17", "gradients divided by a count of each rank's own tokens", names=r"weight|rank \d")
+def divided_apart(lib: Library) -> None:
+    pair = lib.pair(tower)
+    pair.backward(0)
+    for param in pair.model.parameters():
+        if param.grad is not None:
+            param.grad /= 100 + dist.get_rank()
+    pair.step()
+    pair.train()
+
+
+@row("U16", "full parameters that each rank edits in its own way", names=r"weight|rank \d")
+def edited_apart(lib: Library) -> None:
+    pair = lib.pair(tower)
+    with lib.gathered(pair.model, write=True), torch.no_grad():
+        pair.inner.head.weight.mul_(1 + dist.get_rank())
+    pair.train()
+
+
 @row("D2", "ranks run their units in another order", names=r"blocks\.\d|rank \d")
 def other_order(lib: Library) -> None:
     class Ordered(Tower):
