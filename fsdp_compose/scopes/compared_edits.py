@@ -33,14 +33,14 @@ class EditComparison:
         found = [log for log in logs if log is not None]
         if rank0_only:  # elsewhere rank 0 broadcasts whether it will write
             found = [log for log in found if all(map(comm.is_point_to_point, log.groups))]
-        self._begun = {log: log.failures for log in found}
+        self._begun = {log: log.steps.failures for log in found}
 
     def tell_failure(self) -> None:
         """Tell the ranks that wait for this one, or will, that it writes nothing."""
         for log, begun in self._begun.items():
             if not self._was_told(log):
                 log.announce_failure(dist.get_rank())
-            log.failures = begun
+            log.steps.failures = begun
 
     def compare(self, scopes: Mapping[Unit, Scope], problem: str | None) -> None:
         """Raise on every rank that shares parameters with one that would write other values.
@@ -67,13 +67,13 @@ class EditComparison:
             except RuntimeError as error:
                 failure = failure or error
         for log, begun in self._begun.items():
-            log.failures = begun
+            log.steps.failures = begun
         if failure is not None and problem is None:
             raise failure
 
     def _was_told(self, log: Log) -> bool:
         """Whether a rank that failed in this scope has said so to those of ``log``."""
-        return log.failures > self._begun[log]
+        return log.steps.failures > self._begun[log]
 
 
 _CAUGHT = (

@@ -22,7 +22,7 @@ from fsdp_compose.sharded.advice import WHOLE_COPY
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import is_sharded
-from fsdp_compose.sharded.writes import sum_bytes
+from fsdp_compose.sharded.writes import crc_of
 
 INTO_PLAIN = "it would write a slice into a plain tensor"
 PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
@@ -103,7 +103,7 @@ def compare_partners(specs: Sequence[ShardSpec]) -> None:
         groups = [g for g in (*spec.groups, spec.replicas) if g.size > 1 and compares(probe, g)]
         if not groups:
             continue
-        found = ", ".join(f"{tuple(x.shape)} (checksum {sum_bytes(x):08x})" for x in spec.partners)
+        found = ", ".join(f"{tuple(x.shape)} (checksum {crc_of(x):08x})" for x in spec.partners)
         what = f"reduce {spec.fqn!r} after it was computed with plain tensors of shape {found}"
         for group in groups:
             reduce_alike(probe, group, "max", what, _OWN)

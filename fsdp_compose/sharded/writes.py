@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdp_compose.base.torch_private import transforms_active
 from fsdp_compose.sharded.spec import ShardSpec, Writes
 
-__all__ = ["note_call", "note_lists", "note_write", "sum_bytes"]
+__all__ = ["crc_of", "note_call", "note_lists", "note_write"]
 
 
 def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def _describe(value: Any) -> str:
     text = f"{value.dtype} tensor of shape {tuple(value.shape)}"
     if value.device.type != "cpu" or type(value) not in (Tensor, torch.nn.Parameter):
         return text
-    return f"{text} with checksum {sum_bytes(value):08x}"
+    return f"{text} with checksum {crc_of(value):08x}"
 
 
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.memory_format)
@@ -95,7 +95,7 @@ def _spec_of(value: Any) -> ShardSpec | None:
     return spec
 
 
-def sum_bytes(tensor: Tensor) -> int:
+def crc_of(tensor: Tensor) -> int:
     """A checksum of a tensor on the CPU, in the order of its elements."""
     dense = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
     return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr() or 1))

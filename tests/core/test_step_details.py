@@ -243,7 +243,7 @@ def test_a_write_on_one_rank_is_told() -> None:
         model(data(0, rank))
         if rank:
             with torch.no_grad():
-                model.blocks[1].up.weight.mul_(1.0)
+                model.blocks[1].up.weight.to_local().mul_(1.0)
         square(model, data(0, rank)).backward()
 
     with pytest.raises(RuntimeError, match="again, since it was changed"):
@@ -259,7 +259,7 @@ def test_a_write_on_one_replica_is_told() -> None:
         with torch.no_grad():
             model(data(0, rank))
             if rank == 3:
-                model.blocks[1].up.weight.mul_(1.0)
+                model.blocks[1].up.weight.to_local().mul_(1.0)
             model(data(0, rank))
 
     with pytest.raises(RuntimeError, match=r"rank 3 gathers unit 'blocks\.1' \(.*, over the"):

@@ -142,6 +142,7 @@ class Log:
     hash: int = 0
     events: list[Event] = field(default_factory=list)
     pending: _Pending | None = None
+    disagreements: int = 0
     epochs: dict[Group, int] = field(default_factory=dict)  # disagreements, by group
     guesses: list[Guess] = field(default_factory=list)
     doubts: int = 0  # guesses whose bucket used other entries here than when ranks last compared
@@ -151,7 +152,6 @@ class Log:
     is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
     steps: Steps = field(default_factory=Steps)  # since the ranks last compared
-    failures: int = 0  # of other ranks that this one was told of, less those of scopes that ended
 
     @property
     def place(self) -> tuple[int, int, Sequence[int]]:
@@ -162,11 +162,6 @@ class Log:
         """
         sizes = [group.size for group in self.groups]
         return math.prod(sizes), len(sizes), self.groups[0].ranks if len(sizes) == 1 else ()
-
-    @property
-    def disagreements(self) -> int:
-        """Grows whenever what ranks had sent is not read any more."""
-        return sum(self.epochs.values())
 
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
@@ -355,7 +350,7 @@ class Log:
         """
         if meets >= _FAILED:
             self._tell_failure(meets, group)
-            self.failures += 1
+            self.steps.failures += 1
             raise RuntimeError(
                 f"rank {meets - _FAILED} failed inside a scope of gathered(writeback=True) or "
                 "apply(), for whose end this rank waits; nothing was written. See its error."
@@ -441,6 +436,7 @@ class Log:
         """Forget the step's events; what was sent over ``groups`` for them is never read."""
         self._forget()
         self.pending, self.is_stepwise = None, True
+        self.disagreements += 1
         for group in groups:
             self.epochs[group] = self.epoch(group) + 1
         self.unmet -= set(groups)

@@ -28,6 +28,7 @@ class Steps:
     settings: dict[int, Settings] = field(default_factory=dict)  # by the optimizer's id
     are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
     writes: Writes = field(default_factory=Writes)  # outside of those steps
+    failures: int = 0  # of other ranks in scopes, that this one was told of and is still inside
 
     def forget(self) -> None:
         """Forget the steps, not what was written."""

@@ -59,7 +59,7 @@ def test_an_edit_on_some_ranks_is_found(strategy: str, world: int) -> None:
         verify_replicas(model)
         with torch.no_grad():
             if rank == world - 1:
-                model.blocks[1].down.weight.mul_(2)
+                model.blocks[1].down.weight.to_local().mul_(2)
         wanted = r"down\.weight' of unit 'blocks\.1' is copied .* and other numbers on"
         with pytest.raises(RuntimeError, match="verify_replicas: .*" + wanted):
             verify_replicas(model)
@@ -77,7 +77,7 @@ def test_an_edit_on_some_ranks_is_found(strategy: str, world: int) -> None:
         model = build(Recomputed)
         with torch.no_grad():
             if rank == world - 1:
-                model.blocks[1].down.weight.mul_(2)
+                model.blocks[1].down.weight.to_local().mul_(2)
         with pytest.raises(RuntimeError, match=r"debug mode.*down\.weight' of unit 'blocks\.1'"):
             square(model, data(9, rank)).backward()
 
