@@ -67,12 +67,12 @@ class Writes:
     """What was written into parameters and gradients of one mesh since its ranks last compared.
 
     Attributes:
-        found: by (unit, what was written): a number that follows from all writes, in whatever
-            order; the last one in words.
+        found: by (unit, what was written), or ("", what they are) for lists of tensors: a number
+            that follows from all writes, in whatever order; unit, tensor and function of the last.
         are_noted: not while an optimizer steps, whose settings ranks compare.
     """
 
-    found: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    found: dict[tuple[str, str], tuple[int, str, str, str]] = field(default_factory=dict)
     are_noted: bool = True
 
 

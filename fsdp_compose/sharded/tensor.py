@@ -52,7 +52,7 @@ from fsdp_compose.sharded.spec import (
     require_group,
 )
 from fsdp_compose.sharded.torchstate import TorchState, place_of, to_local
-from fsdp_compose.sharded.writes import note_write
+from fsdp_compose.sharded.writes import GRADIENT, note_write
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 """By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
@@ -136,7 +136,7 @@ class _Sharded(TorchState):
         if type(grad) is Tensor:
             tag(grad, self._shard_spec)
         if grad is not None and self._is_parameter:
-            grad._noted = "gradient of parameter"
+            grad._noted = GRADIENT
             keep_grad(self, grad)
         return grad
 
@@ -147,7 +147,7 @@ class _Sharded(TorchState):
             return
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
             if value is not self._kept_grad:  # as it is after ``p.grad /= x``
-                note_write(self, "grad =", (value,), "gradient of parameter")
+                note_write(self, "grad =", (value,), GRADIENT)
             value = fitted(value, self._shard_spec, "the gradient assigned to")
         if self._kept_grad is not None:
             forget_grad(self)

@@ -2,7 +2,9 @@
 
 Each rank writes its own slice. Where one writes alone, or each with a number or a tensor of its
 own, the parameter is a mixture that nobody asked for. Tensors on an accelerator are noted by their
-shapes alone, as the host would wait for their numbers.
+shapes alone, as the host would wait for their numbers. So are tensors of one number that gradients
+are scaled by, as in torch's clipping: a norm of all may differ in its last bits between ranks that
+list parameters in other orders.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from torch import Tensor
 from fsdp_compose.base.torch_private import transforms_active
 from fsdp_compose.sharded.spec import ShardSpec, Writes
 
-__all__ = ["crc_of", "note_call", "note_lists", "note_write"]
+__all__ = ["GRADIENT", "crc_of", "note_call", "note_lists", "note_write"]
+
+GRADIENT = "gradient of parameter"
+"""What a parameter's ``.grad`` is, for those who read of writes into it."""
 
 
 def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -40,35 +45,46 @@ def note_write(target: Any, name: str, values: Iterable[Any], what: str = "") ->
         return
     writes = spec.residence.writes
     if writes is not None and writes.are_noted:
-        text = f"{name}({', '.join([_describe(value) for value in values])})"
+        noted = what or target._noted
+        text = f"{name}({', '.join([_describe(value, noted) for value in values])})"
         where = "" if target._is_parameter else f"{spec.offset} {tuple(spec.shape)}"
-        _add(writes, spec, what or target._noted, f"{where} {text}", text)
+        what = f"{noted} {spec.fqn!r}"
+        number = zlib.crc32(f"{spec.unit} {what} {where} {text}".encode()) ** 2
+        _add(writes, (spec.unit, what), number, (spec.unit, what, text))
 
 
 def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what a function over lists wrote, which does so to the first list."""
+    """Note what a function over lists wrote, which does so to the first list.
+
+    Ranks may list tensors in other orders, and in more or fewer calls: what is noted is a sum.
+    """
     targets, *values = *args, *kwargs.values()
-    specs = [spec for target in targets if (spec := _spec_of(target)) is not None]
     first = next((t for t in targets if _spec_of(t) is not None), None)
     if first is None or not first._noted:
         return
-    notes = {id(w): (w, s) for s in specs if (w := s.residence.writes) and w.are_noted}
-    if notes:
-        names = " ".join([spec.fqn for spec in specs])
-        found = [", ".join(map(_describe, v)) if _is_list(v) else _describe(v) for v in values]
-        for writes, spec in notes.values():
-            text = f"{func.__name__} over {len(specs)} tensors"
-            _add(writes, spec, first._noted, f"{text} {names} {found}", text)
+    shared = [_describe(value, first._noted) for value in values if not _is_list(value)]
+    lists = [value for value in values if _is_list(value)]
+    totals: dict[int, int] = {}
+    found: dict[int, tuple[Writes, ShardSpec]] = {}
+    for index, target in enumerate(targets):
+        spec = _spec_of(target)
+        writes = None if spec is None else spec.residence.writes
+        if spec is not None and writes is not None and writes.are_noted:
+            given = [_describe(each[index], first._noted) for each in lists]
+            key = f"{spec.unit} {spec.fqn} {spec.offset} {func.__name__} {shared} {given}"
+            totals[id(writes)] = totals.get(id(writes), 0) + zlib.crc32(key.encode()) ** 2
+            found[id(writes)] = writes, spec
+    for number, (writes, spec) in zip(totals.values(), found.values(), strict=True):
+        what = f"{first._noted} {spec.fqn!r} in a list"
+        _add(writes, ("", first._noted), number, (spec.unit, what, func.__name__))
 
 
-def _add(writes: Writes, spec: ShardSpec, what: str, key: str, text: str) -> None:
-    place = spec.unit, f"{what} {spec.fqn!r}"
-    number = zlib.crc32(f"{place} {key}".encode())
+def _add(writes: Writes, place: tuple[str, str], number: int, last: tuple[str, str, str]) -> None:
     before = writes.found.get(place)
-    writes.found[place] = number * number + (before[0] if before else 0), text
+    writes.found[place] = number + (before[0] if before else 0), *last
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Any, noted: str) -> str:
     """A value in words that are the same on every rank where it is."""
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
@@ -76,9 +92,11 @@ def _describe(value: Any) -> str:
     if spec is not None:
         if not spec.partners:
             return spec.fqn
-        return f"{spec.fqn} with a {' and a '.join([_describe(x) for x in spec.partners])}"
+        return f"{spec.fqn} with a {' and a '.join([_describe(x, noted) for x in spec.partners])}"
     text = f"{value.dtype} tensor of shape {tuple(value.shape)}"
-    if value.device.type != "cpu" or type(value) not in (Tensor, torch.nn.Parameter):
+    is_factor = noted == GRADIENT and not value.ndim and value.is_floating_point()
+    is_plain = type(value) in (Tensor, torch.nn.Parameter)
+    if value.device.type != "cpu" or is_factor or not is_plain:
         return text
     return f"{text} with checksum {crc_of(value):08x}"
 

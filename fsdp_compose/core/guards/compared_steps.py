@@ -43,7 +43,7 @@ class Steps:
     def take_writes(self) -> list[Event]:
         """What was written, as events, in one order on every rank."""
         events: list[Event] = []
-        for (unit, what), (number, text) in sorted(self.writes.found.items()):
+        for _, (number, unit, what, text) in sorted(self.writes.found.items()):
             code = number << 2 & _MASK | 2
             events.append((code, CHANGE, unit, f"{what}, last by {text}; checksum {code:016x}"))
         self.writes.found.clear()

@@ -170,7 +170,7 @@ def test_clipping_units_and_plain_parts_is_an_error(how: str) -> None:
         with pytest.raises(RuntimeError, match=wanted):  # in groups of one dtype
             clip([*first.parameters(), *low.parameters()], 0.01)
         first = seeded(Unsaid)
-        clip(gradients(rank, first, fully_shard(seeded(Block), ignored=[first])), 0.01)
+        clip(gradients(0, first, fully_shard(seeded(Block), ignored=[first])), 0.01)
         averaged = nn.parallel.DistributedDataParallel(seeded(Unsaid))
         for _ in range(2):
             clip(gradients(rank, averaged, fully_shard(seeded(Block))), 0.01)
