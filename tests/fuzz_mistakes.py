@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -243,6 +243,19 @@ def _edit_on_one_rank(run: Run, n: int, seed: int) -> None:
         expect_error(run, "a scope of", is_seen, edit)
 
 
+@contextlib.contextmanager
+def expect_apart(run: Run, text: str, seed: int) -> Iterator[None]:
+    """What is done to parameters in the block is an error of the next step; then it is undone."""
+    before = [param.detach().clone() for param in run.twin.model.parameters()]
+    yield
+    for model in run.both:
+        model.zero_grad()
+    expect_error(run, text, True, lambda: run.twin.own_loss(seed + 20).backward())
+    with torch.no_grad():
+        for param, value in zip(run.twin.model.parameters(), before, strict=True):
+            param.copy_(value)
+
+
 @operation("own write")
 def _write_on_each_rank(run: Run, n: int, seed: int) -> None:
     """A write that differs by rank is an error on all when the next step begins or ends."""
@@ -253,8 +266,7 @@ def _write_on_each_rank(run: Run, n: int, seed: int) -> None:
     run.twin.train_on(seed)
     if not param.numel() or all(p.grad is None for p in run.twin.reference.parameters()):
         return  # every write is the same, or no step compares anything
-    before = [p.detach().clone() for p in run.twin.model.parameters()]
-    with torch.no_grad():
+    with expect_apart(run, "in their own ways", seed), torch.no_grad():
         if n % 4 == 3 and run.twin.reference.get_parameter(run.name_of(n)).grad is not None:
             param.grad.mul_(1.0 + alone)  # type: ignore[union-attr]
         elif n % 3 == 0:
@@ -263,12 +275,6 @@ def _write_on_each_rank(run: Run, n: int, seed: int) -> None:
             param.data.copy_(torch.full(param.shape, float(alone), dtype=param.dtype))
         elif alone:
             param.zero_()
-    for model in run.both:
-        model.zero_grad()
-    expect_error(run, "in their own ways", True, lambda: run.twin.own_loss(seed + 20).backward())
-    with torch.no_grad():
-        for ours, value in zip(run.twin.model.parameters(), before, strict=True):
-            ours.copy_(value)
 
 
 @operation("own settings")
@@ -281,17 +287,11 @@ def _step_with_own_settings(run: Run, n: int, seed: int) -> None:
     stepped = [p for group in plain.param_groups for p in group["params"]]
     if not any(p.grad is not None and p.numel() for p in stepped):
         return
-    before = [param.detach().clone() for param in run.twin.model.parameters()]
     rate = optim.param_groups[0]["lr"]
-    optim.param_groups[0]["lr"] = rate * (1 + (run.rank == n % run.case.world))
-    optim.step()
-    optim.param_groups[0]["lr"] = rate
-    for model in run.both:
-        model.zero_grad()
-    expect_error(run, "settings that differ", True, lambda: run.twin.own_loss(seed + 20).backward())
-    with torch.no_grad():
-        for param, value in zip(run.twin.model.parameters(), before, strict=True):
-            param.copy_(value)
+    with expect_apart(run, "settings that differ", seed):
+        optim.param_groups[0]["lr"] = rate * (1 + (run.rank == n % run.case.world))
+        optim.step()
+        optim.param_groups[0]["lr"] = rate
     optim.state.clear()
     plain.state.clear()
 

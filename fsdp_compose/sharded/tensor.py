@@ -52,7 +52,7 @@ from fsdp_compose.sharded.spec import (
     require_group,
 )
 from fsdp_compose.sharded.torchstate import TorchState, place_of, to_local
-from fsdp_compose.sharded.writes import GRADIENT, note_write
+from fsdp_compose.sharded.writes import GRADIENT, PARAMETER, note_write
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 """By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
@@ -315,7 +315,7 @@ class ShardedParameter(_Sharded, torch.nn.Parameter):  # type: ignore[misc, over
     """A slice of a parameter."""
 
     _is_parameter = True
-    _noted = "parameter"
+    _noted = PARAMETER
 
 
 class _Part:
@@ -337,7 +337,7 @@ class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
     __slots__ = ()  # what a class must have in common with DTensor to take its place
     __torch_dispatch__ = disabled_torch_dispatch  # type: ignore[assignment]
     _is_parameter = True
-    _noted = "parameter"
+    _noted = PARAMETER
 
     device_mesh = DTensor.device_mesh
     placements = DTensor.placements

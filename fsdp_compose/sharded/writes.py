@@ -2,16 +2,16 @@
 
 Each rank writes its own slice. Where one writes alone, or each with a number or a tensor of its
 own, the parameter is a mixture that nobody asked for. Tensors on an accelerator are noted by their
-shapes alone, as the host would wait for their numbers. So are tensors of one number that gradients
-are scaled by, as in torch's clipping: a norm of all may differ in its last bits between ranks that
-list parameters in other orders.
+shapes alone, as the host would wait for their numbers. Gradients that are scaled by a tensor of one
+number, as torch's clipping does it, are not noted: a norm of all may differ in its last bits
+between ranks that list parameters in other orders.
 """
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor
 from fsdp_compose.base.torch_private import transforms_active
 from fsdp_compose.sharded.spec import ShardSpec, Writes
 
-__all__ = ["GRADIENT", "crc_of", "note_call", "note_lists", "note_write"]
+__all__ = ["GRADIENT", "PARAMETER", "crc_of", "note_call", "note_lists", "note_write"]
 
-GRADIENT = "gradient of parameter"
-"""What a parameter's ``.grad`` is, for those who read of writes into it."""
+PARAMETER, GRADIENT = "parameter", "gradient of parameter"
+"""What writes are noted into, in words."""
 
 
 def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -32,21 +32,20 @@ def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     note_write(target, func.__name__, (*values, *kwargs.values()))
 
 
-def note_write(target: Any, name: str, values: Iterable[Any], what: str = "") -> None:
+def note_write(target: Any, name: str, values: Sequence[Any], noted: str = "") -> None:
     """Note that ``target`` was written, if it is a parameter, a gradient or a view of one.
 
     Args:
         name: of the function.
         values: what it was given besides.
-        what: was written; what ``target`` is where empty.
+        noted: PARAMETER or GRADIENT; which of them ``target`` is where empty.
     """
     spec = _spec_of(target)
     if spec is None or not target._noted or transforms_active():
         return
-    writes = spec.residence.writes
-    if writes is not None and writes.are_noted:
-        noted = what or target._noted
-        text = f"{name}({', '.join([_describe(value, noted) for value in values])})"
+    writes, noted = spec.residence.writes, noted or target._noted
+    if writes is not None and writes.are_noted and not _are_factors(values, noted):
+        text = f"{name}({', '.join([_describe(value) for value in values])})"
         where = "" if target._is_parameter else f"{spec.offset} {tuple(spec.shape)}"
         what = f"{noted} {spec.fqn!r}"
         number = zlib.crc32(f"{spec.unit} {what} {where} {text}".encode()) ** 2
@@ -60,9 +59,9 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     """
     targets, *values = *args, *kwargs.values()
     first = next((t for t in targets if _spec_of(t) is not None), None)
-    if first is None or not first._noted:
+    if first is None or not first._noted or _are_factors(values, first._noted):
         return
-    shared = [_describe(value, first._noted) for value in values if not _is_list(value)]
+    shared = [_describe(value) for value in values if not _is_list(value)]
     lists = [value for value in values if _is_list(value)]
     totals: dict[int, int] = {}
     found: dict[int, tuple[Writes, ShardSpec]] = {}
@@ -70,7 +69,7 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         spec = _spec_of(target)
         writes = None if spec is None else spec.residence.writes
         if spec is not None and writes is not None and writes.are_noted:
-            given = [_describe(each[index], first._noted) for each in lists]
+            given = [_describe(each[index]) for each in lists]
             key = f"{spec.unit} {spec.fqn} {spec.offset} {func.__name__} {shared} {given}"
             totals[id(writes)] = totals.get(id(writes), 0) + zlib.crc32(key.encode()) ** 2
             found[id(writes)] = writes, spec
@@ -84,7 +83,7 @@ def _add(writes: Writes, place: tuple[str, str], number: int, last: tuple[str, s
     writes.found[place] = number + (before[0] if before else 0), *last
 
 
-def _describe(value: Any, noted: str) -> str:
+def _describe(value: Any) -> str:
     """A value in words that are the same on every rank where it is."""
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
@@ -92,16 +91,21 @@ def _describe(value: Any, noted: str) -> str:
     if spec is not None:
         if not spec.partners:
             return spec.fqn
-        return f"{spec.fqn} with a {' and a '.join([_describe(x, noted) for x in spec.partners])}"
+        return f"{spec.fqn} with a {' and a '.join([_describe(x) for x in spec.partners])}"
     text = f"{value.dtype} tensor of shape {tuple(value.shape)}"
-    is_factor = noted == GRADIENT and not value.ndim and value.is_floating_point()
-    is_plain = type(value) in (Tensor, torch.nn.Parameter)
-    if value.device.type != "cpu" or is_factor or not is_plain:
+    if value.device.type != "cpu" or type(value) not in (Tensor, torch.nn.Parameter):
         return text
     return f"{text} with checksum {crc_of(value):08x}"
 
 
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.memory_format)
+
+
+def _are_factors(values: Sequence[Any], noted: str) -> bool:
+    """Whether a gradient is written with nothing but tensors of one real number."""
+    if noted != GRADIENT or not values:
+        return False
+    return all(isinstance(x, Tensor) and not x.ndim and x.is_floating_point() for x in values)
 
 
 def _is_list(value: Any) -> bool:

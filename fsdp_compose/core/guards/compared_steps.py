@@ -35,9 +35,12 @@ class Steps:
         self.parameter, self.settings, self.writes.are_noted = None, {}, True
 
     def forget_loaded(self, unit: str) -> None:
-        """After every rank has loaded a unit: which had stepped, or written it, is no matter."""
+        """After every rank has loaded a unit: which had stepped, or written it, is no matter.
+
+        Nor is what was written in lists, which may have had other units in them.
+        """
         self.forget()
-        for place in [place for place in self.writes.found if place[0] == unit]:
+        for place in [place for place in self.writes.found if place[0] in (unit, "")]:
             del self.writes.found[place]
 
     def take_writes(self) -> list[Event]:

@@ -17,6 +17,16 @@ from fsdp_compose import ShardingStrategy
 from harness import run_ranks, simulate_ranks
 from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, square, whole
 
+
+def write_both(twin: Twin, write: Callable[[nn.Module], None]) -> None:
+    """Write the sharded model and the plain one, with the same random numbers."""
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        for model in (twin.model, twin.reference):
+            torch.set_rng_state(state)
+            write(model)
+
+
 OWN = "ranks wrote in their own ways before step"
 
 Write = Callable[[Any, int], object]
@@ -176,11 +186,7 @@ def test_gradients_may_be_written_alike(write: Callable[[nn.Module], None]) -> N
         twin = Twin(rank, 2, Tower)
         for seed in range(3):
             twin.backward(square, seed)
-            with torch.no_grad():
-                state = torch.get_rng_state()
-                for model in (twin.model, twin.reference):
-                    torch.set_rng_state(state)
-                    write(model)
+            write_both(twin, write)
             twin.step()
         twin.check()
 
@@ -254,11 +260,7 @@ def test_what_is_the_same_on_every_rank_is_no_error(write: Callable[[nn.Module],
         twin = Twin(rank, 3, Tower)
         for seed in range(3):
             twin.backward(square, seed)
-            with torch.no_grad():
-                state = torch.get_rng_state()
-                for model in (twin.model, twin.reference):
-                    torch.set_rng_state(state)
-                    write(model)
+            write_both(twin, write)
             for model in (twin.model, *twin.plain):
                 model.zero_grad()
         twin.check()
@@ -285,7 +287,7 @@ def test_ranks_may_write_in_another_order() -> None:
 
 
 def test_what_is_no_parameter_is_each_ranks_own() -> None:
-    """Results, gradients, optimizer state and own slices may be written on one rank alone."""
+    """Results, optimizer state and own slices may be written on one rank alone."""
 
     def check(rank: int) -> None:
         model = by_block(seeded(Tower))
@@ -332,6 +334,23 @@ def test_steps_of_optimizers_note_nothing() -> None:
     simulate_ranks(check)
 
 
+def test_clipping_notes_nothing() -> None:
+    """Torch scales gradients by a tensor of one number, whose last bit may differ by rank."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        params = list(model.parameters())
+        writes = params[0]._shard_spec.residence.writes
+        for foreach in (False, True):
+            torch.nn.utils.clip_grad_norm_(params, 1e-3, foreach=foreach)
+            assert not writes.found
+        params[0].grad.mul_(0.5)
+        assert len(writes.found) == 1
+
+    simulate_ranks(check)
+
+
 def test_loading_makes_up_for_it() -> None:
     """What ranks wrote before they loaded a checkpoint is no matter; what they write then is."""
 
@@ -341,6 +360,7 @@ def test_loading_makes_up_for_it() -> None:
         for differs in (False, True):
             with torch.no_grad():
                 model.head.weight.mul_(rank)
+                torch._foreach_add_([model.head.weight], float(rank))
             fc.load_state_dict(model, saved)
             with torch.no_grad():
                 model.head.weight.mul_(1.0 + differs * rank)
