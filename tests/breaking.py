@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,12 @@ from typing import Any
 from harness import RankFailure, run_ranks
 
 TESTS = Path(__file__).parent
+
+NOTICED = re.compile(r"AssertionError|DID NOT RAISE|RuntimeError|ShardedWeightError|SIGSEGV")
+OWN_FAULT = re.compile(r"\b(Attribute|Import|Key|Name|Type|UnboundLocal)Error\b")
+"""Of a break that fits the package no more."""
+
+Break = Callable[[], object]
 
 
 def replace(name: str, make: Callable[[Any], Any], home: str = "") -> None:
@@ -30,6 +37,23 @@ def replace(name: str, make: Callable[[Any], Any], home: str = "") -> None:
     for names in loaded:
         if names.get(name) is original:
             names[name] = mutant
+
+
+def put(home: Any, name: str, value: Any) -> Break:
+    """Let ``home`` have another ``name``, which others have not imported from it."""
+    return lambda: setattr(home, name, value)
+
+
+def answer(value: Any, name: str, home: str) -> Break:
+    """Let a function of the package return ``value`` whatever it is asked."""
+    return lambda: replace(name, lambda original: lambda *args, **kwargs: value, home)
+
+
+def wrap(name: str, home: str, make: Callable[..., Any]) -> Break:
+    """Let a function of the package be ``make(original, *args)``."""
+    return lambda: replace(
+        name, lambda original: lambda *args, **kwargs: make(original, *args, **kwargs), home
+    )
 
 
 def load(file: str) -> Any:
@@ -62,3 +86,10 @@ def failure_of(
     except RankFailure as failure:
         return str(failure)
     return None
+
+
+def assert_noticed(found: tuple[Any, ...], **fixtures: Any) -> None:
+    """Check that the test named by ``(break, file, test, *parameters)`` fails, as a test should."""
+    failure = failure_of(*found, **fixtures)
+    assert failure is not None, "the test passes"
+    assert NOTICED.search(failure) and not OWN_FAULT.search(failure), failure

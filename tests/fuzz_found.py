@@ -224,6 +224,9 @@ FOUND = {
     "each rank writes a parameter in its own way": Case(
         PAIR, 2, "FULL_SHARD", (("own write", 0),),
     ),
+    "memory is read without asking": Case(
+        PAIR, 2, "FULL_SHARD", (("step", 0), ("read below", 0)),
+    ),
     "one rank fails in a scope": Case(PAIR, 2, "FULL_SHARD", (("own edit", 2),)),
     "an interrupt is caught inside a forward": Case(TWO, 2, "FULL_SHARD", (("interrupt", 0),)),
     "gradients turned on inside": Case(PAIR, 2, "FULL_SHARD", (("enabled inside", 0),)),

@@ -243,6 +243,15 @@ def _edit_on_one_rank(run: Run, n: int, seed: int) -> None:
         expect_error(run, "a scope of", is_seen, edit)
 
 
+@operation("read below")
+def _read_below_classes(run: Run, n: int, seed: int) -> None:
+    """What reads memory without asking a parameter's class gets an error, and no slice."""
+    param = run.twin.model.get_parameter(run.name_of(n))
+    expect_error(
+        run, "needs the whole of", True, lambda: torch.as_tensor(param, dtype=torch.complex128)
+    )
+
+
 @contextlib.contextmanager
 def expect_apart(run: Run, text: str, seed: int) -> Iterator[None]:
     """What is done to parameters in the block is an error of the next step; then it is undone."""

@@ -81,6 +81,14 @@ _SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDis
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes see the operators of this thread; costs next to nothing."""
 
+below_dispatch = torch._C._DisableTorchDispatch
+"""Scope in which operators ask neither modes nor classes."""
+
+
+def is_dispatched(tensor: torch.Tensor) -> bool:
+    """Whether operators ask the class of a tensor, which was so when torch made the tensor."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
 
 def in_selective() -> bool:
     """Whether a selective checkpoint saves operators, or looks for those that it saved."""

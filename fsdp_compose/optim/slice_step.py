@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -34,6 +35,7 @@ from fsdp_compose.base.torch_private import (
     step_function,
     untraced,
 )
+from fsdp_compose.base.torch_stack import below_dispatch, count_modes
 from fsdp_compose.optim.step_plan import Plan, Recorder, survey
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, ShardSpec, tag
 
@@ -218,7 +220,10 @@ def _step(
         init_group: called in the place of torch's.
     """
     tagged = [grad for grad in grads if type(grad) is ShardedTensor]
-    with raw():
+    is_watched = count_modes() > 0  # by modes, which see what the classes of parameters dispatch
+    if is_watched:
+        params = []
+    with raw(), nullcontext() if is_watched else below_dispatch():
         try:
             optimizer.__dict__["_init_group"] = init_group
             _set_classes(params, nn.Parameter)

@@ -17,6 +17,7 @@ Files, each importing only from those above it:
     cut         cuts this rank's elements out of a whole tensor
     kept_grad   a parameter's gradient, kept where reading it costs little
     leaf_hooks  a sharded parameter's hooks, run once on the reduced gradient
+    reads       what the dispatcher asks of a slice, where nobody else does
     torchstate  what torch's functions over state dicts ask of a slice
     writes      what is written into parameters is noted, for ranks to compare
     tensor      the classes of sharded tensor; tag, to_local

@@ -24,6 +24,7 @@ __all__ = [
     "PRIVACY",
     "QUANTIZING",
     "RAW",
+    "READ",
     "SAVING",
     "STATE_KEY",
     "TENSOR_PARALLEL_FIRST",
@@ -53,6 +54,11 @@ RAW = (
     f"{SAVING} `p.to_local()` gives the memory of the slice itself, local_parameters(model) that "
     "of all slices; `p.full_tensor()` is a detached copy of the whole (every rank calls it). Tied "
     "parameters are one object: compare id(p), not addresses."
+)
+READ = (
+    "torch.tensor(p), torch.as_tensor(p, dtype=...), torch.vmap over p, collectives of "
+    "torch.distributed and operators of other packages would take the slice for the whole. "
+    f"{_COPIES}"
 )
 WHOLE_COPY = (
     "An EMA or another copy of the model that was made before fully_shard has whole parameters: "

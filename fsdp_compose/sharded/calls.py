@@ -32,6 +32,7 @@ from fsdp_compose.sharded.operands import (
     cut_operands,
     with_partners,
 )
+from fsdp_compose.sharded.reads import call_slices
 from fsdp_compose.sharded.reduce import (
     REDUCTIONS,
     average_over_replicas,
@@ -82,7 +83,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     given = args, kwargs
     if plain or kwargs:
         args, kwargs = cut_operands(func, args, kwargs, spec)
-    out = call_raw(func, (), args, kwargs)
+    out = call_slices(func, args, kwargs)
     if func in ops.IN_PLACE or "out" in kwargs:
         note_call(func, *given)
     if type(out) is Tensor:
@@ -96,12 +97,12 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Convert the slice; the result is sharded."""
     if args and not is_sharded(args[0]):
-        return call_raw(func, (), args, kwargs)
+        return call_slices(func, args, kwargs)
     spec = args[0]._shard_spec
     if kwargs.get("memory_format") not in PLAIN_FORMATS:
         refuse(func, spec, "the slice has no memory format")
     _check_swap(func, spec)
-    out = call_raw(func, (), args, kwargs)
+    out = call_slices(func, args, kwargs)
     return tag(out, spec) if type(out) is Tensor else out
 
 
@@ -154,7 +155,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     return _foreach_mixed(func, args, kwargs)
     except AttributeError:
         return _foreach_mixed(func, args, kwargs)
-    out = call_raw(func, (), args, kwargs)
+    out = call_slices(func, args, kwargs)
     if func in ops.FUSED:
         _count_write(args[0] if args else kwargs["self"])
     elif func in ops.FOREACH_IN_PLACE:
@@ -207,7 +208,7 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             items[i] = cut_operand(func, items[i], spec)
     given = args, kwargs
     args = tuple(lists.get(i, value) for i, value in enumerate(args))
-    out = call_raw(func, (), args, {k: lists.get(k, value) for k, value in kwargs.items()})
+    out = call_slices(func, args, {k: lists.get(k, value) for k, value in kwargs.items()})
     if func in ops.FUSED:
         _count_write(lists[first])
     elif func in ops.FOREACH_IN_PLACE:

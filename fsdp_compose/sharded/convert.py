@@ -24,6 +24,7 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.sharded.cut import part_slice
 from fsdp_compose.sharded.kept_grad import stop_keeping
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, listen
+from fsdp_compose.sharded.reads import ignore_reads
 from fsdp_compose.sharded.spec import ShardSpec
 from fsdp_compose.sharded.tensor import (
     ShardedDTensor,
@@ -46,6 +47,7 @@ def untag(tensor: Any) -> Any:
     """Undo :func:`tag`: the same object is a plain tensor of the local slice again."""
     if type(tensor) in _PLAIN:
         stop_keeping(tensor)
+        ignore_reads(tensor)
         own = tensor.__dict__
         for name in ("_shard_spec", "dtype", "device"):
             own.pop(name, None)

@@ -48,13 +48,13 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class ShardedWeightError(RuntimeError):
     """A function that needs the whole tensor was given this rank's slice of one (D1).
 
-    A few functions of torch read a tensor's memory without asking its class, so nothing can raise
-    there. They return this rank's slice, plain and 1-D: ``torch.tensor(p)`` (which warns),
-    ``torch.Tensor(p)``, ``x.new(p)`` and ``x.new_tensor(p)`` of a plain x,
-    ``torch.as_tensor(p, dtype)`` and ``torch.asarray(p, dtype)`` with another dtype,
-    ``torch.autograd.Variable(p)``, ``torch.utils.dlpack.to_dlpack(p)``, ``plain.data = p``, and
-    ``torch.vmap``, ``torch.func.grad`` and ``torch.func.vjp`` over p itself, outside
-    ``functional_call``. Give them ``p.full_tensor()``.
+    A few functions of torch read a tensor's memory without asking its class. Of a parameter they
+    raise all the same, but for ``torch.utils.dlpack.to_dlpack(p)`` and ``plain.data = p``. Of what
+    is computed from parameters, gradients and optimizer state they give this rank's slice, plain
+    and 1-D: ``torch.tensor(x)`` (which warns), ``torch.Tensor(x)``, ``y.new(x)`` and
+    ``y.new_tensor(x)`` of a plain y, ``torch.as_tensor(x, dtype)`` and ``torch.asarray(x, dtype)``
+    with another dtype, ``torch.autograd.Variable(x)``, ``torch.vmap``, ``torch.func.grad`` and
+    ``torch.func.vjp`` over x. Give them ``x.full_tensor()``.
     """
 
 

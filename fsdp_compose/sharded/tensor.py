@@ -28,7 +28,6 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import (
     call_raw,
-    disabled_torch_dispatch,
     enable_torch_function,
     is_torch_function_enabled,
     make_subclass,
@@ -42,6 +41,7 @@ from fsdp_compose.sharded.cut import own_slice, part_slice
 from fsdp_compose.sharded.kept_grad import forget_grad, keep_grad
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel
+from fsdp_compose.sharded.reads import Dispatched, call_slices, watch_reads
 from fsdp_compose.sharded.spec import (
     Handler,
     Residence,
@@ -224,8 +224,7 @@ class _Sharded(TorchState):
         if self._is_parameter:
             self._shard_spec.residence.is_shared = True
         if torch.is_grad_enabled() and self.requires_grad:
-            with raw():
-                return self.as_subclass(Tensor)
+            return call_slices(Tensor.as_subclass, (self, Tensor), {})
         return to_local(self)
 
     def full_tensor(self) -> Tensor:
@@ -311,7 +310,7 @@ class ShardedTensor(_Sharded, Tensor):  # type: ignore[misc, override]
     """A slice of a gradient, an optimizer state, or a tensor computed from them elementwise."""
 
 
-class ShardedParameter(_Sharded, torch.nn.Parameter):  # type: ignore[misc, override]
+class ShardedParameter(Dispatched, _Sharded, torch.nn.Parameter):  # type: ignore[misc, override]
     """A slice of a parameter."""
 
     _is_parameter = True
@@ -328,14 +327,13 @@ class _Part:
         to_local(self.param).copy_(part_slice(part, self.param._shard_spec))
 
 
-class ShardedDTensor(_Sharded, DTensor):  # type: ignore[misc, override]
+class ShardedDTensor(Dispatched, _Sharded, DTensor):  # type: ignore[misc, override]
     """A slice of a DTensor parameter, which stays a DTensor with the same mesh and placements.
 
     Its memory is that of a plain tensor, which autograd and optimizers handle at their usual speed.
     """
 
     __slots__ = ()  # what a class must have in common with DTensor to take its place
-    __torch_dispatch__ = disabled_torch_dispatch  # type: ignore[assignment]
     _is_parameter = True
     _noted = PARAMETER
 
@@ -371,7 +369,9 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
     if type(tensor) is Tensor:
         tensor.__class__ = ShardedTensor
     elif type(tensor) not in _CLASSES:
-        tensor.__class__ = ShardedDTensor if isinstance(tensor, DTensor) else ShardedParameter
+        kind = ShardedDTensor if isinstance(tensor, DTensor) else ShardedParameter
+        watch_reads(tensor, kind)
+        tensor.__class__ = kind
     return tensor
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compose.base.torch_private import call_raw, set_class
 from fsdp_compose.base.torch_stack import (
+    below_dispatch,
     is_asked_by_state_walk,
     is_called_by_state_walk,
     value_under_load,
@@ -67,7 +68,8 @@ class _Whole:
 
 def to_local(tensor: Any) -> Tensor:
     """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
-    return call_raw(Tensor.detach, (), (tensor,))
+    with below_dispatch():
+        return call_raw(Tensor.detach, (), (tensor,))
 
 
 def place_of(local: Tensor) -> tuple[object, ...]:

@@ -152,25 +152,21 @@ def test_every_function_gives_the_wholes_answer() -> None:
 
 
 BYPASSES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("torch.tensor(p)", lambda p: torch.tensor(p)),
-    ("torch.Tensor(p)", lambda p: torch.Tensor(p)),
-    ("x.new(p)", lambda p: torch.zeros(2).new(p)),
-    ("x.new_tensor(p)", lambda p: torch.zeros(2).new_tensor(p)),
-    ("torch.as_tensor(p, dtype)", lambda p: torch.as_tensor(p, dtype=torch.float64)),
-    ("torch.asarray(p, dtype)", lambda p: torch.asarray(p, dtype=torch.float64)),
-    ("torch.autograd.Variable(p)", lambda p: torch.autograd.Variable(p)),
-    (
-        "torch.utils.dlpack.to_dlpack(p)",
-        lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())),
-    ),
-    ("torch.vmap", lambda p: torch.vmap(lambda t: 2 * t)(p)),
-    ("torch.func.grad", lambda p: torch.func.grad(lambda t: t.square().sum())(p)),
-    ("torch.func.vjp", lambda p: torch.func.vjp(lambda t: 2 * t, p)[0]),
+    ("torch.tensor(x)", lambda x: torch.tensor(x)),
+    ("torch.Tensor(x)", lambda x: torch.Tensor(x)),
+    ("y.new(x)", lambda x: torch.zeros(2).new(x)),
+    ("y.new_tensor(x)", lambda x: torch.zeros(2).new_tensor(x)),
+    ("torch.as_tensor(x, dtype)", lambda x: torch.as_tensor(x, dtype=torch.float64)),
+    ("torch.asarray(x, dtype)", lambda x: torch.asarray(x, dtype=torch.float64)),
+    ("torch.autograd.Variable(x)", lambda x: torch.autograd.Variable(x)),
+    ("torch.vmap", lambda x: torch.vmap(lambda t: 2 * t)(x)),
+    ("torch.func.grad", lambda x: torch.func.grad(lambda t: t.square().sum())(x)),
+    ("torch.func.vjp", lambda x: torch.func.vjp(lambda t: 2 * t, x)[0]),
 ]
 
 
 def test_what_cannot_raise_is_documented() -> None:
-    """What reads memory below ``__torch_function__`` returns a plain 1-D slice; help() says so."""
+    """What is read below ``__torch_function__`` is a plain 1-D slice, as help() says."""
 
     def ranks(rank: int) -> None:
         p = shard([torch.rand(3, 3)], world())[0]
@@ -179,8 +175,12 @@ def test_what_cannot_raise_is_documented() -> None:
             warnings.simplefilter("ignore")
             for name, call in BYPASSES:
                 assert name in text, name
-                out = call(p)
+                out = call(p.detach())
                 assert type(out) is Tensor and out.ndim == 1, name
+                with pytest.raises(ShardedWeightError, match="needs the whole of"):
+                    call(p)
+        capsule = torch.utils.dlpack.to_dlpack(p.detach())
+        assert torch.from_dlpack(capsule).ndim == 1 and "to_dlpack(p)" in text
         plain = nn.Parameter(torch.rand(3, 3))
         plain.data = p.data
         assert plain.ndim == 1 and "plain.data = p" in text

@@ -214,12 +214,7 @@ def to_safetensors(lib: Library) -> None:
     compare(load(save(values)), pair.plain.state_dict())
 
 
-@row(
-    "T21",
-    "torch.tensor(p), which asks no class of torch's",
-    names=r"weight|bias",
-    limit="use p.full_tensor()",
-)
+@row("T21", "torch.tensor(p), which asks no class of torch's", names=r"weight|bias")
 def to_tensor(lib: Library) -> None:
     pair = lib.pair(tower)
     found = torch.tensor(pair.inner.head.weight)

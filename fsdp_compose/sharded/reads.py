@@ -1,0 +1,106 @@
+"""Parameters that answer for their slice also where torch asks no ``__torch_function__``.
+
+``torch.tensor(p)``, ``torch.as_tensor(p, dtype=...)``, ``torch.vmap`` over ``p``, collectives of
+``torch.distributed`` and operators of other packages go straight to the dispatcher. That asks
+``__torch_dispatch__``, of tensors that torch made with a class that has one. So such a tensor takes
+the place of what a parameter holds, and the object stays the same. Gradients, optimizer state and
+what is computed from them are not asked: autograd holds those, so nothing can take their places.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from fsdp_compose.base.torch_private import (
+    call_raw,
+    disabled_torch_dispatch,
+    graph_task_id,
+    is_torch_function_enabled,
+    make_subclass,
+    raw,
+    swap_contents,
+    tensor_use_count,
+)
+from fsdp_compose.base.torch_stack import below_dispatch, count_modes, is_dispatched
+from fsdp_compose.sharded.advice import READ
+from fsdp_compose.sharded.spec import ShardSpec, refuse
+
+_Base: Any = object
+
+
+class Dispatched(_Base):
+    """Mixin of the sharded parameters."""
+
+    __slots__ = ()
+    _shard_spec: ShardSpec
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Act on slices in a ``raw`` scope and for autograd; else nobody asked the parameter."""
+        if is_torch_function_enabled() and graph_task_id() == -1:
+            _refuse_read(func, [*args, *(kwargs or {}).values()])
+        with raw():
+            return disabled_torch_dispatch(func, types, args, kwargs or {})
+
+
+def _refuse_read(func: Any, pending: list[Any]) -> NoReturn:
+    while not isinstance(pending[0], Dispatched):
+        value = pending.pop(0)
+        pending += value if isinstance(value, list | tuple) else ()
+    refuse(func, pending[0]._shard_spec, "", READ)
+
+
+def call_slices(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on the slices; faster than by ``__torch_dispatch__`` where no mode looks."""
+    if count_modes():
+        return call_raw(func, (), args, kwargs)
+    with below_dispatch():
+        return call_raw(func, (), args, kwargs)
+
+
+def watch_reads(param: Any, cls: type) -> None:
+    """Let the dispatcher ask ``cls`` from now on, which the parameter is about to get.
+
+    Where a graph goes through the parameter as it is, that holds what it has, and it is left alone.
+    """
+    with raw():
+        if tensor_use_count(param) == 1:
+            _exchange(param, make_subclass(cls, param.detach(), param.requires_grad))
+
+
+def ignore_reads(param: Any) -> None:
+    """Undo ``watch_reads``, before the parameter gets a plain class again.
+
+    What a graph holds can get no gradient to the parameter any more, so a backward raises.
+    """
+    with raw():
+        if not is_dispatched(param):
+            return
+        is_used, name = tensor_use_count(param) > 1, param._shard_spec.fqn
+        other: Any = nn.Parameter(param.detach(), param.requires_grad)
+        _exchange(param, other)
+        if is_used:
+            other.register_hook(partial(_refuse_backward, name))
+            other.__class__ = _Left
+
+
+class _Left(Dispatched, nn.Parameter):  # type: ignore[misc]
+    """What a sharded parameter held, and a graph still does."""
+
+
+def _refuse_backward(name: str, grad: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"backward of a graph that was computed from the sharded parameter {name!r}, which became "
+        "plain since (undo, refresh): call backward before that, or compute the loss again."
+    )
+
+
+def _exchange(param: Any, other: Tensor) -> None:
+    """Let a leaf hold what ``other`` does; its gradient and hooks were taken from it before."""
+    grad_dtype = param.grad_dtype
+    swap_contents(param, other)
+    if param.grad_dtype != grad_dtype:
+        param.grad_dtype = grad_dtype
