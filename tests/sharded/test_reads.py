@@ -209,3 +209,24 @@ def test_a_parameter_that_a_graph_holds_is_sharded() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         simulate_ranks(ranks, 2)
+
+
+def test_a_copy_of_a_parameter_in_optimizer_state() -> None:
+    """Its class computes what operators do, and yet it is a slice as other state is."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer)
+        for param in model.parameters():
+            optimizer.state[param]["anchor"] = copy.deepcopy(param)
+        saved = fc.optim_state_dict(model, optimizer, kind="full")
+        anchors = [optimizer.state[param]["anchor"] for param in model.parameters()]
+        wanted = [anchor.full_tensor() for anchor in anchors]
+        for anchor in anchors:
+            anchor.data.zero_()
+        fc.load_optim_state_dict(model, optimizer, saved)
+        for param, whole in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(optimizer.state[param]["anchor"].full_tensor(), whole)
+
+    simulate_ranks(ranks, 2)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compose.base.torch_private import is_opaque
+from fsdp_compose.sharded import is_sharded
 
 _STEP = r"\[\d+\]|\(\d+\)|\{-?\d+\}|\{'[^']*'\}"
 _NESTED = re.compile(rf"(.+?)((?:{_STEP})+)", re.DOTALL)
@@ -83,7 +84,7 @@ def find_object(value: Any) -> Any:
     their numbers elsewhere, may hold a slice or the whole, and nothing tells which.
     """
     if isinstance(value, Tensor):
-        return value if is_opaque(value) else None
+        return value if is_opaque(value) and not is_sharded(value) else None
     if value is None or isinstance(value, _CONSTANTS):
         return None
     if type(value) not in (list, tuple, dict):
