@@ -224,6 +224,7 @@ FOUND = {
     "each rank writes a parameter in its own way": Case(
         PAIR, 2, "FULL_SHARD", (("own write", 0),),
     ),
+    "one rank clears its gradients": Case(PAIR, 2, "FULL_SHARD", (("own clear", 0),)),
     "memory is read without asking": Case(
         PAIR, 2, "FULL_SHARD", (("step", 0), ("read below", 0)),
     ),

@@ -243,6 +243,23 @@ def _edit_on_one_rank(run: Run, n: int, seed: int) -> None:
         expect_error(run, "a scope of", is_seen, edit)
 
 
+@operation("own clear")
+def _clear_on_one_rank(run: Run, n: int, seed: int) -> None:
+    """What one rank alone clears is an error on all once a backward adds to what others have."""
+    if run.case.world == 1 or not hears_at_once(run.case):
+        return
+    for model in run.both:
+        model.zero_grad()
+    run.twin.train_on(seed)
+    is_due = any(p.grad is not None for p in run.twin.reference.parameters())
+    if run.rank == n % run.case.world:
+        run.twin.model.zero_grad()
+    again = lambda: run.twin.own_loss(seed + 20).backward()  # noqa: E731
+    expect_error(run, "gradients that were there", is_due, again)
+    for model in run.both:
+        model.zero_grad()
+
+
 @operation("read below")
 def _read_below_classes(run: Run, n: int, seed: int) -> None:
     """What reads memory without asking a parameter's class gets an error, and no slice."""

@@ -101,7 +101,7 @@ OPS = (
     "scope gradients", "plain optimizer", "convert", "ahead", "apply", "stream", "own gradient",
     "hook on units", "outside loss", "second order", "scaler", "module hook", "half a graph",
     "enabled inside", "own operand", "own edit", "own write", "own settings", "interrupt",
-    "write unseen", "read below",
+    "write unseen", "read below", "own clear",
 )  # fmt: skip
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")

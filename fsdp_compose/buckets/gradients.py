@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
 
+from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer, alias
 from fsdp_compose.comm.collectives import lender_of
+from fsdp_compose.sharded import note_added
 
 
 def open_grad_buffer(bucket: Bucket) -> GradBuffer:
@@ -159,6 +164,27 @@ def discard_waiting(bucket: Bucket) -> bool:
 def zero_gradient(entry: Entry, bucket: Bucket) -> torch.Tensor:
     """What this rank adds to the gradient of a parameter that only others used."""
     return torch.zeros(entry.spec.shape, dtype=bucket.full.dtype, device=bucket.mesh.device)
+
+
+def add_gradients(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], entries: Sequence[Entry]
+) -> None:
+    """Set ``.grad`` where there is none, and add to it where there is; use it under ``raw``."""
+    previous = list(map(get_grad, params))
+    if all(map(is_, previous, repeat(None))):
+        exhaust(map(set_grad, params, grads))
+        return
+    held: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    for param, before, grad in zip(params, previous, grads, strict=True):
+        if before is None:
+            set_grad(param, grad)
+        else:
+            held.append(before)
+            added.append(grad)
+    note_added([entry.spec for entry in entries], [grad is not None for grad in previous])
+    with torch.no_grad():
+        torch._foreach_add_(held, added)
 
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, repeat
-from operator import is_
+from itertools import compress
 from typing import Any
 
 import torch
 
-from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.gradients import close_grad_buffer, cut, pack, sum_slots
+from fsdp_compose.buckets.gradients import add_gradients, close_grad_buffer, cut, pack, sum_slots
 from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.buckets.reduce import (
     plan_scatter,
@@ -37,7 +36,7 @@ from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
-from fsdp_compose.sharded import replace_grad, run_gradient_hooks, tag
+from fsdp_compose.sharded import note_added, replace_grad, run_gradient_hooks, tag
 
 
 @dataclass(eq=False, slots=True)
@@ -318,7 +317,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         if is_hooked:
             pairs = zip(entries, grads, strict=True)
             grads = [run_gradient_hooks(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
-        _add_gradients(params, grads)
+        add_gradients(params, grads, entries)
     if mirror is not None:
         mirror.settle(flat)
     if is_hooked:
@@ -333,27 +332,10 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         show_stand_ins(unit)
 
 
-def _add_gradients(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-    """Set ``.grad`` where there is none, and add to it where there is."""
-    previous = list(map(get_grad, params))
-    if all(map(is_, previous, repeat(None))):
-        exhaust(map(set_grad, params, grads))
-        return
-    held: list[torch.Tensor] = []
-    added: list[torch.Tensor] = []
-    for param, before, grad in zip(params, previous, grads, strict=True):
-        if before is None:
-            set_grad(param, grad)
-        else:
-            held.append(before)
-            added.append(grad)
-    with torch.no_grad():
-        torch._foreach_add_(held, added)
-
-
 def accumulate(results: dict[Entry, torch.Tensor]) -> None:
     """Set or add to ``.grad`` gradients with a graph over them, then run the hooks."""
     with raw(), torch.enable_grad():
+        note_added([e.spec for e in results], [get_grad(e.param) is not None for e in results])
         for entry, result in results.items():
             grad = tag(result, entry.spec)
             if entry.spec.hooks.gradient:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress, repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -135,7 +138,9 @@ def _list_names(params: Sequence[nn.Parameter]) -> list[tuple[str, str]]:
 def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
     """What the groups of an optimizer say now, for ranks to compare; no device is waited for."""
     settings = [_list_numbers(group) for group in optimizer.param_groups]
-    number = hash(frozenset([tuple(numbers.values()) for numbers in settings]))
+    passed_over = _list_without_gradient(optimizer)
+    names = [zlib.crc32(f"{unit} {name}".encode()) for unit, name in passed_over]
+    number = hash(frozenset([*[tuple(numbers.values()) for numbers in settings], *names]))
     ref = weakref.ref(optimizer)  # else this holds the weights if no step follows
 
     def by_parameter() -> dict[tuple[str, str], dict[str, str]]:
@@ -143,11 +148,21 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
         groups = [] if stepped is None else stepped.param_groups
         return {
             name: {k: repr(v) for k, v in numbers.items()}
+            | {"gradient": "None" if name in passed_over else "a tensor"}
             for group, numbers in zip(groups, settings, strict=False)
             for name in _list_names(group["params"])
         }
 
     return Settings(number, by_parameter)
+
+
+def _list_without_gradient(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    """(unit, parameter) of the sharded parameters that were to be trained and had no gradient."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with raw():
+        missing = list(compress(params, map(is_, map(get_grad, params), repeat(None))))
+        trained = [p for p in missing if is_sharded_parameter(p) and requires_grad(p)]
+    return _list_names(trained)
 
 
 def _list_numbers(group: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,26 @@ def divided_apart(lib: Library) -> None:
     pair.train()
 
 
+@row("D17", "gradients that rank 0 alone clears between two backwards", names=r"gradient|rank \d")
+def cleared_on_one_rank(lib: Library) -> None:
+    pair = lib.pair(tower)
+    pair.backward(0)
+    if dist.get_rank() == 0:
+        pair.model.zero_grad()
+    pair.backward(1)
+    pair.step()
+
+
+@row("D17", "a gradient that rank 0 alone sets to None before the step", names=r"weight|rank \d")
+def dropped_on_one_rank(lib: Library) -> None:
+    pair = lib.pair(tower)
+    pair.backward(0)
+    if dist.get_rank() == 0:
+        pair.inner.head.weight.grad = None
+    pair.step()
+    pair.train()
+
+
 @row("U16", "full parameters that each rank edits in its own way", names=r"weight|rank \d")
 def edited_apart(lib: Library) -> None:
     pair = lib.pair(tower)

@@ -30,7 +30,8 @@ _CHANGING = (
     "Each rank writes its slice alone, so the whole is now made of parts of different values. "
     "Write the same on every rank, also where one rank alone knows what (send it to the others, or "
     "use gathered(module, writeback=True, rank0_only=True)); p.normal_() and torch.randn_like(p) "
-    "draw the same on all; all-reduce what gradients are divided by, such as a count of tokens. "
+    "draw the same on all; all-reduce what gradients are divided by, such as a count of tokens; "
+    "clear gradients (zero_grad) on every rank or on none. "
     "Then load a checkpoint on every rank."
 )
 _REDUCING = (
@@ -127,7 +128,8 @@ def explain_settings(
         "ReduceLROnPlateau, and whatever else follows a loss, the mean of the loss over the ranks; "
         "give an optimizer that sums over all parameters (Prodigy, D-Adaptation) "
         "model.parameters(), not a rank's part of them (owner_step, local_parameters, "
-        "flat_parameters). Then load a checkpoint on every rank."
+        "flat_parameters); clear a gradient (p.grad = None) on every rank or on none. Then load a "
+        "checkpoint on every rank."
     )
 
 

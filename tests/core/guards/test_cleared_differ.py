@@ -1,0 +1,181 @@
+"""Ranks that clear gradients each in its own way raise, before or after they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compose as fc
+from fsdp_compose import ShardingStrategy
+
+from harness import simulate_ranks
+from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, sgd, square
+
+FOUND = "ranks wrote in their own ways before step .*gradients that were there before"
+STEPPED = "parameter 'head.weight' of unit .* was stepped with gradient="
+
+
+def clear_one(model: nn.Module) -> None:
+    model.get_parameter("head.weight").grad = None
+
+
+def delete_one(model: nn.Module) -> None:
+    del model.get_parameter("head.weight").grad
+
+
+CLEARS: list[Callable[[Any], object]] = [nn.Module.zero_grad, clear_one, delete_one]
+
+
+def backward(model: nn.Module, rank: int, seed: int) -> None:
+    square(model, data(seed, rank)).backward()
+
+
+@pytest.mark.parametrize("clear", CLEARS, ids=lambda f: f.__name__)
+def test_the_next_backward_finds_it(clear: Callable[[nn.Module], object]) -> None:
+    """One rank clears after its step; the others add to what they had."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = sgd(model.parameters())
+        backward(model, rank, 0)
+        optim.step()
+        if rank == 1:
+            clear(model)
+        with pytest.raises(RuntimeError, match=FOUND) as raised:
+            backward(model, rank, 1)
+        text = str(raised.value)
+        assert "ranks 0 and 2 change" in text and "backward: all, last" in text, text
+        assert (clear is nn.Module.zero_grad) or "all but head.weight" in text, text
+        model.zero_grad()
+        backward(model, rank, 2)
+        optim.step()
+
+    simulate_ranks(ranks, 3)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+def test_each_strategy_finds_it(strategy: ShardingStrategy) -> None:
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2) if "HYBRID" in strategy.name else None
+        model = by_block(seeded(Tower), mesh=mesh, strategy=strategy)
+        backward(model, rank, 0)
+        if rank == 0:
+            model.zero_grad()
+        with pytest.raises(RuntimeError, match=FOUND):
+            backward(model, rank, 1)
+
+    simulate_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize("clear", CLEARS[1:], ids=lambda f: f.__name__)
+def test_a_step_without_it_is_found_in_the_next(clear: Callable[[nn.Module], object]) -> None:
+    """One rank clears a gradient before the step, which leaves its slice as it is."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = sgd(model.parameters())
+        backward(model, rank, 0)
+        if rank == 1:
+            clear(model)
+        optim.step()
+        optim.zero_grad()
+        with pytest.raises(RuntimeError, match=STEPPED) as raised:
+            backward(model, rank, 1)
+        assert "gradient=None on rank 1" in str(raised.value)
+
+    simulate_ranks(ranks, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_with_a_graph_is_compared_too() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        for seed in range(2):
+            loss = square(model, data(seed, rank))
+            if seed and rank == 0:
+                model.zero_grad()
+            if not seed:
+                loss.backward(create_graph=True)
+                continue
+            with pytest.raises(RuntimeError, match=FOUND):
+                loss.backward(create_graph=True)
+
+    simulate_ranks(ranks, 2)
+
+
+def clear_by_optimizer(model: nn.Module, optim: Any, rank: int) -> None:
+    optim.zero_grad()
+
+
+def clear_each_way(model: nn.Module, optim: Any, rank: int) -> None:
+    optim.zero_grad() if rank else model.zero_grad()
+
+
+def clear_in_any_order(model: nn.Module, optim: Any, rank: int) -> None:
+    for param in list(model.parameters())[:: 1 if rank else -1]:
+        param.grad = None
+
+
+def clear_twice(model: nn.Module, optim: Any, rank: int) -> None:
+    for _ in range(1 + rank):
+        model.zero_grad()
+
+
+def clear_some(model: nn.Module, optim: Any, rank: int) -> None:
+    model.blocks[1].zero_grad()
+
+
+def leave_all(model: nn.Module, optim: Any, rank: int) -> None:
+    """Gradients add up over steps."""
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [clear_by_optimizer, clear_each_way, clear_in_any_order, clear_twice, clear_some, leave_all],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_all_ranks_clear_is_no_error(when: str, clear: Callable[..., None]) -> None:
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        both = ((twin.model, twin.optim), (twin.reference, twin.plain_optim))
+        for seed in range(3):
+            twin.backward(square, seed)
+            for model, optim in both:
+                if when == "before":
+                    clear(model, optim, rank)
+                if any(p.grad is not None for p in model.parameters()):
+                    optim.step()
+                if when == "after":
+                    clear(model, optim, rank)
+        twin.check()
+
+    simulate_ranks(ranks, 2)
+
+
+def test_parameters_that_no_rank_used_are_no_error() -> None:
+    """What a rank alone did not use has a gradient there too; what none used has one nowhere."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            return self.a(x) + self.b(x) if both else self.a(x)
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(seeded(Branches))
+        optim = sgd(model.parameters())
+        for seed in range(3):
+            for _ in range(2):
+                model(data(seed, rank), rank == 0).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        assert model.c.weight.grad is None
+
+    simulate_ranks(ranks, 2)
