@@ -15,7 +15,9 @@ import torch
 import fsdp_compose as fc
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import SELF
+from fsdp_compose.buckets import gradients
 from fsdp_compose.comm import waiting
+from fsdp_compose.core import reducing
 from fsdp_compose.core.autograd import Gather
 from fsdp_compose.core.guards import (
     cast_buffers,
@@ -49,6 +51,7 @@ LEFT_OUT = "core/test_steps_left_out.py"
 SETTINGS = "core/test_settings_differ.py"
 PARTNERS = "sharded/test_partners_differ.py"
 EXIT = "cli/test_exit.py"
+CLEARED = "core/guards/test_cleared_differ.py"
 
 
 def is_function(node: Any) -> bool:
@@ -162,6 +165,14 @@ def remember_compared() -> None:
     """A mask is taken for a result of what the parameter was compared with."""
     names = {k: v for k, v in vars(operands.ops).items() if not k.startswith("__")}
     operands.ops = SimpleNamespace(**{**names, "COMPARING": frozenset()})
+
+
+def note_all(note: Any, specs: Any, are_there: Any) -> None:
+    note(specs, [True] * len(specs))
+
+
+def clear_head(model: torch.nn.Module) -> None:
+    model.get_parameter("head.weight").grad = None
 
 
 BREAKS: dict[str, tuple[Any, ...]] = {
@@ -391,6 +402,23 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "operands that are compared with": (
         remember_compared, PARTNERS, "test_writes_remember_nothing",
+    ),
+    # Gradients that ranks clear in their own ways.
+    "gradients that one rank clears": (
+        put(gradients, "note_added", lambda specs, are_there: None),
+        CLEARED, "test_the_next_backward_finds_it", torch.nn.Module.zero_grad,
+    ),
+    "which gradients one rank clears": (
+        wrap("note_added", "sharded.writes", note_all),
+        CLEARED, "test_the_next_backward_finds_it", clear_head,
+    ),
+    "gradients with a graph that one rank clears": (
+        put(reducing, "note_added", lambda specs, are_there: None),
+        CLEARED, "test_a_gradient_with_a_graph_is_compared_too",
+    ),
+    "steps without a gradient": (
+        put(step_guard, "_list_without_gradient", lambda optimizer: []),
+        CLEARED, "test_a_step_without_it_is_found_in_the_next", clear_head,
     ),
     # The end of a process.
     "the thread that watches": (
