@@ -74,6 +74,7 @@ def cleared_on_one_rank(lib: Library) -> None:
         pair.model.zero_grad()
     pair.backward(1)
     pair.step()
+    pair.train()
 
 
 @row("D17", "a gradient that rank 0 alone sets to None before the step", names=r"weight|rank \d")

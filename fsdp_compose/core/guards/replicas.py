@@ -135,10 +135,14 @@ def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
     aligned = data.storage_offset() % 8 == 0
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     count = min(_CHUNK, data.numel() // 8 + 8)
-    weights = 2 * torch.arange(count, device=data.device) + 1
+    weights = torch.arange(1, 2 * count, 2, device=data.device)
     for start in range(0, whole, 8 * _CHUNK):
         piece = data[start : min(start + 8 * _CHUNK, whole)]
         words = (piece if aligned else piece.clone()).view(torch.int64)
-        total += (words * weights[: words.numel()]).sum() + words.sum() * (start // 4)
-    tail = data[whole:].to(torch.int64)
-    return total + (tail * weights[: tail.numel()]).sum()
+        total += (words * weights[: words.numel()]).sum()
+        if start:
+            total += words.sum() * (start // 4)
+    if whole < data.numel():
+        tail = data[whole:].to(torch.int64)
+        total += (tail * weights[: tail.numel()]).sum()
+    return total
