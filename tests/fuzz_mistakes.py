@@ -255,7 +255,7 @@ def _clear_on_one_rank(run: Run, n: int, seed: int) -> None:
     if run.rank == n % run.case.world:
         run.twin.model.zero_grad()
     again = lambda: run.twin.own_loss(seed + 20).backward()  # noqa: E731
-    expect_error(run, "gradients that were there", is_due, again)
+    expect_error(run, "gradients were cleared on some", is_due, again)
     for model in run.both:
         model.zero_grad()
 

@@ -15,7 +15,6 @@ import torch
 import fsdp_compose as fc
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import SELF
-from fsdp_compose.buckets import gradients
 from fsdp_compose.comm import waiting
 from fsdp_compose.core import reducing
 from fsdp_compose.core.autograd import Gather
@@ -167,8 +166,8 @@ def remember_compared() -> None:
     operands.ops = SimpleNamespace(**{**names, "COMPARING": frozenset()})
 
 
-def note_all(note: Any, specs: Any, are_there: Any) -> None:
-    note(specs, [True] * len(specs))
+def note_all(note: Any, entries: Any, were_there: Any) -> None:
+    note(entries, [True] * len(entries))
 
 
 def clear_head(model: torch.nn.Module) -> None:
@@ -405,15 +404,15 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     # Gradients that ranks clear in their own ways.
     "gradients that one rank clears": (
-        put(gradients, "note_added", lambda specs, are_there: None),
+        answer(None, "explain_added", "core.guards.rank_differences"),
         CLEARED, "test_the_next_backward_finds_it", torch.nn.Module.zero_grad,
     ),
     "which gradients one rank clears": (
-        wrap("note_added", "sharded.writes", note_all),
+        wrap("note_added", "core.guards.added_gradients", note_all),
         CLEARED, "test_the_next_backward_finds_it", clear_head,
     ),
     "gradients with a graph that one rank clears": (
-        put(reducing, "note_added", lambda specs, are_there: None),
+        put(reducing, "note_added", lambda entries, were_there: None),
         CLEARED, "test_a_gradient_with_a_graph_is_compared_too",
     ),
     "steps without a gradient": (

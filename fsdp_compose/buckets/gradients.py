@@ -16,7 +16,6 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer, alias
 from fsdp_compose.comm.collectives import lender_of
-from fsdp_compose.sharded import note_added
 
 
 def open_grad_buffer(bucket: Bucket) -> GradBuffer:
@@ -167,13 +166,17 @@ def zero_gradient(entry: Entry, bucket: Bucket) -> torch.Tensor:
 
 
 def add_gradients(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], entries: Sequence[Entry]
-) -> None:
-    """Set ``.grad`` where there is none, and add to it where there is; use it under ``raw``."""
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> list[bool] | None:
+    """Set ``.grad`` where there is none, and add to it where there is; use it under ``raw``.
+
+    Returns:
+        Where there was one; None where there was none at all.
+    """
     previous = list(map(get_grad, params))
     if all(map(is_, previous, repeat(None))):
         exhaust(map(set_grad, params, grads))
-        return
+        return None
     held: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
     for param, before, grad in zip(params, previous, grads, strict=True):
@@ -182,9 +185,9 @@ def add_gradients(
         else:
             held.append(before)
             added.append(grad)
-    note_added([entry.spec for entry in entries], [grad is not None for grad in previous])
     with torch.no_grad():
         torch._foreach_add_(held, added)
+    return [grad is not None for grad in previous]
 
 
 def cut(bucket: Bucket, flat: torch.Tensor) -> Sequence[torch.Tensor]:

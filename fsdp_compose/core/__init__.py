@@ -27,6 +27,7 @@ Files, each importing only from those above it:
     guards/slots                what cannot be added up in one tree over microbatches
     guards/used_parameters      which parameters any rank used: the others keep grad None
     guards/scope_parameters     a parameter inside a scope: same object, whole values
+    guards/added_gradients      to which gradients a backward adds is compared between ranks
     guards/compared_reductions  how gradients are reduced is part of what ranks compare
     reducing                    packs gradients, reduces them, hands them to the parameters
     guards/compared_units       which units ranks compare; what is forgotten where they differed

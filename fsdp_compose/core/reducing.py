@@ -31,12 +31,13 @@ from fsdp_compose.buckets.reduce import (
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
+from fsdp_compose.core.guards.added_gradients import note_added
 from fsdp_compose.core.guards.compared_reductions import note_reduction
 from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand_ins
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
-from fsdp_compose.sharded import note_added, replace_grad, run_gradient_hooks, tag
+from fsdp_compose.sharded import replace_grad, run_gradient_hooks, tag
 
 
 @dataclass(eq=False, slots=True)
@@ -317,7 +318,9 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         if is_hooked:
             pairs = zip(entries, grads, strict=True)
             grads = [run_gradient_hooks(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
-        add_gradients(params, grads, entries)
+        were_there = add_gradients(params, grads)
+    if were_there is not None:
+        note_added(entries, were_there)
     if mirror is not None:
         mirror.settle(flat)
     if is_hooked:
@@ -335,7 +338,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
 def accumulate(results: dict[Entry, torch.Tensor]) -> None:
     """Set or add to ``.grad`` gradients with a graph over them, then run the hooks."""
     with raw(), torch.enable_grad():
-        note_added([e.spec for e in results], [get_grad(e.param) is not None for e in results])
+        note_added(list(results), [get_grad(entry.param) is not None for entry in results])
         for entry, result in results.items():
             grad = tag(result, entry.spec)
             if entry.spec.hooks.gradient:

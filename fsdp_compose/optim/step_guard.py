@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress, repeat
 from operator import is_
 from typing import Any
@@ -147,13 +147,22 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
         stepped = ref()
         groups = [] if stepped is None else stepped.param_groups
         return {
-            name: {k: repr(v) for k, v in numbers.items()}
-            | {"gradient": "None" if name in passed_over else "a tensor"}
+            name: {k: repr(v) for k, v in numbers.items()} | _show_gradient(param, name, passed_over)
             for group, numbers in zip(groups, settings, strict=False)
-            for name in _list_names(group["params"])
+            for param in group["params"]
+            for name in _list_names([param])
         }
 
     return Settings(number, by_parameter)
+
+
+def _show_gradient(
+    param: nn.Parameter, name: tuple[str, str], passed_over: Collection[tuple[str, str]]
+) -> dict[str, str]:
+    """Whether it was stepped with a gradient; nothing where this rank holds no element of it."""
+    if is_sharded_parameter(param) and spec_of(param).start == spec_of(param).stop:
+        return {}
+    return {"gradient": "None" if name in passed_over else "a tensor"}
 
 
 def _list_without_gradient(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:

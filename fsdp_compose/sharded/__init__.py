@@ -67,7 +67,6 @@ from fsdp_compose.sharded.tensor import (
 )
 from fsdp_compose.sharded.torchstate import checked_state, to_local
 from fsdp_compose.sharded.views import flat_spec
-from fsdp_compose.sharded.writes import note_added
 
 __all__ = [
     "CASTS",
@@ -102,7 +101,6 @@ __all__ = [
     "is_sharded",
     "is_sharded_parameter",
     "like_dtensor",
-    "note_added",
     "open_dtensor",
     "own_slice",
     "part_of",

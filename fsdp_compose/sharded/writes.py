@@ -20,12 +20,10 @@ from torch import Tensor
 from fsdp_compose.base.torch_private import transforms_active
 from fsdp_compose.sharded.spec import ShardSpec, Writes
 
-__all__ = ["GRADIENT", "PARAMETER", "crc_of", "note_added", "note_call", "note_lists", "note_write"]
+__all__ = ["GRADIENT", "PARAMETER", "crc_of", "note_call", "note_lists", "note_write"]
 
 PARAMETER, GRADIENT = "parameter", "gradient of parameter"
 """What writes are noted into, in words."""
-
-ADDED = "accumulation"
 
 
 def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,23 +76,6 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     for number, (writes, spec) in zip(totals.values(), found.values(), strict=True):
         what = f"{first._noted} {spec.fqn!r} in a list"
         _add(writes, ("", first._noted), number, (spec.unit, what, func.__name__))
-
-
-def note_added(specs: Sequence[ShardSpec], are_there: Sequence[bool]) -> None:
-    """Note to which gradients of parameters of a unit, that were there, a backward adds.
-
-    Where one rank alone has cleared them, the others add to those of another step.
-    """
-    writes = specs[0].residence.writes if any(are_there) else None
-    if writes is not None and writes.are_noted and not transforms_active():
-        names: dict[bool, list[str]] = {True: [], False: []}
-        for spec, is_there in zip(specs, are_there, strict=True):
-            names[is_there].append(spec.fqn)
-        few = 0 < len(names[False]) < len(names[True])
-        which = ", ".join(sorted(names[not few])) if names[False] else "all"
-        what = f"gradients that were there before this backward: {'all but ' * few}{which}"
-        number = zlib.crc32(f"{specs[0].unit} {what}".encode()) ** 2
-        _add(writes, (specs[0].unit, ADDED), number, (specs[0].unit, what, ADDED))
 
 
 def _add(writes: Writes, place: tuple[str, str], number: int, last: tuple[str, str, str]) -> None:

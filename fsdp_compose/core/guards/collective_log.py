@@ -44,6 +44,7 @@ from fsdp_compose.core.guards.rank_differences import (
     Event,
     Frozen,
     explain,
+    explain_added,
     explain_frozen,
     explain_settings,
     explain_stepped,
@@ -312,11 +313,15 @@ class Log:
         """
         mine: dict[tuple[str, str], dict[str, str]] = {}
         for settings in comparison.settings:
-            mine |= settings.by_parameter()
+            for place, texts in settings.by_parameter().items():
+                mine[place] = mine.get(place, {}) | texts
         reports = [(self.groups[0].ranks[self.groups[0].rank], mine)]
         for group in self.groups:
             reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]
-        if text := explain_settings(comparison.step, sorted(reports, key=lambda found: found[0])):
+        reports.sort(key=lambda found: found[0])
+        if text := (
+            explain_added(comparison.step, reports) or explain_settings(comparison.step, reports)
+        ):
             self._forget()  # the next step is compared by itself
             raise RuntimeError(text)
         self.steps.are_compared = False

@@ -30,8 +30,7 @@ _CHANGING = (
     "Each rank writes its slice alone, so the whole is now made of parts of different values. "
     "Write the same on every rank, also where one rank alone knows what (send it to the others, or "
     "use gathered(module, writeback=True, rank0_only=True)); p.normal_() and torch.randn_like(p) "
-    "draw the same on all; all-reduce what gradients are divided by, such as a count of tokens; "
-    "clear gradients (zero_grad) on every rank or on none. "
+    "draw the same on all; all-reduce what gradients are divided by, such as a count of tokens. "
     "Then load a checkpoint on every rank."
 )
 _REDUCING = (
@@ -101,6 +100,36 @@ def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> st
     )
 
 
+ADDED = "gradient in backward"
+"""What a backward did to a gradient, among the settings of its parameter; "" where that is none."""
+
+
+def explain_added(
+    step: int, reports: Sequence[tuple[int, Mapping[tuple[str, str], Mapping[str, str]]]]
+) -> str | None:
+    """Say to which gradient some ranks added where others had cleared it; None where they agree.
+
+    A rank that says nothing of a parameter has set its gradient.
+
+    Args:
+        reports: as of ``explain_settings``.
+    """
+    places = sorted({place for _, texts in reports for place in texts if ADDED in texts[place]})
+    for place in places:
+        ways: dict[str, list[int]] = {}
+        for rank, texts in reports:
+            ways.setdefault(texts.get(place, {}).get(ADDED, "set"), []).append(rank)
+        if "set" in ways and "added to" in ways:
+            return (
+                f"gradients were cleared on some ranks only: in step {step} that of parameter "
+                f"{place[1]!r} of unit {place[0]!r}, perhaps among others, was there on "
+                f"{_name(ways['added to'])}, which added to it, and not on {_name(ways['set'])}. "
+                "Clear gradients (zero_grad, p.grad = None) on every rank or on none. Clear all "
+                "of them now and run the step again."
+            )
+    return None
+
+
 def explain_settings(
     step: int, reports: Sequence[tuple[int, Mapping[tuple[str, str], Mapping[str, str]]]]
 ) -> str | None:
@@ -113,6 +142,8 @@ def explain_settings(
     for rank, settings in reports:
         for place, texts in settings.items():
             for name, text in texts.items():
+                if name == ADDED:
+                    continue
                 found.setdefault((place, name), {}).setdefault(text, []).append(rank)
     differing = [(place, name) for (place, name), ways in found.items() if len(ways) > 1]
     if not differing:
