@@ -170,8 +170,8 @@ def note_all(note: Any, entries: Any, were_there: Any) -> None:
     note(entries, [True] * len(entries))
 
 
-def clear_head(model: torch.nn.Module) -> None:
-    model.get_parameter("head.weight").grad = None
+def clear_first(model: torch.nn.Module) -> None:
+    model.get_parameter("first.weight").grad = None
 
 
 BREAKS: dict[str, tuple[Any, ...]] = {
@@ -409,7 +409,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "which gradients one rank clears": (
         wrap("note_added", "core.guards.added_gradients", note_all),
-        CLEARED, "test_the_next_backward_finds_it", clear_head,
+        CLEARED, "test_the_next_backward_finds_it", clear_first,
     ),
     "gradients with a graph that one rank clears": (
         put(reducing, "note_added", lambda entries, were_there: None),
@@ -417,7 +417,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "steps without a gradient": (
         put(step_guard, "_list_without_gradient", lambda optimizer: []),
-        CLEARED, "test_a_step_without_it_is_found_in_the_next", clear_head,
+        CLEARED, "test_a_step_without_it_is_found_in_the_next", clear_first,
     ),
     # The end of a process.
     "the thread that watches": (

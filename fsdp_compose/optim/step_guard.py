@@ -147,7 +147,7 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
         stepped = ref()
         groups = [] if stepped is None else stepped.param_groups
         return {
-            name: {k: repr(v) for k, v in numbers.items()} | _show_gradient(param, name, passed_over)
+            name: {k: repr(v) for k, v in numbers.items()} | _show_gradient(param, passed_over)
             for group, numbers in zip(groups, settings, strict=False)
             for param in group["params"]
             for name in _list_names([param])
@@ -156,13 +156,12 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
     return Settings(number, by_parameter)
 
 
-def _show_gradient(
-    param: nn.Parameter, name: tuple[str, str], passed_over: Collection[tuple[str, str]]
-) -> dict[str, str]:
-    """Whether it was stepped with a gradient; nothing where this rank holds no element of it."""
-    if is_sharded_parameter(param) and spec_of(param).start == spec_of(param).stop:
+def _show_gradient(param: nn.Parameter, passed_over: Collection[tuple[str, str]]) -> dict[str, str]:
+    """Whether a sharded one was stepped with a gradient; nothing where no element of it is here."""
+    spec = spec_of(param) if is_sharded_parameter(param) else None
+    if spec is None or spec.start == spec.stop:
         return {}
-    return {"gradient": "None" if name in passed_over else "a tensor"}
+    return {"gradient": "None" if (spec.unit, spec.fqn) in passed_over else "a tensor"}
 
 
 def _list_without_gradient(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:

@@ -17,15 +17,15 @@ from harness import simulate_ranks
 from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, sgd, square
 
 FOUND = "gradients were cleared on some ranks only: in step 2 that of parameter"
-STEPPED = "parameter 'head.weight' of unit .* was stepped with gradient="
+STEPPED = "parameter 'first.weight' of unit .* was stepped with gradient="
 
 
 def clear_one(model: nn.Module) -> None:
-    model.get_parameter("head.weight").grad = None
+    model.get_parameter("first.weight").grad = None
 
 
 def delete_one(model: nn.Module) -> None:
-    del model.get_parameter("head.weight").grad
+    del model.get_parameter("first.weight").grad
 
 
 CLEARS: list[Callable[[Any], object]] = [nn.Module.zero_grad, clear_one, delete_one]
@@ -49,8 +49,8 @@ def test_the_next_backward_finds_it(clear: Callable[[nn.Module], object]) -> Non
         with pytest.raises(RuntimeError, match=FOUND) as raised:
             backward(model, rank, 1)
         text = str(raised.value)
-        assert "2, which added to it, and not on rank 1." in text, text
-        assert (clear is nn.Module.zero_grad) or "parameter 'head.weight'" in text, text
+        assert "which added to it, and not on rank 1." in text, text
+        assert (clear is nn.Module.zero_grad) or "parameter 'first.weight'" in text, text
         model.zero_grad()
         backward(model, rank, 2)
         optim.step()
