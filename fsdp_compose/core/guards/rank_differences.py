@@ -124,8 +124,8 @@ def explain_added(
                 f"gradients were cleared on some ranks only: in step {step} that of parameter "
                 f"{place[1]!r} of unit {place[0]!r}, perhaps among others, was there on "
                 f"{_name(ways['added to'])}, which added to it, and not on {_name(ways['set'])}. "
-                "Clear gradients (zero_grad, p.grad = None) on every rank or on none. Clear all "
-                "of them now and run the step again."
+                "Clear gradients on every rank or on none. Call zero_grad() on all ranks now, and "
+                "run the step again."
             )
     return None
 
