@@ -19,6 +19,7 @@ from fsdp_compose.comm import waiting
 from fsdp_compose.core import reducing
 from fsdp_compose.core.autograd import Gather
 from fsdp_compose.core.guards import (
+    added_gradients,
     cast_buffers,
     collective_log,
     compared_reductions,
@@ -414,6 +415,14 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     "gradients with a graph that one rank clears": (
         put(reducing, "note_added", lambda entries, were_there: None),
         CLEARED, "test_a_gradient_with_a_graph_is_compared_too",
+    ),
+    "gradients that a backward reduces twice": (
+        put(added_gradients, "int", lambda text: 0),
+        CLEARED, "test_a_unit_that_is_reduced_twice_in_a_backward",
+    ),
+    "settings after a difference": (
+        answer(False, "have_same_parameters", "core.guards.rank_differences"),
+        CLEARED, "test_settings_are_compared_after_a_difference",
     ),
     "steps without a gradient": (
         put(step_guard, "_list_without_gradient", lambda optimizer: []),

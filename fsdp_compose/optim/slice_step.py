@@ -220,7 +220,7 @@ def _step(
         init_group: called in the place of torch's.
     """
     tagged = [grad for grad in grads if type(grad) is ShardedTensor]
-    is_watched = count_modes() > 0  # by modes, which see what the classes of parameters dispatch
+    is_watched = count_modes() > 0  # then operators ask parameters' classes, which must stay
     if is_watched:
         params = []
     with raw(), nullcontext() if is_watched else below_dispatch():

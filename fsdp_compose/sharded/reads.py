@@ -39,7 +39,7 @@ class Dispatched(_Base):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Act on slices in a ``raw`` scope and for autograd; else nobody asked the parameter."""
+        """Act on slices in a ``raw`` scope and in a backward; else nobody asked the parameter."""
         if is_torch_function_enabled() and graph_task_id() == -1:
             _refuse_read(func, [*args, *(kwargs or {}).values()])
         with raw():
@@ -64,7 +64,7 @@ def call_slices(func: Any, args: Any, kwargs: Any) -> Any:
 def watch_reads(param: Any, cls: type) -> None:
     """Let the dispatcher ask ``cls`` from now on, which the parameter is about to get.
 
-    Where a graph goes through the parameter as it is, that holds what it has, and it is left alone.
+    A parameter that a graph or a view was made from is left as it is: those keep what it holds.
     """
     with raw():
         if tensor_use_count(param) == 1:
@@ -74,7 +74,7 @@ def watch_reads(param: Any, cls: type) -> None:
 def ignore_reads(param: Any) -> None:
     """Undo ``watch_reads``, before the parameter gets a plain class again.
 
-    What a graph holds can get no gradient to the parameter any more, so a backward raises.
+    A graph that was computed from the parameter reaches it no more, so the graph's backward raises.
     """
     with raw():
         if not is_dispatched(param):

@@ -1,4 +1,4 @@
-"""Ranks compare to which gradients a backward adds, those of an earlier one that nobody cleared.
+"""Ranks compare to which gradients a backward adds, because an earlier one left them there.
 
 Where one rank alone has cleared its gradients, it has those of one backward and the others have the
 sums of two. A rank may clear what it holds elements of and leave the rest, which is empty there, so
@@ -18,16 +18,24 @@ from fsdp_compose.core.state import owner_of
 
 
 def note_added(entries: Sequence[Entry], were_there: Sequence[bool]) -> None:
-    """Note which of the entries' gradients were there before a backward set or added to them."""
+    """Note which of the entries' gradients were there before a backward set or added to them.
+
+    A unit that reentrant checkpoints call several times is reduced as often in one backward, which
+    adds to what it has set itself: how often it added is what ranks have in common.
+    """
     bucket = owner_of(entries[0]) if any(were_there) else None
     log: Any = None if bucket is None else bucket.users.caller
     if bucket is None or log is None:
         return
-    texts = {
-        (e.spec.unit, e.spec.fqn): "added to" * (e.spec.stop > e.spec.start) if is_there else "set"
-        for e, is_there in zip(entries, were_there, strict=True)
-    }
-    added = sorted(name for (_, name), text in texts.items() if text != "set")
+    before: Settings | None = log.steps.settings.get(id(bucket))
+    known = {} if before is None else before.by_parameter()
+    texts = dict(known)
+    for entry, is_there in zip(entries, were_there, strict=True):
+        spec = entry.spec
+        place, is_empty = (spec.unit, spec.fqn), spec.start == spec.stop
+        count = int(known.get(place, {}).get(ADDED) or 0) + is_there
+        texts[place] = {ADDED: "" if is_there and is_empty else str(count)}
+    added = sorted(e.spec.fqn for e, is_there in zip(entries, were_there, strict=True) if is_there)
     number = zlib.crc32(f"{bucket.entries[0].spec.unit} {added}".encode())
-    settings = Settings(number, lambda: {place: {ADDED: text} for place, text in texts.items()})
-    log.steps.settings[id(bucket)] = settings
+    number += 0 if before is None else before.number
+    log.steps.settings[id(bucket)] = Settings(number, lambda: texts)

@@ -49,6 +49,7 @@ from fsdp_compose.core.guards.rank_differences import (
     explain_settings,
     explain_stepped,
     explain_unknown,
+    have_same_parameters,
 )
 
 TRIAL_PASSES = 32
@@ -324,7 +325,7 @@ class Log:
         ):
             self._forget()  # the next step is compared by itself
             raise RuntimeError(text)
-        self.steps.are_compared = False
+        self.steps.are_compared = have_same_parameters(reports)
 
     def _gather(self, mine: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """By guess: (used there, taken for used anywhere) of every rank."""

@@ -25,9 +25,7 @@ class Steps:
     """The steps of optimizers, and what else was written into parameters and gradients."""
 
     parameter: tuple[str, str] | None = None  # (unit, parameter) that one has stepped, if any
-    settings: dict[int, Settings] = field(
-        default_factory=dict
-    )  # by the optimizer's id, or the bucket's
+    settings: dict[int, Settings] = field(default_factory=dict)  # by optimizer's or bucket's id
     are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
     writes: Writes = field(default_factory=Writes)  # outside of those steps
     failures: int = 0  # of other ranks in scopes, that this one was told of and is still inside

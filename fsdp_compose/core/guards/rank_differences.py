@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 Event = tuple[int, str, str, str]
 """(number, verb, name of the unit, purpose); two events are the same if their numbers are."""
@@ -100,8 +101,8 @@ def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> st
     )
 
 
-ADDED = "gradient in backward"
-"""What a backward did to a gradient, among the settings of its parameter; "" where that is none."""
+ADDED = "additions to its gradient"
+"""How often a backward added to it, among the settings of a parameter; "" says nothing."""
 
 
 def explain_added(
@@ -109,25 +110,33 @@ def explain_added(
 ) -> str | None:
     """Say to which gradient some ranks added where others had cleared it; None where they agree.
 
-    A rank that says nothing of a parameter has set its gradient.
+    A rank that reports nothing of a parameter has not added to its gradient.
 
     Args:
         reports: as of ``explain_settings``.
     """
-    places = sorted({place for _, texts in reports for place in texts if ADDED in texts[place]})
-    for place in places:
-        ways: dict[str, list[int]] = {}
+    for unit, name in sorted({p for _, texts in reports for p in texts if ADDED in texts[p]}):
+        ways: dict[int, list[int]] = {}
         for rank, texts in reports:
-            ways.setdefault(texts.get(place, {}).get(ADDED, "set"), []).append(rank)
-        if "set" in ways and "added to" in ways:
+            count = texts.get((unit, name), {}).get(ADDED, "0")
+            if count:
+                ways.setdefault(int(count), []).append(rank)
+        if len(ways) > 1:
             return (
                 f"gradients were cleared on some ranks only: in step {step} that of parameter "
-                f"{place[1]!r} of unit {place[0]!r}, perhaps among others, was there on "
-                f"{_name(ways['added to'])}, which added to it, and not on {_name(ways['set'])}. "
-                "Clear gradients on every rank or on none. Call zero_grad() on all ranks now, and "
-                "run the step again."
+                f"{name!r} of unit {unit!r}, perhaps among others, was there on "
+                f"{_name(ways[max(ways)])}, which added to it, and not on "
+                f"{_name(ways[min(ways)])}. Clear gradients on every rank or on none. Call "
+                "zero_grad() on all ranks now, and run the step again."
             )
     return None
+
+
+def have_same_parameters(reports: Sequence[tuple[int, Mapping[Any, Mapping[str, str]]]]) -> bool:
+    """Whether ranks that added to gradients, as they may, have stepped the same parameters."""
+    adds = any(ADDED in texts for _, found in reports for texts in found.values())
+    stepped = [{p for p, texts in found.items() if texts.keys() - {ADDED}} for _, found in reports]
+    return adds and all(places == stepped[0] for places in stepped)
 
 
 def explain_settings(

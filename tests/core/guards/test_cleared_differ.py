@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
@@ -104,6 +105,55 @@ def test_a_gradient_with_a_graph_is_compared_too() -> None:
                 continue
             with pytest.raises(RuntimeError, match=FOUND):
                 loss.backward(create_graph=True)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_settings_are_compared_after_a_difference() -> None:
+    """Where the one rank that holds a parameter clears it, ranks go on comparing what they step."""
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(nn.Linear(1, 1, bias=False))
+        optim = sgd(model.parameters())
+        x = torch.ones(2, 1)
+        for _ in range(2):
+            model(x).sum().backward()
+            optim.step()
+            if to_local(model.weight).numel():
+                model.zero_grad()
+        optim.param_groups[0]["lr"] = 0.1 + rank
+        model(x).sum().backward()
+        optim.step()
+        with pytest.raises(RuntimeError, match="had settings that differ"):
+            model(x).sum().backward()
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_unit_that_is_reduced_twice_in_a_backward() -> None:
+    """The second reduction adds to what the first has set, on the rank that cleared too."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = checkpoint(self.inner, x, use_reentrant=True)
+            return x
+
+    def ranks(rank: int) -> None:
+        model = seeded(Twice)
+        fc.fully_shard(model.inner)
+        fc.fully_shard(model)
+        for seed in range(3):
+            model.zero_grad()
+            square(model, data(seed, rank).requires_grad_()).backward()
+        if rank == 0:
+            model.zero_grad()
+        with pytest.raises(RuntimeError, match="gradients were cleared on some ranks only"):
+            square(model, data(4, rank).requires_grad_()).backward()
 
     simulate_ranks(ranks, 2)
 
