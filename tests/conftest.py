@@ -45,7 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A CPU backward pass counts the GPUs and starts a thread for each, after which no fork can
     # run backward. So they are hidden, except in a run that asks for them with `-m cuda`.
     wanted = config.getoption("markexpr", "") or ""
-    if "cuda" not in wanted.replace("not cuda", ""):
+    if "cuda" in wanted.replace("not cuda", ""):
+        os.environ["FSDP_COMPOSE_TEST_DEVICE"] = "cuda"  # before harness.py is imported
+    elif os.environ.get("FSDP_COMPOSE_TEST_DEVICE", "cpu") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # A build for CUDA counts one, too, once FakeTensorMode was entered; so count them now.
         torch.ones((), requires_grad=True).backward()

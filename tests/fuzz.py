@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 import fuzz_calls  # noqa: F401 - its operations
@@ -43,6 +44,7 @@ from fuzz_programs import Case, OnPurpose, build, draw, leaves, nodes, smaller, 
 from fuzz_search import Found, run_in_workers, seeds_of
 from fuzz_storage import remove_folders
 from fuzz_twin import Batched
+from harness import DEVICE
 from models import Tolerance, assert_at_rest, units
 
 
@@ -88,7 +90,8 @@ def run_seeds(rank: int, world: int, seeds: Sequence[int], progress: IO[bytes]) 
         if rank == 0:
             os.pwrite(progress.fileno(), done.to_bytes(4, "little"), 0)
         try:
-            run_case(rank, draw(seed, world))
+            case = draw(seed, world)  # on a device ranks hear of each other as over NCCL
+            run_case(rank, case if DEVICE == "cpu" else replace(case, backend="nccl"))
         except Exception as e:
             raise RuntimeError(f"seed {seed} of world {world}: {e}") from e
         dist.barrier()

@@ -224,7 +224,7 @@ def _reduce_with_an_operand(run: Run, n: int, seed: int) -> None:
     """A sum over a parameter times a tensor, which is an error where each rank has its own."""
     name = run.name_of(n)
     ours, plain = (model.get_parameter(name) for model in run.both)
-    operand = torch.linspace(1.0, 2.0, plain.numel()).to(plain.dtype).view(plain.shape)
+    operand = torch.linspace(1.0, 2.0, plain.numel()).to(plain).view(plain.shape)
     run.compare("a sum", (ours * operand).sum().detach(), (plain * operand).sum().detach())
     if run.case.backend == "gloo" and plain.numel():  # elsewhere nothing is compared
         differs = run.case.world > 1
@@ -309,7 +309,7 @@ def _write_on_each_rank(run: Run, n: int, seed: int) -> None:
         elif n % 3 == 0:
             param.mul_(1.0 + alone)
         elif n % 3 == 1:
-            param.data.copy_(torch.full(param.shape, float(alone), dtype=param.dtype))
+            param.data.copy_(torch.full(param.shape, float(alone)).to(param))
         elif alone:
             param.zero_()
 

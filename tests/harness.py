@@ -54,6 +54,8 @@ with warnings.catch_warnings():  # torch imports it in the first dual level, wit
     import torch._decomp.decompositions_for_jvp
 
 __all__ = [
+    "BACKEND",
+    "DEVICE",
     "TORCH",
     "RankError",
     "RankFailure",
@@ -64,6 +66,11 @@ __all__ = [
     "simulate_ranks",
     "single_process",
 ]
+
+DEVICE = os.environ.get("FSDP_COMPOSE_TEST_DEVICE", "cpu")
+"""Where models and data of tests/models.py are, and what ranks communicate: cpu or cuda."""
+
+BACKEND = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GRACE = 2.0  # seconds the other ranks get once one has failed: they often hang in a collective
@@ -118,7 +125,7 @@ def run_ranks(
     world_size: int = 2,
     *args: Any,
     timeout: float = 60.0,
-    backend: str = "gloo",
+    backend: str = BACKEND,
     init: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
@@ -144,7 +151,7 @@ def rank_errors(
     world_size: int = 2,
     *args: Any,
     timeout: float = 60.0,
-    backend: str = "gloo",
+    backend: str = BACKEND,
     init: bool = True,
     **kwargs: Any,
 ) -> list[str | None]:
@@ -169,6 +176,8 @@ def simulate_ranks(
     For the many cells of one test, of which others run on real ranks. What a rank sets in a module
     of torch's is set for all of them.
     """
+    if DEVICE != "cpu":  # which simulated ranks cannot share
+        return run_ranks(fn, world_size, *args, **kwargs)
     from fsdp_compose import simulate
 
     return simulate(lambda: fn(dist.get_rank(), *args, **kwargs), world_size)
@@ -374,6 +383,8 @@ class _World:
 
     def join(self) -> None:
         host, port = self.listener.getsockname()
+        if "nccl" in self.backend:
+            _take_device(self.rank, self.size)
         patience = timedelta(seconds=max(1.0, 0.9 * self.timeout))
         server = self.rank == 0
         fd = self.listener.detach() if server else None
@@ -383,6 +394,17 @@ class _World:
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=patience
         )
+
+
+def _take_device(rank: int, size: int) -> None:
+    """Make a GPU this rank's. Where ranks share one, NCCL is told that each has a host of its own.
+
+    It refuses two ranks of one host on one GPU; between hosts it sends through sockets.
+    """
+    count = torch.cuda.device_count()
+    torch.cuda.set_device(rank % count)
+    if count < size:
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 def _child(

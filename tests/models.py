@@ -30,7 +30,7 @@ from fsdp_compose.comm.shared_memory import all_segments
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of
 
-from harness import run_ranks
+from harness import DEVICE, run_ranks
 
 WIDTH = 6
 BATCH = 3
@@ -97,13 +97,14 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """``build()`` in double precision, with weights that depend on the seed alone."""
     torch.manual_seed(seed)
-    return build().double()
+    return build().double().to(DEVICE)
 
 
 def data(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Random input that depends on (seed, rank)."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(shape or (BATCH, WIDTH), generator=generator, dtype=torch.float64).to(dtype)
+    found = torch.randn(shape or (BATCH, WIDTH), generator=generator, dtype=torch.float64)
+    return found.to(DEVICE, dtype)
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def mesh_of_replicas(replicas: int, shards: int) -> DeviceMesh:
     """(replicate, shard); replicas next to each other where torch orders groups by rank."""
     ranks = torch.arange(replicas * shards)
     grid = ranks.view(replicas, shards) if KEEPS_RANK_ORDER else ranks.view(shards, replicas).T
-    return DeviceMesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh(DEVICE, grid, mesh_dim_names=("replicate", "shard"))
 
 
 def units(model: nn.Module) -> list[Unit]:
@@ -207,7 +208,7 @@ class Tolerance:
 
 def compare(what: str, found: Tensor, wanted: Tensor, tolerance: Tolerance) -> None:
     torch.testing.assert_close(
-        found,
+        found.to(wanted.device),  # that of an offloaded parameter is on the host
         wanted,
         rtol=tolerance.rtol,
         atol=tolerance.atol,

@@ -1,7 +1,7 @@
 """A device with streams, played on the CPU, which tells what its streams do not order.
 
 The engine asks a device for streams, events and a scope that makes a stream current, as
-``torch.get_device_module`` gives them. Here that is a model of them with vector clocks. Every
+torch gives them. Here that is a model of them with vector clocks. Every
 operation, collective, allocation and free is noted on the stream that it was issued on; two that
 touch one storage, of which one writes, must be ordered by what streams waited for.
 """
@@ -39,7 +39,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         Stream.count += 1
-        self.key = Stream.count
+        self.key = self.stream_id = Stream.count
         self.clock: Clock = {self.key: 0}
 
     def wait_stream(self, other: Stream) -> None:
@@ -67,12 +67,15 @@ class Event:
 
 
 class Device:
-    """As ``torch.cuda``: what ``torch.get_device_module`` returns."""
+    """The streams of a device, as the engine asks for them."""
 
     Stream = Stream
 
     def __init__(self) -> None:
         self.active = self.main = Stream()
+
+    def make_event(self) -> Event:
+        return Event({})
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.active

@@ -90,12 +90,19 @@ def resolve_mesh(
 
     Raises:
         ValueError: the mesh has more than two dimensions, does not fit the strategy or ``slots``,
-            or does not contain this rank.
+            or does not contain this rank; or simulated ranks are to use an accelerator.
         TypeError: ``mesh`` is none of the above.
     """
     refuse_ended(mesh, "fully_shard")
     if not isinstance(mesh, DeviceMesh) and is_outside(mesh):
         raise ValueError(_outside())
+    if here.simulated is not None and device.type not in ("cpu", "meta"):
+        raise ValueError(
+            f"fully_shard: the parameters are on {device}, in simulate(), whose ranks are threads "
+            "of one process: backward passes on a device share one more thread, and would wait "
+            "there for each other. Build the model on the CPU, or start processes: "
+            "fsdp-compose run --nproc 2 train.py."
+        )
     if mesh is None:
         world = group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF
         shard, replicate = world, SELF

@@ -125,7 +125,8 @@ def calling_modules() -> Iterator[torch.nn.Module]:
 
 def is_called_by_parameter() -> bool:
     """Whether ``nn.Parameter(x)`` called the caller, a method of ``x``'s class."""
-    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
+    caller = sys._getframe(1).f_back
+    return caller is not None and caller.f_code is torch.nn.Parameter.__new__.__code__
 
 
 def is_asked_for_gradient() -> bool:
@@ -133,7 +134,8 @@ def is_asked_for_gradient() -> bool:
 
     To be called by the tensor's ``__torch_function__``, which torch reads in order to ask.
     """
-    return sys._getframe(2).f_code in _asking
+    caller = sys._getframe(1).f_back
+    return caller is not None and caller.f_code in _asking
 
 
 def is_called_by_dtensor() -> bool:
@@ -149,23 +151,24 @@ def is_converted_by_module() -> bool:
 
 def is_asked_by_state_walk() -> bool:
     """Whether the caller's caller is torch's walk over a state dict, which knows DTensors only."""
-    return _is_function(sys._getframe(2), "_iterate_state_dict", _STATE_WALK)
+    return _is_function(sys._getframe(1).f_back, "_iterate_state_dict", _STATE_WALK)
 
 
 def is_called_by_state_walk() -> bool:
     """Whether the caller's caller is part of what torch gathers a state dict with."""
-    return sys._getframe(2).f_globals.get("__name__") == _STATE_WALK
+    caller = sys._getframe(1).f_back
+    return caller is not None and caller.f_globals.get("__name__") == _STATE_WALK
 
 
 def is_called_by_broadcast() -> bool:
     """Whether the caller's caller is torch's setter, writing what rank 0 sent into a DTensor."""
-    return _is_function(sys._getframe(2), "_distribute_tensors", _STATE_WALK)
+    return _is_function(sys._getframe(1).f_back, "_distribute_tensors", _STATE_WALK)
 
 
 def value_under_load() -> tuple[Any, torch.Tensor] | None:
     """(key, value) if the caller's caller is ``Optimizer.load_state_dict`` casting a value."""
-    frame = sys._getframe(2)
-    if frame.f_code is not _cast.__code__:
+    frame = sys._getframe(1).f_back
+    if frame is None or frame.f_code is not _cast.__code__:
         return None
     return frame.f_locals["key"], frame.f_locals["value"]
 
@@ -183,9 +186,15 @@ def state_api_under_way() -> str | None:
     return next(found, None)
 
 
-def _is_function(frame: FrameType, name: str, module: str) -> bool:
-    """Told by name, since importing those modules takes torch half a second."""
-    return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module
+def _is_function(frame: FrameType | None, name: str, module: str) -> bool:
+    """Told by name, since importing those modules takes torch half a second.
+
+    Args:
+        frame: None where nothing on the thread but C called, as on autograd's threads of devices.
+    """
+    if frame is None or frame.f_code.co_name != name:
+        return False
+    return frame.f_globals.get("__name__") == module
 
 
 def is_broadcast_to_ranks() -> bool:
@@ -220,7 +229,8 @@ _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 
 def is_asked_for_node() -> bool:
     """Whether the caller's caller is ``get_gradient_edge`` or the like, looking for a node."""
-    return sys._getframe(2).f_code.co_name == "_get_grad_fn_or_grad_acc"
+    caller = sys._getframe(1).f_back
+    return caller is not None and caller.f_code.co_name == "_get_grad_fn_or_grad_acc"
 
 
 class Clipping(NamedTuple):

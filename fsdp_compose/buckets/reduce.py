@@ -36,8 +36,8 @@ def start_scatter(
         return plan.start(), scale
     flat, in_tree, before = buffer.flat, bucket.mesh.slots is not None, 1.0
     if flat.dtype == torch.float16:
-        # Half precision overflows at 65504: divide before the sum, by half of the factor.
-        before = 2.0 ** round(math.log2(scale) / 2)
+        # Half precision overflows at 65504: divide before the sum, by at least half of the factor.
+        before = 2.0 ** math.floor(math.log2(scale) / 2)
     scatter = comm.reduce_scatter_parts(
         flat,
         buffer.parts,

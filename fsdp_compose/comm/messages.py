@@ -305,14 +305,21 @@ def _all_gather_bytes(mine: bytes, group: Group, purpose: str) -> dict[int, byte
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     size = torch.tensor([own.numel()], device=device)
     sizes = size.new_empty(group.size)
-    wait_for([all_gather_single(group.pg, sizes, size, GATHER_OPTIONS)], (), purpose, _STUCK)
+    _gather_on_device(sizes, size, group, purpose)
     lengths = sizes.tolist()
     padded = own.new_zeros(max(lengths))
     padded[: own.numel()].copy_(own)
     whole = own.new_empty(group.size * padded.numel())
-    wait_for([all_gather_single(group.pg, whole, padded, GATHER_OPTIONS)], (), purpose, _STUCK)
+    _gather_on_device(whole, padded, group, purpose)
     host = whole.cpu().view(group.size, -1)
     return {r: to_bytes(host[r, :length]) for r, length in enumerate(lengths)}
+
+
+def _gather_on_device(whole: torch.Tensor, own: torch.Tensor, group: Group, purpose: str) -> None:
+    """Fill ``whole`` with every rank's ``own``; on NCCL in the order of the current stream."""
+    work = all_gather_single(group.pg, whole, own, GATHER_OPTIONS)
+    if work is not None:  # NCCL returns none for what runs on the caller's stream
+        wait_for([work], (), purpose, _STUCK)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

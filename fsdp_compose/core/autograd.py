@@ -49,6 +49,7 @@ from fsdp_compose.core.gathering import (
     spread_inner,
     wait_gathered,
 )
+from fsdp_compose.core.guards.captured import choose_anchor
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.slots import refuse_slots
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
@@ -295,6 +296,8 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
     versions = read_versions(unit)
     tensors: Sequence[torch.Tensor] = unit.links.aliases
     if trained:
+        if unit.engine.streams.gather is not None:
+            choose_anchor(unit)
         tensors = _gather(weakref.ref(unit), trained, versions, unit.links.anchor)
     if trained and len(trained) != len(unit.links.aliases):
         outputs, tensors = tensors, list(unit.links.aliases)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.casts import cast_inputs, cast_output
+from fsdp_compose.base.streams import join_graph
 from fsdp_compose.base.torch_private import graph_task_id, next_node_number, saved_tensor_hooks
 from fsdp_compose.core.autograd import is_current, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
@@ -185,6 +186,7 @@ def end_pass(unit: Unit, failed: bool) -> None:
     """End the outermost forward, which was that of ``unit``."""
     engine, schedule = unit.engine, unit.engine.schedule
     if graph_task_id() == -1:
+        join_graph(engine.streams)
         order, training, gathers = schedule.order, torch.is_grad_enabled(), schedule.gathers
         change = schedule.end_forward(not failed, training)
         if training:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.loops import exhaust
+from fsdp_compose.base.streams import join_graph
 from fsdp_compose.base.torch_private import (
     graph_is_kept,
     graph_task_id,
@@ -118,6 +119,7 @@ def end_task(engine: Engine, task_id: int) -> None:
         if len(engine.logs) > len(engine.reached):
             reach_frozen(engine)
         engine.schedule.end_backward()
+        join_graph(engine.streams)
         note_users(task.units)
         end_step(engine, trained=True)  # which raises where other ranks have skipped the step
         if any(log.is_debugging for log in engine.logs.values()):

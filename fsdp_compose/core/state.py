@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Prefetch
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, make_streams
-from fsdp_compose.base.torch_private import untraced
+from fsdp_compose.base.torch_private import graph_task_id, untraced
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
 from fsdp_compose.buckets.entries import has_attributes
@@ -133,6 +134,8 @@ class Graphs:
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Objects that live as long as graphs over its backward, which read its weights."""
     unread: list[weakref.ref[Any]] = field(default_factory=list)  # ``nodes`` that saved no weight
+    captured: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    """By stream that CUDA graphs are captured on, their anchor and its node."""
 
 
 @dataclass(eq=False, repr=False)
@@ -370,6 +373,9 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         """Whether a backward ended with an error, and what it left was not cleared."""
+        is_outside = self.streams.gather is not None and graph_task_id() == -1
+        if is_outside and self.thread == get_ident():
+            return bool(self.tasks)  # a device's thread may keep the record of one a moment longer
         return bool(self.tasks) and not any(task.alive for task in self.tasks.values())
 
     def wait_for_host_reads(self) -> None:

@@ -262,7 +262,7 @@ def is_exporting() -> bool:
 
 def _callers() -> Iterator[FrameType]:
     """The frames of the callers, innermost first."""
-    frame: FrameType | None = sys._getframe(2)
+    frame = sys._getframe(1).f_back
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -19,7 +19,7 @@ from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard,
 from fsdp_compose.base.process import here
 from fsdp_compose.scopes.switches import accumulate, no_sync
 
-from harness import run_ranks
+from harness import DEVICE, run_ranks
 from models import Block, mesh_of_replicas
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -66,11 +66,12 @@ class Tower(nn.Module):
 
 def build(checkpointing: str = "none") -> Tower:
     torch.manual_seed(3)
-    return Tower(checkpointing)
+    return Tower(checkpointing).to(DEVICE)
 
 
 def batch(step: int, micro: int, ranks: int) -> Tensor:
-    return torch.randn(3 * ranks, 6, generator=torch.Generator().manual_seed(10 * step + micro))
+    generator = torch.Generator().manual_seed(10 * step + micro)
+    return torch.randn(3 * ranks, 6, generator=generator).to(DEVICE)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def train_cell(
             loss_of(model, batch(step, 1, ranks)[mine]).backward()
         optim.step()
         optim.zero_grad()
-    return {k: v.clone() for k, v in state_dict(model, kind="full").items()}
+    return {k: v.clone().to(DEVICE) for k, v in state_dict(model, kind="full").items()}
 
 
 Cell: TypeAlias = tuple[str, str, str, str]

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose import MixedPrecision, fully_shard, wrap
 
-from harness import run_ranks
+from harness import DEVICE, run_ranks
 from models import whole
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -32,12 +32,12 @@ CONFIG = GPTConfig(vocab_size=29, block_size=12, n_layer=3, n_head=2, n_embd=16)
 
 def build() -> GPT:
     torch.manual_seed(0)
-    return GPT(CONFIG)
+    return GPT(CONFIG).to(DEVICE)
 
 
 def batch(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(CONFIG.vocab_size, (2, 13), generator=generator)
+    return torch.randint(CONFIG.vocab_size, (2, 13), generator=generator).to(DEVICE)
 
 
 def full(param: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def torch_fsdp1(model: GPT) -> nn.Module:
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=True,
-        device_id=torch.device("cpu"),
+        device_id=torch.device(DEVICE),
     )
 
 
@@ -183,7 +183,7 @@ def test_close_to_fsdp2_fsdp1_and_ddp(world: int) -> None:
 def test_close_to_fsdp2_on_a_two_axis_mesh() -> None:
     def ranks(rank: int) -> None:
         ignore_torch_warnings()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
         mine = run(rank, lambda m: ours(m, mesh=mesh))
         assert_close(mine, run(rank, lambda m: torch_fsdp2(m, mesh=mesh)), loss=2e-5, param=2e-4)
 

@@ -111,7 +111,7 @@ def test_half_precision_is_scaled_before_each_sum() -> None:
             return reduce(*args)
 
         patch.setattr(comm, "reduce_scatter_parts", noted)
-        for divisor, wanted in ((1.0, 1.0), (4.0, 0.5), (16.0, 0.25)):
+        for divisor, wanted in ((1.0, 1.0), (2.0, 0.5), (4.0, 0.5), (8.0, 0.25), (16.0, 0.25)):
             factors.clear()
             fc.set_gradient_divide_factor(model, divisor)
             model(inputs()).sum().backward()

@@ -98,6 +98,11 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
     "no prefetch": (2, {"prefetch": Prefetch(0, 0)}, Tower),
     "deep prefetch": (2, {"prefetch": Prefetch(3, 3, "post")}, Tower),
     "static": (2, {"static_buffers": True}, lambda: Tower(4)),
+    "no shard, static": (
+        2,
+        {"strategy": ShardingStrategy.NO_SHARD, "static_buffers": True},
+        lambda: Tower(4),
+    ),
     "together": (2, TOGETHER, ThreeBuckets),
     "together, spread": (4, {**TOGETHER, "reshard_after_forward": 2}, ThreeBuckets),
     "together, static": (2, {**TOGETHER, "static_buffers": 4}, ThreeBuckets),

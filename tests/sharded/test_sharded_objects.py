@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import io
 import math
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -405,3 +407,14 @@ def test_sparse_tensors_are_cut_like_dense_ones(layout: torch.layout) -> None:
         assert torch.equal(model.weight.grad.full_tensor(), torch.eye(4))
 
     simulate_ranks(check, 2)
+
+
+def test_threads_that_run_no_python_ask_for_the_class() -> None:
+    """As autograd's threads of devices do: who asked is nobody then."""
+    model, found = fully_shard(nn.Linear(2, 2)), []
+    kinds = [torch.distributed.tensor.DTensor, ShardedParameter]
+    _thread.start_new_thread(found.extend, (map(isinstance, [model.weight] * 2, kinds),))
+    deadline = time.monotonic() + 10
+    while len(found) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert found == [False, True]

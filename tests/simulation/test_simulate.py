@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, fully_shard, simulate
+from fsdp_compose.base.mesh import resolve_mesh
+from fsdp_compose.base.policy import place
 from fsdp_compose.base.process import here
 from fsdp_compose.simulation import (
     DelayMessage,
@@ -411,6 +413,16 @@ def test_timeouts_pass_in_simulated_time(tmp_path: Any) -> None:
     with pytest.raises(SimulationError, match="waited 60 s for rank 1, which did not call it"):
         simulate(only_rank_0_saves, 2, tmp_path)
     assert time.monotonic() - started < 30
+
+
+def test_accelerators_are_refused() -> None:
+    """Their one thread for backward passes would wait for one rank and never run the others."""
+
+    def shard() -> None:
+        resolve_mesh(None, torch.device("cuda", 0), place(ShardingStrategy.FULL_SHARD, None))
+
+    with pytest.raises(SimulationError, match="parameters are on cuda:0, in simulate"):
+        simulate(shard, 2)
 
 
 def test_bad_arguments_are_named() -> None:

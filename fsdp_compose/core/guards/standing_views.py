@@ -17,6 +17,7 @@ import torch
 from fsdp_compose.base.torch_private import next_node_number, plain_apply, untraced
 from fsdp_compose.buckets.entries import copy_all_attributes
 from fsdp_compose.core.autograd import Gather, Versions
+from fsdp_compose.core.guards.captured import choose_anchor
 from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.guards.weight_versions import read_versions
 from fsdp_compose.core.records import Live
@@ -47,6 +48,8 @@ def view_standing(unit: Unit) -> Sequence[torch.Tensor]:
 def _connect(unit: Unit, trained: tuple[int, ...], versions: Versions) -> Live:
     """The unit's aliases, those of ``trained`` as views that are connected to their leaves."""
     tensors = list(unit.links.aliases)
+    if unit.engine.streams.gather is not None:
+        choose_anchor(unit)
     with torch.enable_grad():
         outputs = _stand(weakref.ref(unit), trained, versions, unit.links.anchor)
     for index, output in zip(trained, outputs, strict=True):

@@ -1,0 +1,24 @@
+"""A unit that a CUDA graph is captured of has an anchor of the graph's own.
+
+When a backward ends, autograd lets the current stream wait for the one on which a leaf's node was
+made. That node lives as long as any graph that reached it, so it may be of a step before, and on a
+stream which is not captured: a graph that waits for one is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_compose.base.streams import is_capturing
+from fsdp_compose.core.state import Unit
+
+
+def choose_anchor(unit: Unit) -> None:
+    """While a CUDA graph is captured, give the unit an anchor whose node is of that stream."""
+    if not is_capturing():
+        return
+    known, key = unit.graphs.captured, unit.engine.streams.current.stream_id
+    if key not in known:
+        anchor = torch.empty_like(unit.links.anchor, requires_grad=True)
+        known[key] = anchor, torch.autograd.graph.get_gradient_edge(anchor).node
+    unit.links.anchor = known[key][0]
