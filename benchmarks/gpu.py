@@ -149,9 +149,9 @@ def wait(device: str) -> None:
 
 
 def measure(
-    size: str, side: str, mesh: DeviceMesh, options: argparse.Namespace
+    size: str, side: str, mesh: DeviceMesh, options: argparse.Namespace, *, is_profiled: bool
 ) -> tuple[Figures, Profile | None]:
-    """Build a side, warm it up, time its steps, follow the memory of one and profile one."""
+    """Build a side, warm it up, time its steps, follow the memory of one and maybe profile one."""
     device = torch.device(mesh.device_type)
     generator = torch.Generator().manual_seed(0)
     shape = (options.batch, options.seq + 1)
@@ -178,7 +178,8 @@ def measure(
     step()
     wait(device.type)
     peak = torch.cuda.max_memory_allocated()
-    return replace(figures, held=held, peak=peak), profile_step(step)
+    figures = replace(figures, held=held, peak=peak)
+    return figures, profile_step(step) if is_profiled else None
 
 
 def profile_step(step: Callable[[], object]) -> Profile:
@@ -279,7 +280,7 @@ def run_cell(size: str, world: int, mesh: DeviceMesh, options: argparse.Namespac
             if name in broken:
                 continue
             try:
-                figures, profile = measure(size, name, mesh, options)
+                figures, profile = measure(size, name, mesh, options, is_profiled=turn == 0)
             except Exception as error:
                 broken.add(name)
                 reason = next(iter(str(error).splitlines()), "")
@@ -289,7 +290,7 @@ def run_cell(size: str, world: int, mesh: DeviceMesh, options: argparse.Namespac
                 cell.figures.pop(name, None)
             else:
                 cell.figures.setdefault(name, []).append(figures)
-                cell.profiles[name] = profile
+                cell.profiles.setdefault(name, profile)
             gc.collect()
             if options.device == "cuda":
                 torch.cuda.empty_cache()

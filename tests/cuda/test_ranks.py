@@ -17,7 +17,6 @@ from harness import rank_errors, run_ranks
 from models import (
     Block,
     Recomputed,
-    ThreeBuckets,
     Tower,
     Twin,
     by_block,
@@ -51,14 +50,9 @@ def test_training_equals_one_process(cell: str) -> None:
     run_ranks(ranks, 2)
 
 
-@pytest.mark.parametrize("build", [Recomputed, ThreeBuckets], ids=lambda build: build.__name__)
-def test_other_models_train_as_one_process(build: type[Tower]) -> None:
-    def ranks(rank: int) -> None:
-        options = {"mp_policy": MixedPrecision(torch.float64, torch.float64)}
-        Twin(rank, 2, build, partial(by_block, **options)).train()
-        Twin(rank, 2, build, partial(nested, **options)).train()
-
-    run_ranks(ranks, 2)
+@pytest.mark.parametrize("shard", [by_block, nested])
+def test_recomputed_blocks_train_as_one_process(shard: Any) -> None:
+    run_ranks(lambda rank: Twin(rank, 2, Recomputed, shard).train(), 2)
 
 
 @pytest.mark.parametrize(
