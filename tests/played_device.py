@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -99,6 +100,10 @@ class Memory:
     reads: list[Use] = field(default_factory=list)
     allocated_on: int | None = None
 
+    @property
+    def uses(self) -> list[Use]:
+        return [*([] if self.write is None else [self.write]), *self.reads]
+
 
 class Races(TorchDispatchMode):
     """Notes every operation on the stream that is current, and what it is not ordered behind."""
@@ -107,13 +112,17 @@ class Races(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.memory: dict[int, Memory] = {}
-        self.kept: list[Any] = []  # storages, so that no address is used twice
+        self.kept: list[Any] = []
+        self.alive: dict[int, StorageWeakRef] = {}  # which keep addresses from being used twice
+        self.dead: list[StorageWeakRef] = []
+        self.freed: dict[int, list[Use]] = {}  # by stream, of memory that went back to its pool
         self.found: list[str] = []
         self.seen: set[tuple[str, bool]] = set()  # (what, whether on the main stream)
         self.calls: list[int] = []  # of gathers through the group's collectives: their buffers
         self.reduce_calls: list[int] = []  # likewise of reductions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.look_for_freed()
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             return result
@@ -126,8 +135,28 @@ class Races(TorchDispatchMode):
             for tensor in given:
                 self.note(tensor.untyped_storage(), name, id(tensor) in written)
             for tensor in made if not is_view else ():
-                self.note(tensor.untyped_storage(), name, True)
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.memory:
+                    self.allocate(name)
+                    self.memory[storage._cdata] = Memory(allocated_on=self.device.active.key)
+                self.note(storage, name, True)
         return result
+
+    def allocate(self, what: str) -> None:
+        """The current stream's pool may hand out memory again that was freed before."""
+        stream = self.device.active
+        for use in self.freed.pop(stream.key, ()):
+            if stream.clock.get(use.stream, 0) < use.tick:
+                self.found.append(f"{what} on {stream.key} has freed memory in use: {use}")
+
+    def look_for_freed(self) -> None:
+        """Give memory that nobody refers to any more back to the pool that it is from."""
+        for key, ref in list(self.alive.items()):
+            if ref.expired():
+                self.dead.append(self.alive.pop(key))
+                memory = self.memory[key]
+                if memory.allocated_on is not None:
+                    self.freed.setdefault(memory.allocated_on, []).extend(memory.uses)
 
     @staticmethod
     def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -146,8 +175,10 @@ class Races(TorchDispatchMode):
         key = storage._cdata
         if not storage.resizable() and not is_shared(storage):
             key = -storage.data_ptr()  # static buffers, in which units have storages of their own
-        if key not in self.memory:
-            self.kept.append(storage)
+        if key < 0:
+            self.kept.append(storage)  # so that its address is not used twice
+        elif key not in self.alive:
+            self.alive[key] = StorageWeakRef(storage)
         memory = self.memory.setdefault(key, Memory())
         before = [memory.write] if memory.write is not None else []
         for earlier in before + (memory.reads if writes else []):
@@ -159,13 +190,18 @@ class Races(TorchDispatchMode):
             memory.reads.append(use)
 
     def resized(self, storage: Any, nbytes: int) -> None:
-        """Memory is allocated and freed on one stream, whose pool it goes back to."""
-        self.note(storage, f"resize to {nbytes}", True)
-        memory, active = self.memory[storage._cdata], self.device.active.key
+        """Memory is from the pool of the stream that it is allocated on, and goes back to it."""
+        self.look_for_freed()
+        memory = self.memory.get(storage._cdata)
         if nbytes:
-            memory.allocated_on = active
-        elif memory.allocated_on not in (None, active):
-            self.found.append(f"allocated on {memory.allocated_on}, freed on {active}")
+            self.allocate("resize")
+        elif memory is not None and memory.allocated_on is not None:
+            self.freed.setdefault(memory.allocated_on, []).extend(memory.uses)
+        self.memory[storage._cdata] = Memory(
+            allocated_on=self.device.active.key if nbytes else None
+        )
+        if nbytes:
+            self.note(storage, "resize", True)
 
 
 @contextmanager

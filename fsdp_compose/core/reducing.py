@@ -197,7 +197,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
     grad = reduction.scatter.result(real, 1.0 if bucket.mesh.slots else reduction.scale)
     if bucket.arriving.partial is not None:
         grad += bucket.arriving.partial
-        bucket.arriving.partial = None
+        reduction.added, bucket.arriving.partial = bucket.arriving.partial, None
     if bucket.mesh.replicate_axis.size > 1:
         if not switches.all_reduce:
             bucket.arriving.partial = grad

@@ -304,6 +304,7 @@ class Reduction:
     scatter: ReduceScatter | None
     scale: float
     used: Flags  # by entry: whose ``.grad`` to set
+    added: torch.Tensor | None = None  # to the sum, on its stream; kept until that is waited for
     done: Any = None  # the mark of its stream behind it
     result: torch.Tensor | None = None
 
