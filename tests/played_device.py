@@ -8,10 +8,11 @@ touch one storage, of which one writes, must be ordered by what streams waited f
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,8 +38,10 @@ class Stream:
     """As ``torch.cuda.Stream``, as far as the engine needs one."""
 
     count = 0
+    made: ClassVar[weakref.WeakSet[Stream]] = weakref.WeakSet()
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
+        Stream.made.add(self)
         Stream.count += 1
         self.key = self.stream_id = Stream.count
         self.clock: Clock = {self.key: 0}
@@ -62,6 +65,9 @@ class Stream:
 @dataclass
 class Event:
     clock: Clock
+
+    def query(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         raise AssertionError("the host waits for an event")
@@ -90,6 +96,7 @@ class Use:
     stream: int
     tick: int
     what: str
+    reads: bool = True
 
 
 @dataclass
@@ -170,7 +177,7 @@ class Races(TorchDispatchMode):
     def note(self, storage: Any, what: str, writes: bool) -> None:
         stream = self.device.active
         stream.clock[stream.key] += 1
-        use = Use(stream.key, stream.clock[stream.key], what)
+        use = Use(stream.key, stream.clock[stream.key], what, not writes)
         self.seen.add((what, stream is self.device.main))
         key = storage._cdata
         if not storage.resizable() and not is_shared(storage):

@@ -39,6 +39,7 @@ from fsdp_compose.core.state import (
     _FSDPState,
     engine_of,
     find_state,
+    iter_units,
     owner_of,
 )
 from fsdp_compose.sharded import (
@@ -223,6 +224,9 @@ def _find_device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -
         return bucket.mesh.device
     for entry in borrowed:
         return owner_of(entry).mesh.device  # which is not where an offloaded parameter lies
+    for module in plan.modules:
+        for unit in iter_units(module):  # a module that only holds units runs on their device
+            return unit.engine.streams.device
     for module in plan.modules:
         for buffer in module.buffers():
             return buffer.device

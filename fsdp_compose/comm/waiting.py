@@ -87,8 +87,8 @@ class _Watch:
 
     def look(self, now: float) -> None:
         device = self.waits.get(_DEVICE)
-        if device is not None and device.is_over():
-            del self.waits[_DEVICE]
+        if device is not None and now - device.since > POST_AFTER and device.is_over():
+            self.waits.pop(_DEVICE, None)
             newest, self.newest = self.newest, None
             if newest is not None and newest is not device:
                 self.waits[_DEVICE] = dataclasses.replace(newest, since=now)
@@ -187,15 +187,25 @@ def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
     """Note that the device waits for ``ranks`` until it passes ``mark``; the host goes on.
 
     The oldest mark that is not known to have passed is kept, and the newest one; none of those in a
-    graph, which the device passes when it is replayed.
+    graph, which the device passes when it is replayed. The watch's thread asks the device for marks
+    that are old alone: to ask it ends the capture of a graph in another thread.
     """
     if is_capturing():
         return
     watch = the_watch()
     wait = watch.newest = Wait(purpose, ranks, monotonic(), mark)
-    watch.waits.setdefault(_DEVICE, wait)
+    known = watch.waits.get(_DEVICE)
+    if known is None or (wait.since - known.since > _POLL and known.is_over()):
+        watch.waits[_DEVICE] = wait
     if watch.thread is None:
         watch.start()
+
+
+def forget_marks() -> None:
+    """Watch no mark that was noted before, as a graph is captured now."""
+    watch = the_watch()
+    watch.newest = None
+    watch.waits.pop(_DEVICE, None)
 
 
 def tell(wait: Wait, now: float) -> None:

@@ -259,7 +259,7 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
 
     The copy runs on the reduce stream, so neither compute nor the host waits for it.
     """
-    last, streams = reduction.unit.switches.last_backward, engine.streams
+    last, scope = reduction.unit.switches.last_backward, engine.streams.beside
     offload, arriving = reduction.bucket.offload, reduction.bucket.arriving
     if not offload.shards and (last or not offload.grads):
         if arriving.waiting is not None:
@@ -267,15 +267,15 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
             arriving.waiting = None
         assign(reduction, grad)
         return
-    with streams.beside(streams.reduce):
-        if arriving.waiting is not None and arriving.waiting.device == grad.device:
-            grad, arriving.waiting = arriving.waiting.add_(grad), None
-        if not (last or offload.grads):
-            arriving.waiting = grad
-            _note_waiting(reduction)
-            return
-        grad = copy_to_host(grad, offload.pin_memory)
-        engine.landing.append(Landing(reduction, grad, last, streams.record(streams.reduce)))
+    if (waiting := arriving.waiting) is not None and waiting.device == grad.device:
+        grad, arriving.waiting, scope = waiting.add_(grad), None, engine.streams.on
+    if not (last or offload.grads):
+        arriving.waiting = grad
+        _note_waiting(reduction)
+        return
+    with scope(engine.streams.reduce):
+        host, mark = copy_to_host(grad, offload.pin_memory), engine.streams.record
+        engine.landing.append(Landing(reduction, host, last, mark(engine.streams.reduce)))
 
 
 def _note_waiting(reduction: Reduction) -> None:

@@ -134,8 +134,7 @@ class Graphs:
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Objects that live as long as graphs over its backward, which read its weights."""
     unread: list[weakref.ref[Any]] = field(default_factory=list)  # ``nodes`` that saved no weight
-    captured: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    """By stream that CUDA graphs are captured on, their anchor and its node."""
+    captured: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # captured.py
 
 
 @dataclass(eq=False, repr=False)

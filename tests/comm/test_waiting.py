@@ -150,6 +150,36 @@ class Mark:
         return self.has_passed
 
 
+class Refuses:
+    """As an event while another thread captures a graph, which a question would end."""
+
+    def query(self) -> bool:
+        raise AssertionError("the device is asked")
+
+
+def test_the_watch_asks_for_old_marks_alone() -> None:
+    """Of those that come one after another the last is kept, and none once a graph is captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        watch = waiting._Watch()
+        patch.setattr(here, "watch", watch)
+        patch.setattr(watch, "start", lambda: None)
+        now = time.monotonic()
+        patch.setattr(waiting, "monotonic", lambda: now)
+        waiting.watch_mark("gather", (0, 1), Refuses())
+        waiting.watch_mark("gather", (0, 1), Refuses())
+        watch.look(now + 0.9 * waiting.POST_AFTER)
+        with pytest.raises(AssertionError, match="is asked"):
+            watch.look(now + 1.1 * waiting.POST_AFTER)
+        waiting.forget_marks()
+        watch.look(now + 100)
+        passed, later = Mark(), Refuses()
+        passed.has_passed = True
+        waiting.watch_mark("gather", (0, 1), passed)
+        now += 1.1 * waiting._POLL
+        waiting.watch_mark("reduce", (0, 1), later)
+        assert [wait.mark for wait in watch.waits.values()] == [later]
+
+
 def test_a_device_that_waits_is_told_without_the_host() -> None:
     """The oldest mark that has not passed is what is waited for; passed ones are forgotten."""
 

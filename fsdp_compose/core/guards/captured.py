@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_compose.base.streams import is_capturing
+from fsdp_compose.comm.waiting import forget_marks
 from fsdp_compose.core.state import Unit
 
 
@@ -17,6 +18,7 @@ def choose_anchor(unit: Unit) -> None:
     """While a CUDA graph is captured, give the unit an anchor whose node is of that stream."""
     if not is_capturing():
         return
+    forget_marks()
     known, key = unit.graphs.captured, unit.engine.streams.current.stream_id
     if key not in known:
         anchor = torch.empty_like(unit.links.anchor, requires_grad=True)

@@ -1,0 +1,88 @@
+"""The fuzzer's random programs on a played device: is all that its streams do ordered?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import played_device
+import pytest
+from played_device import watched
+
+import fsdp_compose as fc
+from fsdp_compose import Offload, ShardingStrategy
+from fsdp_compose.base.process import here
+from fsdp_compose.comm import transports
+from fsdp_compose.scopes.switches import Keep
+
+from fuzz import run_case
+from fuzz_programs import draw
+from harness import run_ranks
+from models import Tower, by_block, data, seeded, sgd, square
+
+OTHERWISE = ("outside loss", "second order", "interrupt")
+"""Operations of programs that do something else under the mode that notes what runs."""
+
+
+def wait_for(event: Any) -> None:
+    """The host waits: whatever it issues next, on any stream, is ordered behind."""
+    for stream in played_device.Stream.made:
+        stream.wait_event(event)
+
+
+def is_stale_read(text: str, gather: int) -> bool:
+    """Whether a gather of weights that were written since is what may read half of the new ones.
+
+    What it gathers is gathered again, as the weights have another version then.
+    """
+    return "races" in text and f"stream={gather}," in text and "reads=True" in text
+
+
+def find_races(rank: int, seeds: Iterable[int]) -> list[str]:
+    found = []
+    for seed in seeds:
+        case = draw(seed, 2)
+        ops = tuple(op for op in case.ops if op[0] not in OTHERWISE)
+        with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+            patch.setattr(transports, "segments_of", lambda group: None)
+            patch.setattr(played_device.Event, "synchronize", wait_for)
+            (engine,) = here.engines.values()
+            run_case(rank, replace(case, ops=ops, backend="nccl"))
+        gather = engine.streams.gather.key
+        found += [f"{seed}: {text}" for text in races.found if not is_stale_read(text, gather)]
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 100, 200, 300])
+def test_random_programs_are_ordered(first: int) -> None:
+    """No two streams touch the same memory at once, nor memory that went back to its pool."""
+    assert run_ranks(find_races, 2, range(first, first + 25), timeout=100) == [[], []]
+
+
+def find_races_of_waiting_sums(
+    rank: int, strategy: ShardingStrategy, offload: Offload, keep: Keep | None
+) -> list[str]:
+    """In steps of three microbatches, of which ``keep`` or the switch makes the first two wait."""
+    with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+        patch.setattr(played_device.Event, "synchronize", wait_for)
+        model = by_block(seeded(Tower), strategy=strategy, offload_policy=offload)
+        optim = sgd(model.parameters())
+        for step in range(3):
+            with contextlib.nullcontext() if keep is None else fc.accumulate(model, keep):
+                for part in range(3):
+                    if keep is None:
+                        fc.set_is_last_backward(model, part == 2)
+                    square(model, data(10 * step + part, rank)).backward()
+            optim.step()
+            optim.zero_grad()
+    return races.found
+
+
+@pytest.mark.parametrize("keep", [None, "no_all_reduce", "unsharded"])
+@pytest.mark.parametrize("offload", [Offload(), Offload(optimizer=True, pin_memory=False)])
+def test_sums_that_wait_are_ordered(offload: Offload, keep: Keep | None) -> None:
+    for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
+        found = run_ranks(find_races_of_waiting_sums, 2, strategy, offload, keep)
+        assert found == [[], []], strategy
