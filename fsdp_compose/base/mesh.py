@@ -101,7 +101,7 @@ def resolve_mesh(
             f"fully_shard: the parameters are on {device}, in simulate(), whose ranks are threads "
             "of one process: backward passes on a device share one more thread, and would wait "
             "there for each other. Build the model on the CPU, or start processes: "
-            "fsdp-compose run --nproc 2 train.py."
+            "fsdp-compose run --nproc 2 SCRIPT."
         )
     if mesh is None:
         world = group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF

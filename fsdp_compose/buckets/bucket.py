@@ -225,6 +225,11 @@ class Fill:
     stamp: object = None
     is_superseded: bool = False
 
+    def drop(self) -> None:
+        """Wait for what was gathered and is not read; on a device its stream does."""
+        self.exchange.end()
+        self.mark = None
+
 
 @dataclass(eq=False, repr=False)
 class Arriving:

@@ -230,7 +230,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         return
     streams, is_unread = engine.streams, bucket.phase is GATHERING
     if is_unread:
-        bucket.fill.exchange.end()
+        bucket.fill.drop()
     bucket.move_to(SHARDED)
     if bucket.in_place:
         return

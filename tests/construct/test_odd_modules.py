@@ -11,6 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_compose import fully_shard, get_state
+from fsdp_compose.base.process import here
+from fsdp_compose.base.streams import Streams
+from fsdp_compose.core.autograd import EngineWork
+from fsdp_compose.core.state import Engine
+
 from harness import run_ranks
 from models import (
     WIDTH,
@@ -173,3 +179,14 @@ def test_module_backward_hooks_change_gradients() -> None:
             compare(name, whole(ours.grad), theirs.grad, Tolerance())
 
     run_ranks(ranks, 2)
+
+
+def test_a_module_of_units_alone_is_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a backward that fails in it would drop nothing of what waits in the units on theirs."""
+    device = torch.device("meta")
+    engine = Engine(Streams(device, None, None), EngineWork)
+    monkeypatch.setitem(here.engines, device, engine)
+    inner = fully_shard(nn.Linear(2, 2))
+    monkeypatch.setattr(get_state(inner).unit, "engine", engine)
+    model = fully_shard(nn.Sequential(nn.Sequential(inner), nn.BatchNorm1d(2, affine=False)))
+    assert get_state(model).unit.engine is engine

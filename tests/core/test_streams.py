@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -399,6 +401,37 @@ def test_a_captured_step_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
     def ranks(rank: int) -> None:
         assert all(map(torch.equal, steps(rank, True), steps(rank, False)))
+
+    run_ranks(ranks, 2)
+
+
+def add_beside(device: streams.Streams, grad: Tensor) -> None:
+    with device.on(device.gather):
+        grad.add(1)
+
+
+def test_a_captured_graph_ends_at_anchors_of_its_own() -> None:
+    """One for each stream that graphs are captured on; what runs beside it ends with the graph."""
+
+    def ranks(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+            model, device = by_block(seeded(Tower)), races.device
+            streams = units(model)[0].engine.streams
+            square(model, data(0, rank)).backward()
+            seen = [[unit.links.anchor for unit in units(model)]]
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            for stream in (first := Stream(), Stream(), first):
+                device.set_stream(stream)
+                x = data(1, rank).requires_grad_()
+                x.register_hook(partial(add_beside, streams))
+                square(model, x).backward()
+                seen.append([unit.links.anchor for unit in units(model)])
+                for side in (streams.gather, streams.reduce):
+                    assert stream.clock[side.key] == side.clock[side.key]
+            device.set_stream(device.main)
+            assert all(map(is_, seen[1], seen[3]))
+            assert not any(map(is_, seen[0], seen[1])) and not any(map(is_, seen[1], seen[2]))
 
     run_ranks(ranks, 2)
 

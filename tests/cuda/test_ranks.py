@@ -24,7 +24,6 @@ from models import (
     mesh_of_replicas,
     nested,
     seeded,
-    sgd,
     square,
 )
 
@@ -101,17 +100,13 @@ class Turned(Tower):
         return self.head(x)
 
 
-@pytest.mark.parametrize("first", [0, 3])
-def test_ranks_that_differ_hear_of_it(first: int) -> None:
+def test_ranks_that_differ_from_the_start_hear_of_it() -> None:
+    """Later one may gather ahead what others do not, and NCCL waits (docs/limits.md)."""
+
     def ranks(rank: int) -> None:
-        warnings.filterwarnings("ignore", message="the forward of unit")
         model = by_block(seeded(Turned))
-        optim = sgd(model.parameters())
-        for step in range(first + 3):
-            model.turned = rank == 1 and step >= first
-            square(model, data(step, rank)).backward()
-            optim.step()
-            optim.zero_grad()
+        model.turned = rank == 1
+        square(model, data(0, rank)).backward()
 
     errors = rank_errors(ranks, 2)
     assert all(error and "ranks run different units" in error for error in errors), errors
