@@ -283,6 +283,8 @@ def run_cell(size: str, world: int, mesh: DeviceMesh, options: argparse.Namespac
                 figures, profile = measure(size, name, mesh, options, is_profiled=turn == 0)
             except Exception as error:
                 broken.add(name)
+                while error.__context__ is not None:  # a failed capture says why there alone
+                    error = error.__context__
                 reason = next(iter(str(error).splitlines()), "")
                 cell.failures.append(
                     f"- {size}, {world} ranks: {name} cannot run: {type(error).__name__}: {reason}"

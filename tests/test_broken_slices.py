@@ -200,6 +200,14 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         put(slice_step, "count_modes", lambda: 0),
         READS, "test_a_mode_sees_what_an_optimizer_does_to_slices", {"foreach": True},
     ),
+    "what lists write in a mode": (
+        put(reads, "increment_version", lambda tensors: None),
+        READS, "test_kept_weights_follow_a_step_in_a_mode", "by hand",
+    ),
+    "what steps write in a mode": (
+        put(slice_step, "increment_version", lambda tensors: None),
+        READS, "test_kept_weights_follow_a_step_in_a_mode", "foreach",
+    ),
     "what autograd reads": (
         put(reads, "graph_task_id", lambda: -1), READS, "test_autograd_computes_with_slices",
     ),

@@ -231,7 +231,7 @@ def _step(
             _set_classes(state, Tensor)
             step_function(type(optimizer))(optimizer)
         finally:
-            _count_fused_writes(optimizer)
+            _count_writes(optimizer, is_watched)
             _set_classes(params, ShardedParameter)
             _set_classes(tagged, ShardedTensor)
             _set_classes(state, ShardedTensor)
@@ -257,8 +257,12 @@ def _tag_state(optimizer: Optimizer) -> None:
                     tag(value, param._shard_spec)
 
 
-def _count_fused_writes(optimizer: Optimizer) -> None:
-    """Fused kernels write without counting it, and what is kept gathered goes by the count."""
-    fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
-    if fused:
-        increment_version([p for p in chain.from_iterable(fused) if p.grad is not None])
+def _count_writes(optimizer: Optimizer, is_watched: bool) -> None:
+    """Count what torch does not, as what is kept gathered goes by the count.
+
+    That is what fused kernels write and, in a dispatch mode, functions over lists.
+    """
+    groups = optimizer.param_groups
+    uncounted = [group["params"] for group in groups if is_watched or group.get("fused")]
+    if uncounted:
+        increment_version([p for p in chain.from_iterable(uncounted) if p.grad is not None])

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from fsdp_compose.base.torch_private import (
     call_raw,
@@ -56,7 +57,10 @@ def _refuse_read(func: Any, pending: list[Any]) -> NoReturn:
 def call_slices(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on the slices; faster than by ``__torch_dispatch__`` where no mode looks."""
     if count_modes():
-        return call_raw(func, (), args, kwargs)
+        found = call_raw(func, (), args, kwargs)
+        if (name := func.__name__).startswith("_foreach_") and name.endswith("_"):
+            increment_version(args[0] if args else kwargs["self"])  # torch counts none in a mode
+        return found
     with below_dispatch():
         return call_raw(func, (), args, kwargs)
 

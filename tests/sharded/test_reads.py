@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -160,6 +161,38 @@ def test_a_mode_sees_what_an_optimizer_does_to_slices(options: dict[str, bool]) 
         assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
     simulate_ranks(ranks, 2)
+
+
+KEPT = fc.ShardingStrategy.SHARD_GRAD_OP
+WAYS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for-loop": {"foreach": False}}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "by hand", "mixed"])
+def test_kept_weights_follow_a_step_in_a_mode(way: str) -> None:
+    """Torch does not count there what its functions over lists write."""
+
+    def ranks(rank: int) -> None:
+        losses = []
+        for watched in (False, True):
+            model = by_block(seeded(Tower), strategy=KEPT)
+            scope = Operators() if watched else nullcontext()
+            params = list(model.parameters())
+            optimizer = torch.optim.AdamW(params, lr=0.1, **WAYS.get(way, {}))
+            square(model, data(0, rank)).backward()
+            with torch.no_grad():
+                model(data(1, rank))  # which keeps the units gathered
+            with scope, torch.no_grad():
+                if way == "by hand":
+                    torch._foreach_mul_(params, 0.5)
+                elif way == "mixed":
+                    torch._foreach_mul_(params, torch.tensor(0.5, dtype=torch.float64))
+                else:
+                    optimizer.step()
+            with torch.no_grad():
+                losses.append(square(model, data(1, rank)))
+        assert torch.equal(*losses)
+
+    run_ranks(ranks, 2)
 
 
 def test_autograd_computes_with_slices() -> None:
