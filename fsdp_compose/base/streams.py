@@ -145,7 +145,7 @@ def copy_to_host(tensor: torch.Tensor, pin_memory: bool) -> torch.Tensor:
 
 
 class _Accelerator:
-    """Streams and events of torch itself, which take a tenth of the time of ``torch.cuda``'s."""
+    """Streams and events of torch itself, which run less Python than those of ``torch.cuda``."""
 
     Stream = torch.Stream
 

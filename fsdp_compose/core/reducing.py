@@ -259,8 +259,8 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
 
     The copy runs on the reduce stream, so neither compute nor the host waits for it.
     """
-    last, scope = reduction.unit.switches.last_backward, engine.streams.beside
-    offload, arriving = reduction.bucket.offload, reduction.bucket.arriving
+    offload, arriving, streams = reduction.bucket.offload, reduction.bucket.arriving, engine.streams
+    last, scope = reduction.unit.switches.last_backward, streams.beside
     if not offload.shards and (last or not offload.grads):
         if arriving.waiting is not None:
             grad += arriving.waiting.to(grad.device, non_blocking=True)
@@ -268,14 +268,14 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
         assign(reduction, grad)
         return
     if (waiting := arriving.waiting) is not None and waiting.device == grad.device:
-        grad, arriving.waiting, scope = waiting.add_(grad), None, engine.streams.on
+        grad, arriving.waiting, scope = waiting.add_(grad), None, streams.on
     if not (last or offload.grads):
         arriving.waiting = grad
         _note_waiting(reduction)
         return
-    with scope(engine.streams.reduce):
-        host, mark = copy_to_host(grad, offload.pin_memory), engine.streams.record
-        engine.landing.append(Landing(reduction, host, last, mark(engine.streams.reduce)))
+    with scope(streams.reduce):
+        grad = copy_to_host(grad, offload.pin_memory)
+        engine.landing.append(Landing(reduction, grad, last, streams.record(streams.reduce)))
 
 
 def _note_waiting(reduction: Reduction) -> None:
