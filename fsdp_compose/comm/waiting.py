@@ -187,8 +187,8 @@ def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
     """Note that the device waits for ``ranks`` until it passes ``mark``; the host goes on.
 
     The oldest mark that is not known to have passed is kept, and the newest one; none of those in a
-    graph, which the device passes when it is replayed. The watch's thread asks the device for marks
-    that are old alone: to ask it ends the capture of a graph in another thread.
+    graph, which the device passes when it is replayed. The watch's thread asks a device about old
+    marks alone, since its question would end the capture of a graph in another thread.
     """
     if is_capturing():
         return

@@ -9,7 +9,7 @@ Files, each importing only from those above it:
     records                     what a unit remembers besides its buckets
     guards/copied_units         a deep copy has buckets of its own
     state                       everything the library remembers, per module, unit and device
-    guards/captured             a CUDA graph that is captured ends at an anchor of its own
+    guards/captured             units have anchors of the stream that a CUDA graph is captured on
     guards/exported_memory      what NumPy and the like read of weights is left to them
     guards/inner_gradients      gradients that forwards and hooks use while weights are gathered
     guards/units                the error for a module that is no unit and contains none

@@ -26,7 +26,7 @@ def wide(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).double().square().mean()
 
 
-def warm_up(twin: Twin, stream: torch.cuda.Stream, rank: int) -> None:
+def warm_up(twin: Twin, stream: torch.cuda.Stream) -> None:
     """Two steps of both, on ``stream``."""
     here = torch.cuda.current_stream()
     stream.wait_stream(here)
@@ -48,7 +48,7 @@ def test_a_replayed_step_equals_one_process(cell: str, beside: bool, world: int)
         twin = Twin(rank, world, partial(Tower, 4), shard)
         if cell == "cast":
             twin.tolerance = Tolerance(1e-4, 1e-5)
-        warm_up(twin, torch.cuda.Stream() if beside else torch.cuda.current_stream(), rank)
+        warm_up(twin, torch.cuda.Stream() if beside else torch.cuda.current_stream())
         x, graph = data(7, rank), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):

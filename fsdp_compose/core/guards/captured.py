@@ -1,8 +1,8 @@
-"""A unit that a CUDA graph is captured of has an anchor of the graph's own.
+"""While a CUDA graph is captured, units have anchors that were made on its stream.
 
 When a backward ends, autograd lets the current stream wait for the one on which a leaf's node was
-made. That node lives as long as any graph that reached it, so it may be of a step before, and on a
-stream which is not captured: a graph that waits for one is refused.
+made. That node lives as long as any autograd graph that reached it, so a step before may have made
+it, on a stream that is not captured; and CUDA refuses to capture a wait for such a stream.
 """
 
 from __future__ import annotations
