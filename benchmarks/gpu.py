@@ -2,8 +2,9 @@
 
 Llama-like models in bfloat16 with float32 shards. A world of one runs over NCCL; larger worlds run
 as one of their ranks on torch's fake process group, whose collectives return at once: memory, host
-time and copies are those of a rank, communication takes no time, and gathered values mean nothing.
-In the world of one the losses of all sides are compared.
+time and kernels are those of a rank, communication takes no time, gathered values mean nothing, and
+most copies are that group's. In the world of one the losses of all sides are compared, and a model
+without sharding runs beside them: what a side takes longer is what its sharding adds.
 
 Each round builds each side anew, in an order that rotates, so that one side's memory is never
 counted with another's and what slows the machine touches all alike.
@@ -16,7 +17,7 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,12 @@ def ours(
     return model
 
 
+def plain(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    return model
+
+
 SIDES: dict[str, Callable[[Llama, DeviceMesh], nn.Module]] = {
+    "plain": plain,
     "FSDP1": fsdp1,
     "FSDP2": partial(fsdp2, reshard_after_forward=None),
     "FSDP2 kept": partial(fsdp2, reshard_after_forward=False),
@@ -83,8 +89,40 @@ SIDES: dict[str, Callable[[Llama, DeviceMesh], nn.Module]] = {
     "ours static": partial(ours, strategy="FULL_SHARD", static_buffers=True),
     "ours captured": partial(ours, strategy="FULL_SHARD", static_buffers=True),
 }
+PLAIN = "plain"
+"""The model of one process, in bfloat16 with float32 copies that the optimizer steps."""
 CAPTURED = "ours captured"
 """The side whose forward and backward are replayed as one CUDA graph."""
+
+
+class MasterWeights:
+    """AdamW over float32 copies of a model's weights, of which the model computes in bfloat16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        self.params = list(model.to(torch.bfloat16).parameters())
+        self.inner = adamw(self.copies)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        grads = [torch.empty_like(copy) for copy in self.copies]
+        torch._foreach_copy_(grads, [p.grad for p in self.params if p.grad is not None])
+        for copy, grad in zip(self.copies, grads, strict=True):
+            copy.grad = grad
+        self.inner.step()
+        torch._foreach_copy_(self.params, self.copies)
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+        for param in self.params:
+            param.grad = None
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-5, fused=True)
+
+
+Stepper = torch.optim.Optimizer | MasterWeights
 
 
 @dataclass(frozen=True)
@@ -96,6 +134,7 @@ class Figures:
     losses: list[Tensor]
     held: int | None = None  # between steps
     peak: int | None = None  # the most during a step
+    asked: int | None = None  # that peak without what the allocator adds to each tensor
 
 
 @dataclass(frozen=True)
@@ -108,15 +147,15 @@ class Profile:
     exposed: float  # part of it in which nothing but collectives ran
 
 
-def build(size: str, side: str, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(size: str, side: str, mesh: DeviceMesh) -> tuple[nn.Module, Stepper]:
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         model = Llama(SIZES[size])
     sharded = SIDES[side](model, mesh)
-    return sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-5, fused=True)
+    return sharded, MasterWeights(model) if side == PLAIN else adamw(sharded.parameters())
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
+def train_step(model: nn.Module, optimizer: Stepper, tokens: Tensor) -> Tensor:
     loss: Tensor = model(tokens)
     loss.backward()
     optimizer.step()
@@ -124,7 +163,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
     return loss.detach()
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Any:
+def capture(model: nn.Module, optimizer: Stepper, tokens: Tensor) -> Any:
     """A training step whose forward and backward are captured here, and replayed in each call.
 
     The graph writes its own gradients anew each time, so they are not cleared between steps.
@@ -178,7 +217,8 @@ def measure(
     step()
     wait(device.type)
     peak = torch.cuda.max_memory_allocated()
-    figures = replace(figures, held=held, peak=peak)
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    figures = replace(figures, held=held, peak=peak, asked=asked)
     return figures, profile_step(step) if is_profiled else None
 
 
@@ -228,22 +268,25 @@ class Cell:
 
     def rows(self) -> list[list[str]]:
         medians = {name: Spread.of([f.step for f in all_]) for name, all_ in self.figures.items()}
-        reference = medians.get("FSDP2")
         return [
-            [f"{self.size}, {self.world}, {name}", *self._cells(name, medians[name], reference)]
+            [f"{self.size}, {self.world}, {name}", *self._cells(name, medians)]
             for name in self.figures
         ]
 
-    def _cells(self, name: str, step: Spread, reference: Spread | None) -> list[str]:
-        ratio = f"{reference.median / step.median:.3f}" if reference else ""
+    def _cells(self, name: str, medians: dict[str, Spread]) -> list[str]:
+        step, theirs, local = medians[name], medians.get("FSDP2"), medians.get(PLAIN)
+        ratio = f"{theirs.median / step.median:.3f}" if theirs else ""
+        adds = f"{step.median - local.median:.2f}" if local else ""
         host = Spread.of([f.host for f in self.figures[name]])
         last = self.figures[name][-1]
         row = [
             *step.cells(2),
             ratio,
+            adds,
             *host.cells(2)[:1],
             gigabytes(last.held),
             gigabytes(last.peak),
+            gigabytes(last.asked),
         ]
         profile = self.profiles[name]
         if profile is None:
@@ -277,7 +320,7 @@ def run_cell(size: str, world: int, mesh: DeviceMesh, options: argparse.Namespac
     broken: set[str] = set()
     for turn in range(options.rounds):
         for name in common.rotated(options.sides, turn):
-            if name in broken:
+            if name in broken or (name == PLAIN and world > 1):
                 continue
             try:
                 figures, profile = measure(size, name, mesh, options, is_profiled=turn == 0)
@@ -315,17 +358,29 @@ def run_world(world: int, options: argparse.Namespace) -> list[Cell]:
 
 
 def report(options: argparse.Namespace, cells: list[Cell]) -> list[str]:
-    headers = ["model, ranks, side", "step, ms", "min–max", "FSDP2 ÷ side", "host, ms"]
-    headers += ["held, GB", "peak, GB", "idle", "only collectives", "kernels", "copies"]
+    headers = ["model, ranks, side", "step, ms", "min–max", "FSDP2 ÷ side", "adds, ms"]
+    headers += [
+        "host, ms",
+        "held, GB",
+        "peak, GB",
+        "asked, GB",
+        "idle",
+        "only collectives",
+        "kernels",
+        "copies",
+    ]
     body = [row for cell in cells for row in cell.rows()]
     failures = [line for cell in cells for line in cell.failures]
     strays = [line for cell in cells for line in cell.strays()]
     about = (
         f"Batch {options.batch} × {options.seq} tokens, bfloat16 with float32 shards, fused AdamW, "
         f"{options.steps} steps a round, {options.rounds} rounds. Worlds above 1 are one rank of "
-        "the fake process group, whose collectives take no time. In a world of one FSDP1 shards "
-        "nothing, and keeps its weights gathered. The captured side replays forward and backward "
-        "as one CUDA graph; elsewhere than on CUDA it is the static one again."
+        "the fake process group, whose collectives take no time; the copies there are mostly "
+        "that group's. The plain side is one process without sharding, its weights in bfloat16 "
+        "beside float32 copies; what a side adds is counted from it. In a world of one FSDP1 "
+        "shards nothing, and keeps its weights gathered. Memory is what torch's allocator gave "
+        'out, and "asked" the peak without what it rounds up. The captured side replays forward '
+        "and backward as one CUDA graph; elsewhere than on CUDA it is the static one again."
     )
     sections = [about, common.table(headers, body), "\n".join(failures)]
     if strays:
