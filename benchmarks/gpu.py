@@ -190,18 +190,28 @@ def wait(device: str) -> None:
 def measure(
     size: str, side: str, mesh: DeviceMesh, options: argparse.Namespace, *, is_profiled: bool
 ) -> tuple[Figures, Profile | None]:
-    """Build a side, warm it up, time its steps, follow the memory of one and maybe profile one."""
+    """Build a side, warm it up, time its steps, follow the memory of one and maybe profile one.
+
+    Memory is counted from what was allocated before, which an earlier side may have left behind:
+    FSDP1 in a world of one does. What a graph was captured with stays its own between replays, so
+    the captured side's peak is the higher of the capture's and the step's.
+    """
     device = torch.device(mesh.device_type)
     generator = torch.Generator().manual_seed(0)
     shape = (options.batch, options.seq + 1)
     tokens = torch.randint(SIZES[size].vocabulary, shape, generator=generator).to(device)
+    earlier = MemoryUse.read() if device.type == "cuda" else None
     model, optimizer = build(size, side, mesh)
     step = partial(train_step, model, optimizer, tokens)
     losses = [step() for _ in range(options.warmup)]
     wait(device.type)
     if side == CAPTURED and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
         step = capture(model, optimizer, tokens)
         wait(device.type)
+        captured = MemoryUse.read()
+    else:
+        captured = None
     started, host = time.perf_counter(), 0.0
     for _ in range(options.steps):
         before = time.perf_counter()
@@ -210,16 +220,36 @@ def measure(
     wait(device.type)
     whole = time.perf_counter() - started
     figures = Figures(whole * 1e3 / options.steps, host * 1e3 / options.steps, losses)
-    if device.type != "cuda":
+    if earlier is None:
         return figures, None
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
     step()
     wait(device.type)
-    peak = torch.cuda.max_memory_allocated()
-    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-    figures = replace(figures, held=held, peak=peak, asked=asked)
+    uses = [MemoryUse.read()] if captured is None else [MemoryUse.read(), captured]
+    figures = replace(
+        figures,
+        held=uses[0].now - earlier.now,
+        peak=max(use.peak for use in uses) - earlier.now,
+        asked=max(use.asked_peak for use in uses) - earlier.asked,
+    )
     return figures, profile_step(step) if is_profiled else None
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that torch's allocator gave out on the GPU, and those that it was asked for."""
+
+    now: int
+    peak: int
+    asked: int
+    asked_peak: int
+
+    @classmethod
+    def read(cls) -> MemoryUse:
+        found = torch.cuda.memory_stats()
+        given = found["allocated_bytes.all.current"], found["allocated_bytes.all.peak"]
+        asked = found["requested_bytes.all.current"], found["requested_bytes.all.peak"]
+        return cls(*given, *asked)
 
 
 def profile_step(step: Callable[[], object]) -> Profile:
@@ -379,7 +409,8 @@ def report(options: argparse.Namespace, cells: list[Cell]) -> list[str]:
         "that group's. The plain side is one process without sharding, its weights in bfloat16 "
         "beside float32 copies; what a side adds is counted from it. In a world of one FSDP1 "
         "shards nothing, and keeps its weights gathered. Memory is what torch's allocator gave "
-        'out, and "asked" the peak without what it rounds up. The captured side replays forward '
+        'out, and "asked" the peak of what it was asked for, before it rounds up; where that is '
+        "more, its two counters disagree. The captured side replays forward "
         "and backward as one CUDA graph; elsewhere than on CUDA it is the static one again."
     )
     sections = [about, common.table(headers, body), "\n".join(failures)]
