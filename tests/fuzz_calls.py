@@ -198,7 +198,7 @@ def _assign_gradient(run: Run, n: int, seed: int) -> None:
             param = model.get_parameter(name)
             if param.requires_grad:
                 like = run.twin.reference.get_parameter(name).detach()
-                param.grad = torch.full_like(like, 0.01 * (n + 1))
+                param.grad = torch.full_like(like, 0.01 * (n + 1), device=param.device)
     fc.reduce_grads(run.twin.model)
     run.twin.check_grads()
 

@@ -225,7 +225,8 @@ def _reduce_with_an_operand(run: Run, n: int, seed: int) -> None:
     name = run.name_of(n)
     ours, plain = (model.get_parameter(name) for model in run.both)
     operand = torch.linspace(1.0, 2.0, plain.numel()).to(plain).view(plain.shape)
-    run.compare("a sum", (ours * operand).sum().detach(), (plain * operand).sum().detach())
+    total = (ours * operand.to(ours.device)).sum().detach()
+    run.compare("a sum", total, (plain * operand).sum().detach())
     if run.case.backend == "gloo" and plain.numel():  # elsewhere nothing is compared
         differs = run.case.world > 1
         text = "with plain tensors of shape"

@@ -568,7 +568,7 @@ def _refresh(run: Run, n: int, seed: int) -> None:
 def _functional_call(run: Run, n: int, seed: int) -> None:
     x = run.twin.input(seed)
     with torch.no_grad():
-        weights = {k: whole(v) * 1.5 for k, v in run.twin.model.named_parameters()}
+        weights = {k: whole(v).to(x.device) * 1.5 for k, v in run.twin.model.named_parameters()}
         ours = torch.func.functional_call(run.twin.model, weights, (x,))
         plain = {k: v.detach() * 1.5 for k, v in run.twin.reference.named_parameters()}
         theirs = torch.func.functional_call(run.twin.reference, plain, (x,))

@@ -9,10 +9,11 @@ import torch
 
 @dataclass(slots=True)
 class Flags:
-    """``count`` bits, combined over ranks with a bitwise or."""
+    """``count`` bits of the ``possible`` ones, combined over ranks with a bitwise or."""
 
     bits: int
     count: int
+    possible: int = -1
 
     @property
     def is_full(self) -> bool:

@@ -4,6 +4,7 @@ Files, each importing only from those above it:
 
     guards/rank_differences     what ranks did differently, in words
     guards/compared_steps       steps of optimizers and other writes into parameters
+    guards/guessed_use          what ranks take others to have used, until they compare it
     guards/collective_log       ranks compare what they communicate (D2)
     schedule                    when units are gathered, kept, released and reduced: plain rules
     records                     what a unit remembers besides its buckets

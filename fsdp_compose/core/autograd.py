@@ -230,9 +230,10 @@ def _reduce_now(
 def _reduce_route(route: Route, grads: Tensors) -> dict[Entry, torch.Tensor]:
     """The sharded gradients of those entries of a bucket that any rank used."""
     bucket, given = route.bucket, route.pick(grads)
-    used = comm.Flags(sum(1 << i for i, g in enumerate(given) if g is not None), len(given))
+    bits = sum(1 << i for i, g in enumerate(given) if g is not None)
+    used = comm.Flags(bits, len(given), route.trained)
     unite(bucket, used)
-    entries = [e for e in bucket.entries if used.bits & route.trained & 1 << e.index]
+    entries = [e for e in bucket.entries if used.bits & 1 << e.index]
     full = [zero_gradient(e, bucket) if (g := given[e.index]) is None else g for e in entries]
     reduced = Reduce.apply(bucket, entries, route.trained, *full)
     return dict(zip(entries, reduced, strict=True))

@@ -19,7 +19,14 @@ from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.gradients import add_gradients, close_grad_buffer, cut, pack, sum_slots
+from fsdp_compose.buckets.gradients import (
+    add_gradients,
+    close_grad_buffer,
+    cut,
+    pack,
+    sum_slots,
+    take_used,
+)
 from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.buckets.reduce import (
     plan_scatter,
@@ -71,21 +78,18 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
     arriving, mesh, streams = bucket.arriving, bucket.mesh, unit.engine.streams
     if bucket in unit.links.reduce_events:
         note_reduction(unit, bucket)
-    factor, used = unit.switches.divide_factor, comm.Flags(arriving.used, len(bucket.entries))
-    arriving.packed, arriving.used, arriving.trained = False, 0, 0
-    bucket.views.sent = None  # no further microbatch reads these weights
+    factor, used = unit.switches.divide_factor, take_used(bucket)
+    arriving.packed, bucket.views.sent = False, None  # no further microbatch reads these weights
     scale = 1.0 / (mesh.divisor if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, used)
     if unites and bucket.users.caller is not None:
         unite_early(bucket, reduction.used)
-    if not begins:
-        return reduction
-    if is_unseen(streams.reduce):
+    if begins and is_unseen(streams.reduce):
         _begin(reduction)
-        return reduction
-    work = partial(_begin, reduction)
-    issue(streams, streams.reduce, "reduce", bucket, bucket.grads.nbytes, work)
-    _watch(reduction)
+    elif begins:
+        work = partial(_begin, reduction)
+        issue(streams, streams.reduce, "reduce", bucket, bucket.grads.nbytes, work)
+        _watch(reduction)
     return reduction
 
 
@@ -131,8 +135,7 @@ def _begin(reduction: Reduction) -> None:
     if hook is None and plan is not None:
         reduction.scatter = plan.start()
     elif hook is None:
-        started = start_scatter(bucket, reduction.scale, reduction.used)
-        reduction.scatter, reduction.scale = started
+        reduction.scatter, reduction.scale = start_scatter(bucket, reduction.scale, reduction.used)
     if hook is not None or streams.reduce is not None:
         reduction.result = _combine(reduction)
         reduction.done = streams.record(streams.reduce)
@@ -159,17 +162,11 @@ def reduce_apart(
             bucket.grads, bucket.arriving.packed = buffer, True
 
 
-def _take_used(bucket: Bucket) -> comm.Flags:
-    """Which entries were used since the last reduction, which is then forgotten."""
-    flags, bucket.arriving.used = comm.Flags(bucket.arriving.used, len(bucket.entries)), 0
-    return flags
-
-
 def start_all_reduce(bucket: Bucket) -> Reduction:
     """Start summing over the replicas the gradients that only the shard group has reduced yet."""
     assert bucket.arriving.partial is not None
     unit = unit_of(bucket)
-    reduction = Reduction(unit, bucket, None, 1.0, _take_used(bucket))
+    reduction = Reduction(unit, bucket, None, 1.0, take_used(bucket))
     unite_early(bucket, reduction.used)
     work = partial(_all_reduce, reduction)
     nbytes = bucket.arriving.partial.nbytes
@@ -282,6 +279,7 @@ def _note_waiting(reduction: Reduction) -> None:
     """What was reduced waits outside ``.grad`` for a later backward."""
     bucket = reduction.bucket
     bucket.arriving.used |= reduction.used.bits
+    bucket.arriving.trained |= reduction.used.possible
     bucket.residence.awaits = True
 
 

@@ -69,7 +69,10 @@ class EditComparison:
         for log, begun in self._begun.items():
             log.steps.failures = begun
         if failure is not None and problem is None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # whose traceback holds this frame, and with it the full tensors
 
     def _was_told(self, log: Log) -> bool:
         """Whether a rank that failed in this scope has said so to those of ``log``."""

@@ -15,9 +15,10 @@ import fsdp_compose as fc
 from fsdp_compose import Offload, ShardingStrategy
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import transports
+from fsdp_compose.core.guards import used_parameters
 from fsdp_compose.scopes.switches import Keep
 
-from fuzz import run_case
+from fuzz import is_known_at_once, run_case
 from fuzz_programs import draw
 from harness import run_ranks
 from models import Tower, by_block, data, seeded, sgd, square
@@ -47,6 +48,7 @@ def find_races(rank: int, seeds: Iterable[int]) -> list[str]:
         ops = tuple(op for op in case.ops if op[0] not in OTHERWISE)
         with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
             patch.setattr(transports, "segments_of", lambda group: None)
+            patch.setattr(used_parameters, "is_known_at_once", is_known_at_once)
             patch.setattr(played_device.Event, "synchronize", wait_for)
             (engine,) = here.engines.values()
             run_case(rank, replace(case, ops=ops, backend="nccl"))

@@ -14,6 +14,7 @@ import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy
 
 from harness import rank_errors, run_ranks
+from laws import Choosy, check_steps
 from models import (
     Block,
     Recomputed,
@@ -160,6 +161,30 @@ def test_states_are_saved_and_loaded(tmp_path: Any) -> None:
             assert value.device == whole[name].device and torch.equal(value, whole[name])
         twin.model, twin.optim = again, optim
         twin.train(steps=2)
+
+    run_ranks(ranks, 2)
+
+
+def test_what_is_frozen_or_unused_has_no_gradient() -> None:
+    """The host waits for what others used in the steps alone in which that changes."""
+
+    def ranks(rank: int) -> None:
+        decayed = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+        twin = Twin(rank, 2, Choosy, fc.fully_shard, decayed)
+        check_steps(twin, [[(0,)], [(1,)], [(1,)], [(0, 2)], [(0, 2)]])
+        for model in (twin.model, twin.reference):
+            model.get_submodule("layers.2").requires_grad_(False)
+        for step in range(3):
+            x = data(step, rank)
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            square(twin.model, x).backward()
+            torch.cuda.set_sync_debug_mode("default")
+            torch.stack(
+                [square(p, data(step, r)) for r, p in enumerate(twin.plain)]
+            ).mean().backward()
+            twin.check_grads()
+            twin.step()
+        twin.check()
 
     run_ranks(ranks, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from fsdp_compose import ShardingStrategy, gathered
 from fsdp_compose.base.process import here
 
 from harness import rank_errors, run_ranks, simulate_ranks
-from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, square, whole
+from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, square, units, whole
 
 DIFFERENT = "leave a scope of full parameters in different ways"
 
@@ -149,6 +150,24 @@ def test_different_gradients_raise() -> None:
                 edit_gradients(twin.model, change)
         twin.step()
         twin.train()
+
+    simulate_ranks(check)
+
+
+def test_an_error_holds_no_full_tensors() -> None:
+    """Else they would be held until Python collects garbage."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        gc.disable()
+        try:
+            with contextlib.suppress(RuntimeError):
+                with gathered(model, writeback=True), torch.no_grad():
+                    model.head.weight.fill_(float(rank))
+                raise AssertionError("the ranks wrote in different ways")
+            assert not [node for unit in units(model) for node in unit.graphs.nodes]
+        finally:
+            gc.enable()
 
     simulate_ranks(check)
 

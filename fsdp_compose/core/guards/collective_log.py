@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.compared_steps import Settings, Steps
+from fsdp_compose.core.guards.guessed_use import Guess, make_guess, settle, sum_up
 from fsdp_compose.core.guards.rank_differences import (
     LATE,
     STEPPED,
@@ -97,15 +97,6 @@ def code_of(*key: Any) -> int:
 _STEPPED = code_of(STEPPED)
 
 
-@dataclass(frozen=True, eq=False)
-class Guess:
-    """Which entries this rank took for used by some rank before it could know; bits by entry."""
-
-    bucket: weakref.ref[Bucket]
-    here: int  # used by this rank
-    anywhere: int  # assumed to be used by some rank
-
-
 Report = tuple[int, list[Event], Frozen]
 """A rank, its events since the ranks last agreed, and what it does not train."""
 
@@ -121,11 +112,13 @@ class _Pending:
     guesses: list[Guess]
     settings: list[Settings]
 
-    def read(self) -> list[int]:
-        """Wait for the result, and return its integers."""
+    def read(self) -> tuple[list[int], list[bool]]:
+        """Wait for the result; the largest of each integer, and whether every rank sent it."""
         if self.mark is not None:
             self.mark.synchronize()
-        return self.result.tolist()
+        found = self.result.tolist()
+        high, low = found[: len(found) // 2], found[len(found) // 2 :]
+        return high, [a == -b for a, b in zip(high, low, strict=True)]
 
 
 @dataclass(eq=False)
@@ -207,7 +200,7 @@ class Log:
         Raises:
             RuntimeError: another rank did something else.
         """
-        if not self.events:
+        if not self.events and not self.guesses:
             return
         if is_capturing():
             self._forget()
@@ -221,6 +214,8 @@ class Log:
             self.events.append((_STEPPED, STEPPED, *self.steps.parameter))
             self.hash = (self.hash * _FACTOR + _STEPPED) & _MASK
         comparison = self._compare(_END)
+        if self.doubts and all(comparison.read()[1]):
+            settle(self.guesses)
         if self.is_stepwise or comparison.mark is None:
             self._check(comparison)
         else:
@@ -250,8 +245,11 @@ class Log:
         is_compared = code == _END and self.steps.are_compared
         settings = [*self.steps.settings.values()] if is_compared else []
         number = hash(tuple([one.number for one in settings])) & _MASK if settings else 0
-        values = (code, self.hash, here.is_debugging + 2 * (self.doubts > 0), number)
+        values = [code, self.hash, here.is_debugging + 2 * (self.doubts > 0), number]
         streams = self.streams
+        if streams.device.type != "cpu" or not all(map(comm.is_point_to_point, self.groups)):
+            rank = self.groups[0].ranks[self.groups[0].rank]
+            values.append(hash(sum_up(self.guesses, rank)) & _MASK if self.doubts else 0)
         with streams.on(streams.reduce):
             result = comm.span(values, self.groups, streams.device, self)
             mark = None
@@ -263,25 +261,22 @@ class Log:
 
     def _check(self, comparison: _Pending) -> None:
         """Raise where the ranks sent different events or hashes."""
-        code, hashed, flags, settings, low_code, low_hashed, _, low_settings = comparison.read()
+        (code, _, flags, *_), agree = comparison.read()
         self.is_debugging = flags % 2 > 0  # where ranks have doubts, perhaps a step later
-        if code == -low_code and hashed == -low_hashed:
-            if flags > 1 and code == _END:
+        if agree[0] and agree[1]:
+            if flags > 1 and code == _END and not all(agree[4:]):
                 self._check_guesses(comparison)
-            if settings != -low_settings:
+            if not agree[3]:
                 self._check_settings(comparison)
             return
-        late = hashed != -low_hashed and not self.is_stepwise
+        late = not agree[1] and not self.is_stepwise
         self._raise(self.groups, comparison.step, comparison.events, late)
 
     def guess_used(self, bucket: Bucket, used: comm.Flags) -> None:
-        """Add to ``used`` what other ranks used when last compared; a later step checks that."""
-        here, known = used.bits, bucket.history.agreed
-        if known is None or known[0] != here:
-            self.doubts += 1
-        if known is not None:
-            used.bits |= known[1]
-        self.guesses.append(Guess(weakref.ref(bucket), here, used.bits))
+        """Add to ``used`` what other ranks used when last compared; this step's end checks that."""
+        made = make_guess(bucket, used)
+        self.doubts += made.is_doubted
+        self.guesses.append(made)
 
     def _check_guesses(self, comparison: _Pending) -> None:
         """Learn what all ranks used, because some rank used other parameters than before.

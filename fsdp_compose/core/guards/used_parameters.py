@@ -3,8 +3,9 @@
 A rank that did not use a parameter has to know whether another rank did. On gloo the ranks' answers
 travel ahead of the gradients (``comm.Flags``). On an accelerator the host must not wait, so there a
 rank assumes what the ranks found when they last compared it, in their first step. That is right as
-long as each rank uses what it used then. Where a rank uses something else, the ranks compare their
-assumptions at the end of the next step, and raise where one was wrong.
+long as each rank uses what it used then, and where all ranks use the same, which a rank that uses
+something else waits to learn when its step ends. Else the ranks compare their assumptions at the
+end of the next step, and raise where one was wrong.
 """
 
 from __future__ import annotations

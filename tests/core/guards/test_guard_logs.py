@@ -23,12 +23,14 @@ from fsdp_compose.core.guards.collective_log import (
     KEPT,
     Log,
     StepDiscarded,
+    _Pending,
     code_of,
     is_debugging,
     set_debug,
 )
 from fsdp_compose.core.guards.rank_differences import WRITE, explain, explain_frozen
 
+from fuzz import groups_named
 from harness import simulate_ranks
 from models import Tower, by_block, data, mesh_of_replicas, one_unit, seeded, square, units
 
@@ -51,9 +53,10 @@ def log_like(model: nn.Module) -> Log:
 
 
 def compared(*largest: int, smallest: Sequence[int]) -> Any:
-    """What comes back of a comparison: the largest of each value, and minus the smallest."""
+    """What comes back of a comparison: the largest of each value, and whether all sent it."""
     found = [*largest, *(-value for value in smallest)]
-    return SimpleNamespace(read=lambda: found, step=3, events=[ONE], guesses=[])
+    result = SimpleNamespace(tolist=lambda: found)
+    return _Pending(result, None, 3, [ONE], [], [])  # type: ignore[arg-type]
 
 
 class Raised(Exception):
@@ -266,9 +269,10 @@ def test_ranks_agree_if_code_and_hash_do() -> None:
     for smallest in ([1, 9, 0, 0], [1, 9, -1, 0]):
         log._check(compared(1, 9, 0, 0, smallest=smallest))
         assert not log.is_debugging and not checked
-    log._check(compared(5, 9, 2, 0, smallest=[5, 9, 0, 0]))
+    log._check(compared(5, 9, 2, 0, 4, smallest=[5, 9, 0, 0, 0]))
+    log._check(compared(1, 9, 2, 0, 4, smallest=[1, 9, 2, 0, 4]))  # all used the same
     assert not checked
-    log._check(compared(1, 9, 3, 0, smallest=[1, 9, 0, 0]))
+    log._check(compared(1, 9, 3, 0, 4, smallest=[1, 9, 0, 0, 0]))
     assert log.is_debugging and len(checked) == 1 and not settings
     log._check(compared(1, 9, 0, 7, smallest=[1, 9, 0, 6]))
     assert not log.is_debugging and len(checked) == len(settings) == 1
@@ -292,7 +296,7 @@ def test_a_comparison_on_a_device_stalls_nothing(monkeypatch: pytest.MonkeyPatch
 
         def tolist(self) -> list[int]:
             done.append("read")
-            return [1, 2]
+            return [1, 2, -1, -3]
 
     class Scope(nullcontext[None]):
         def __enter__(self) -> None:
@@ -315,10 +319,10 @@ def test_a_comparison_on_a_device_stalls_nothing(monkeypatch: pytest.MonkeyPatch
     log.streams, log.hash, log.doubts = streams, 9, 2  # type: ignore[assignment]
     pending = log._compare(5)
     monkeypatch.undo()
-    assert pending.read() == [1, 2]
+    assert pending.read() == ([1, 2], [True, False])
     assert done == [
         "enter",
-        ((5, 9, 2, 0), log.groups, result.device, log),
+        ([5, 9, 2, 0, hash((-1,)) % 2**62], log.groups, result.device, log),
         ((result,), {"device": "cpu", "pin_memory": True}),
         ("copy", result, True),
         ("record", "reduce"),
@@ -371,7 +375,8 @@ def test_guesses_that_were_right() -> None:
         assert ends(log) == 4
         assert [b.history.agreed for b in buckets] == [(usual, 15), (now, 15), (now, 15)]
 
-    simulate_ranks(ranks, 4)
+    with groups_named("nccl"):
+        simulate_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize("who", [0, 3])
@@ -393,7 +398,8 @@ def test_a_guess_that_was_wrong_is_named(who: int) -> None:
         with pytest.raises(RuntimeError, match=wanted):
             ends(log)
 
-    simulate_ranks(ranks, 4)
+    with groups_named("nccl"):
+        simulate_ranks(ranks, 4)
 
 
 def test_guesses_about_what_is_gone_are_dropped() -> None:

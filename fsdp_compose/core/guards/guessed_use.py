@@ -1,0 +1,82 @@
+"""What a rank of an accelerator takes the others to have used, until they compare it.
+
+The host must not wait for the device at each reduction, so a rank takes its bucket's entries for
+used where some rank used them when the ranks last compared that, and hands zeros to those that it
+left alone. A rank that uses others than then has a doubt, and waits when its step ends: where every
+rank has one and all used the same, such as another head than before, those zeros are taken back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.torch_private import raw
+from fsdp_compose.buckets.bucket import Bucket
+from fsdp_compose.comm.flags import Flags
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """Which entries of a bucket this rank takes for used by some rank; bits by entry.
+
+    Attributes:
+        here: used by this rank.
+        anywhere: assumed to be used by some rank.
+        unset: assumed only, and without a gradient before.
+        is_seen: a hook is told of each gradient, so that none can be taken back.
+        is_doubted: it is another set than when the ranks last compared it.
+    """
+
+    bucket: weakref.ref[Bucket]
+    here: int
+    anywhere: int
+    unset: int = 0
+    is_seen: bool = False
+    is_doubted: bool = False
+
+
+def make_guess(bucket: Bucket, used: Flags) -> Guess:
+    """Add to ``used`` what other ranks used when last compared, of what trains still."""
+    mine, known = used.bits, bucket.history.agreed
+    is_doubted = known is None or known[0] != mine
+    if known is not None:
+        used.bits |= known[1] & used.possible
+    assumed, unset, is_seen = used.bits & ~mine, 0, False
+    if assumed and is_doubted:
+        unit = None if bucket.users.unit is None else bucket.users.unit()
+        is_seen = bool(bucket.residence.is_hooked or (unit is not None and unit.post_reduce_hooks))
+        if bucket.history.mirror is not None:
+            bucket.history.mirror.settle()  # its owner may have cleared gradients
+        with raw():
+            for index, param in enumerate(bucket.views.params):
+                unset |= (assumed >> index & 1 and get_grad(param) is None) << index
+    return Guess(weakref.ref(bucket), mine, used.bits, unset, is_seen, is_doubted)
+
+
+def sum_up(guesses: Sequence[Guess], rank: int) -> tuple[int, ...]:
+    """What is the same on ranks that all used the same, unless a hook was told of zeros."""
+    return (*[guess.here for guess in guesses], rank if any(g.is_seen for g in guesses) else -1)
+
+
+def settle(guesses: Sequence[Guess]) -> None:
+    """Take the zeros back of what no rank used: each used what this one did."""
+    used: dict[Bucket, int] = {}
+    zeros: dict[Bucket, int] = {}
+    for guess in guesses:
+        if (bucket := guess.bucket()) is not None:
+            bucket.history.agreed = guess.here, guess.here
+            used[bucket] = used.get(bucket, 0) | guess.here
+            zeros[bucket] = zeros.get(bucket, 0) | guess.unset
+    for bucket, bits in zeros.items():
+        unused = bits & ~used[bucket]
+        bucket.arriving.used &= ~unused
+        flags = [unused >> index & 1 for index in range(len(bucket.entries))]
+        with raw():
+            for param in compress(bucket.views.params, flags):
+                set_grad(param, None)
+        if unused and bucket.history.mirror is not None:
+            bucket.history.mirror.settle()
