@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compose import MixedPrecision, Offload, Prefetch, ShardingStrategy, accumulate
+from fsdp_compose import GradScaler, MixedPrecision, Offload, Prefetch, ShardingStrategy, accumulate
 from fsdp_compose.base.group import Call, Group, Started, Transport
 from fsdp_compose.comm.transports import AT_ONCE
 from fsdp_compose.sharded.draws import find_generator, in_state
@@ -88,6 +88,28 @@ def test_a_step_never_waits_and_memory_stays(cell: str) -> None:
         assert len(set(peaks[2:])) == 1, peaks
 
     run_ranks(ranks, 1, backend=BACKEND)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("offload", [Offload(params=True), Offload(optimizer=True)])
+def test_an_overflow_on_the_host_is_never_missed(offload: Offload, is_fused: bool) -> None:
+    """The scale is on the GPU, and the gradients that it is divided out of are not."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower).float(), offload_policy=offload)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01, fused=is_fused)
+        scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1000)
+        for step in range(20):
+            before = scaler.get_scale()
+            factor = float("inf") if step % 2 else 1.0
+            scaler.scale(square(model, data(step, rank).float()) * factor).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            assert scaler.get_scale() == before * (0.5 if step % 2 else 1.0)
+        assert all(p.full_tensor().isfinite().all() for p in model.parameters())
+
+    run_ranks(check, 1, backend=BACKEND)
 
 
 def test_one_call_of_nccl_gathers_several_buffers() -> None:

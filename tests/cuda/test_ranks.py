@@ -169,6 +169,7 @@ def test_what_is_frozen_or_unused_has_no_gradient() -> None:
     """The host waits for what others used in the steps alone in which that changes."""
 
     def ranks(rank: int) -> None:
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
         decayed = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
         twin = Twin(rank, 2, Choosy, fc.fully_shard, decayed)
         check_steps(twin, [[(0,)], [(1,)], [(1,)], [(0, 2)], [(0, 2)]])
