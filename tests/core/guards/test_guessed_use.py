@@ -157,6 +157,23 @@ def test_zeros_that_a_hook_was_told_of_are_an_error() -> None:
     run(ranks)
 
 
+def test_hooks_are_not_told_of_what_is_frozen() -> None:
+    """An optimizer's step in backward leaves a parameter alone that trains no more."""
+
+    def ranks(rank: int) -> None:
+        model, told = fully_shard(seeded(Choosy)), list[nn.Parameter]()
+        model.chosen = (0, 1)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(told.append)
+        for step in range(3):
+            model.layers[1].requires_grad_(step == 0)
+            square(model, data(step, rank)).backward()
+            assert len(told) == (2 if step else 4)
+            told.clear()
+
+    run(ranks)
+
+
 def test_ranks_that_part_are_told() -> None:
     """One that turns to others alone is no turn of all; what it left alone counts as zero."""
 
