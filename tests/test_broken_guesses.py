@@ -13,11 +13,12 @@ from fsdp_compose.core.guards import collective_log
 from fsdp_compose.optim.scaler import GradScaler
 from fsdp_compose.scopes import unshard
 
-from breaking import Break, assert_noticed, put, wrap
+from breaking import Break, assert_noticed, load, put, wrap
 
 GUESSES = "core/guards/test_guessed_use.py"
 HOME = "core.guards.guessed_use"
 SCALER = "optim/test_scaler.py"
+hook_on_units = load(GUESSES).hook_on_units
 
 
 def make_guesses(change: Callable[..., Any]) -> Break:
@@ -73,7 +74,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "hooks are told of zeros": (
         make_guesses(lambda original, *rest: changed(original(*rest), is_seen=False)),
-        GUESSES, "test_zeros_that_a_hook_was_told_of_are_an_error",
+        GUESSES, "test_zeros_that_a_hook_was_told_of_are_an_error", hook_on_units,
     ),
     "cleared flat gradients count as there": (
         make_guesses(forget_mirror), GUESSES, "test_flat_gradients_follow",

@@ -34,9 +34,9 @@ class Guess:
     bucket: weakref.ref[Bucket]
     here: int
     anywhere: int
-    unset: int = 0
-    is_seen: bool = False
-    is_doubted: bool = False
+    unset: int
+    is_seen: bool
+    is_doubted: bool
 
 
 def make_guess(bucket: Bucket, used: Flags) -> Guess:
@@ -78,5 +78,3 @@ def settle(guesses: Sequence[Guess]) -> None:
         with raw():
             for param in compress(bucket.views.params, flags):
                 set_grad(param, None)
-        if unused and bucket.history.mirror is not None:
-            bucket.history.mirror.settle()

@@ -17,6 +17,7 @@ from fsdp_compose import (
     fully_shard,
     no_sync,
     reduce_grads,
+    register_post_reduce_hook,
 )
 from fsdp_compose.core.guards import collective_log
 
@@ -25,7 +26,15 @@ from harness import simulate_ranks
 from laws import Choosy, check_steps, choose
 from models import Twin, adamw, data, mesh_of_replicas, seeded, square, units
 
-ALIKE: list[list[tuple[int, ...]]] = [[(0,)], [(1,)], [(1,)], [(0, 2)], [(2,)], [(0, 1, 2)], [(0,)]]
+ALIKE: list[list[tuple[int, ...]]] = [
+    [(0,)],
+    [(1,)],
+    [(1,)],
+    [(0, 2)],
+    [(2,)],
+    [(0, 1, 2)],
+    [(0, 1)],
+]
 """By step: what every rank uses."""
 
 
@@ -105,6 +114,25 @@ def test_microbatches_may_turn_to_others(keep: Any) -> None:
     run(ranks, 4)
 
 
+def test_a_backward_through_two_passes() -> None:
+    """Each pass is reduced by itself: what either used keeps its gradient, the rest has none."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Choosy, fully_shard, decayed)
+        check_steps(twin, [[(0, 1, 2)]])
+        losses = []
+        for seed, chosen in enumerate([(0,), (1,)]):
+            choose(twin, [chosen])
+            losses.append(twin.losses(square, seed))
+        for both in zip(*losses, strict=True):
+            sum(both).backward()
+        twin.check_grads()
+        twin.step()
+        twin.check()
+
+    run(ranks)
+
+
 def test_sums_that_waited_are_settled_when_reduced() -> None:
     """``reduce_grads`` runs outside any backward, whose end would compare what was used."""
 
@@ -139,14 +167,23 @@ def test_flat_gradients_follow() -> None:
     run(ranks)
 
 
-def test_zeros_that_a_hook_was_told_of_are_an_error() -> None:
+def hook_on_parameters(model: Choosy, told: list[Any]) -> None:
+    model.layers[0].weight.register_post_accumulate_grad_hook(told.append)
+
+
+def hook_on_units(model: Choosy, told: list[Any]) -> None:
+    register_post_reduce_hook(model, lambda module, params: told.append(params))
+
+
+@pytest.mark.parametrize("hook", [hook_on_parameters, hook_on_units])
+def test_zeros_that_a_hook_was_told_of_are_an_error(hook: Any) -> None:
     """It may have stepped the parameter already; all ranks hear of it."""
 
     def ranks(rank: int) -> None:
         model = fully_shard(seeded(Choosy))
-        told: list[nn.Parameter] = []
+        told: list[Any] = []
         if rank == 0:
-            model.layers[0].weight.register_post_accumulate_grad_hook(told.append)
+            hook(model, told)
         square(model, data(0, rank)).backward()
         model.chosen = (1,)
         loss = square(model, data(1, rank))
