@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     ShardingStrategy,
@@ -114,20 +115,40 @@ def test_microbatches_may_turn_to_others(keep: Any) -> None:
     run(ranks, 4)
 
 
-def test_a_backward_through_two_passes() -> None:
-    """Each pass is reduced by itself: what either used keeps its gradient, the rest has none."""
+class Twice(nn.Module):
+    """Recomputes its unit twice in a backward, which is reduced each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Choosy()
+        self.plans = [(0, 1, 2), (0, 1, 2)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for plan in self.plans:
+            x = checkpoint(self._call, x.requires_grad_(), plan, use_reentrant=True)
+        return x
+
+    def _call(self, x: torch.Tensor, plan: tuple[int, ...]) -> torch.Tensor:
+        self.inner.chosen = plan
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+def test_a_backward_that_reduces_twice() -> None:
+    """What either reduction brought keeps its gradient, the rest has none."""
+
+    def shard(model: Twice) -> nn.Module:
+        fully_shard(model.inner)
+        return fully_shard(model)
 
     def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, Choosy, fully_shard, decayed)
-        check_steps(twin, [[(0, 1, 2)]])
-        losses = []
-        for seed, chosen in enumerate([(0,), (1,)]):
-            choose(twin, [chosen])
-            losses.append(twin.losses(square, seed))
-        for both in zip(*losses, strict=True):
-            sum(both).backward()
-        twin.check_grads()
-        twin.step()
+        twin = Twin(rank, 2, Twice, shard, decayed)
+        for seed, plans in enumerate([[(0, 1, 2)] * 2, [(0,), (1,)], [(1,), (0,)], [(2,), (2,)]]):
+            for model in (twin.model, *twin.plain):
+                model.plans = plans
+            twin.backward(square, seed)
+            twin.check_grads()
+            twin.step()
         twin.check()
 
     run(ranks)
