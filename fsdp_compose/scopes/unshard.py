@@ -20,7 +20,6 @@ from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
 from fsdp_compose.core.guards.units import require_units
-from fsdp_compose.core.passes import end_step
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, start_all_reduce, start_reduce
 from fsdp_compose.core.schedule import Hold
@@ -297,9 +296,9 @@ def reduce_grads(module: nn.Module) -> None:
             switches.all_reduce, switches.last_backward = found
     for engine in engines.values():
         land(engine)
-        if guessing := {log for log in engine.logs.values() if log.guesses}:
-            engine.reached |= guessing
-            end_step(engine, trained=False)
+        guessing = [log for log in engine.logs.values() if log.guesses]
+        for log in sorted(guessing, key=lambda log: log.place):  # in the same order on every rank
+            log.settle_guesses()
     check_reduced((b for u in units for b in u.buckets if b.mesh.slots is not None), "reduce_grads")
 
 

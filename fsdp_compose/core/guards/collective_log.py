@@ -200,7 +200,7 @@ class Log:
         Raises:
             RuntimeError: another rank did something else.
         """
-        if not self.events and not self.guesses:
+        if not self.events:
             return
         if is_capturing():
             self._forget()
@@ -213,9 +213,7 @@ class Log:
         if self.steps.parameter is not None:
             self.events.append((_STEPPED, STEPPED, *self.steps.parameter))
             self.hash = (self.hash * _FACTOR + _STEPPED) & _MASK
-        comparison = self._compare(_END)
-        if self.doubts and all(comparison.read()[1]):
-            settle(self.guesses)
+        comparison = self.settle_guesses()
         if self.is_stepwise or comparison.mark is None:
             self._check(comparison)
         else:
@@ -226,6 +224,17 @@ class Log:
         self.is_proven |= trained
         if self.is_proven or self.passes >= TRIAL_PASSES:
             self.is_stepwise = self.is_debugging
+
+    def settle_guesses(self) -> _Pending:
+        """Compare what the ranks did; where all turned alike to other entries, that is known now.
+
+        A rank that has no doubt about its guesses waits for nothing.
+        """
+        comparison = self._compare(_END)
+        if self.doubts and all(comparison.read()[1]):
+            settle(self.guesses)
+            self.guesses, self.doubts = [one for one in self.guesses if not one.is_doubted], 0
+        return comparison
 
     def _add_writes(self) -> None:
         """Let what was written into parameters be events, for the next comparison."""

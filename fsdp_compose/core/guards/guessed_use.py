@@ -57,22 +57,21 @@ def make_guess(bucket: Bucket, used: Flags) -> Guess:
     return Guess(weakref.ref(bucket), mine, used.bits, unset, is_seen, is_doubted)
 
 
-def sum_up(guesses: Sequence[Guess], rank: int) -> tuple[int, ...]:
-    """What is the same on ranks that all used the same, unless a hook was told of zeros."""
-    return (*[guess.here for guess in guesses], rank if any(g.is_seen for g in guesses) else -1)
+def sum_up(guesses: Sequence[Guess], rank: int) -> tuple[object, ...]:
+    """The doubted ones, the same on ranks that all used the same, unless a hook saw zeros."""
+    doubted = [(i, guess.here) for i, guess in enumerate(guesses) if guess.is_doubted]
+    return (*doubted, rank if any(guess.is_seen for guess in guesses) else -1)
 
 
 def settle(guesses: Sequence[Guess]) -> None:
-    """Take the zeros back of what no rank used: each used what this one did."""
-    used: dict[Bucket, int] = {}
+    """Take the zeros back of what no rank used: of the doubted ones each used what this one did."""
     zeros: dict[Bucket, int] = {}
     for guess in guesses:
         if (bucket := guess.bucket()) is not None:
-            bucket.history.agreed = guess.here, guess.here
-            used[bucket] = used.get(bucket, 0) | guess.here
-            zeros[bucket] = zeros.get(bucket, 0) | guess.unset
-    for bucket, bits in zeros.items():
-        unused = bits & ~used[bucket]
+            zeros[bucket] = zeros.get(bucket, 0) & ~guess.here | guess.unset
+            if guess.is_doubted:
+                bucket.history.agreed = guess.here, guess.here
+    for bucket, unused in zeros.items():
         bucket.arriving.used &= ~unused
         flags = [unused >> index & 1 for index in range(len(bucket.entries))]
         with raw():

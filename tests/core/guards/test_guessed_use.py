@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -168,6 +169,29 @@ def test_sums_that_waited_are_settled_when_reduced() -> None:
             twin.check_grads()
             twin.step()
         twin.check()
+
+    run(ranks)
+
+
+def test_reduce_grads_waits_only_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it asks the other ranks is read where this rank used others than before."""
+    read, reads = collective_log._Pending.read, [0, 0]
+
+    def noted(pending: Any) -> Any:
+        reads[dist.get_rank()] += 1
+        return read(pending)
+
+    monkeypatch.setattr(collective_log._Pending, "read", noted)
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Choosy))
+        for step, chosen in enumerate([(0,), (0,), (1,), (1,)]):
+            model.chosen = chosen
+            with no_sync(model):
+                square(model, data(step, rank)).backward()
+            before = reads[rank]
+            reduce_grads(model)
+            assert step == 0 or reads[rank] - before == (step == 2)
 
     run(ranks)
 
