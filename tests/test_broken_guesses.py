@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fsdp_compose.core.guards import collective_log
-from fsdp_compose.optim.scaler import GradScaler
+from fsdp_compose.optim import scaler, step_guard
 from fsdp_compose.scopes import unshard
+from fsdp_compose.sharded import calls
 
 from breaking import Break, assert_noticed, load, put, wrap
 
@@ -88,12 +89,15 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         GUESSES, "test_ranks_that_part_are_told",
     ),
     "a scale on a device is not awaited": (
-        put(GradScaler, "_is_read_on_host", lambda scaler, optimizer: False),
-        SCALER, "test_a_scale_on_a_device_is_awaited_on_the_host",
+        put(scaler, "_is_needed_on_host", lambda *_: False),
+        SCALER, "test_offloaded_gradients_wait_for_the_scale",
     ),
     "fused steps unscale on the host": (
-        put(GradScaler, "step", torch.amp.GradScaler.step),
-        SCALER, "test_offloaded_fused_steps_are_unscaled_before", torch.optim.SGD,
+        put(step_guard, "bring_scale", lambda optimizer: None),
+        SCALER, "test_a_fused_step_of_offloaded_ones_waits_too", torch.optim.SGD,
+    ),
+    "torch's scaler is not awaited": (
+        put(calls, "await_copies", lambda host: None), SCALER, "test_torchs_scaler_is_awaited",
     ),
 }  # fmt: skip
 """What is not heeded any more: how, and the test that notices it, with its parameters."""

@@ -144,6 +144,12 @@ def copy_to_host(tensor: torch.Tensor, pin_memory: bool) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def await_copies(host: torch.Tensor) -> None:
+    """Let the host wait for a copy to ``host`` that somebody started and did not wait for."""
+    if host.device.type == "cpu" and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
 class _Accelerator:
     """Streams and events of torch itself, which run less Python than those of ``torch.cuda``."""
 

@@ -119,7 +119,6 @@ tree_map: Callable[..., Any] = _pytree.tree_map
 
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing  # whether torch.jit.trace records
 
-AMP_SCALING = "_step_supports_amp_scaling"  # of an optimizer whose step unscales by itself
 SCRIPT_HOOK = "__prepare_scriptable__"
 """What ``torch.jit.script`` calls on every module first, if the module has it."""
 

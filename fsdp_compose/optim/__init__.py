@@ -8,12 +8,12 @@ Files, each importing only from those above it:
     step_plan              which state goes into which list of a step, remembered
     slice_step             steps of torch's elementwise optimizers run on the slices themselves
     matrices               whole matrices at the ranks that own them, collected and returned
-    step_guard             a step that would train nothing, or on wrong values, raises (D12)
     gradients              gradients, those of a bucket as one tensor where they are one buffer
+    scaler                 loss scaling whose ranks agree on overflow
+    step_guard             a step that would train nothing, or on wrong values, raises (D12)
     fixed_sum              sums that have the same bits however numbers are cut over ranks
     norms                  norms of gradients over slices and ranks
     clip                   norms and clipping: the calls, and torch's own clipping
     owner_ranks            owners' ranks are given the same, and hear of each other's errors
     owner_step             one rank has each matrix and computes its update once
-    scaler                 loss scaling whose ranks agree on overflow
 """

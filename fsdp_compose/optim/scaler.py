@@ -10,7 +10,7 @@ import torch
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Ranks, check_ranks, group_over
-from fsdp_compose.base.torch_private import AMP_SCALING, raw
+from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards.scope_parameters import leaf_of
@@ -53,30 +53,6 @@ class GradScaler(torch.amp.GradScaler):
         check_ranks("GradScaler", "pipeline_mesh", pipeline_mesh, whose)
         self._pipeline_mesh = pipeline_mesh
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As in ``torch.amp.GradScaler``: step unless a gradient of any rank overflowed.
-
-        A fused optimizer unscales by itself. Where the scale is on a device and gradients are
-        offloaded it would read a copy of the scale that may not have arrived, so the gradients are
-        unscaled before.
-        """
-        is_fused = getattr(optimizer, AMP_SCALING, False) and self._is_read_on_host(optimizer)
-        if is_fused:
-            setattr(optimizer, AMP_SCALING, False)
-        try:
-            return super().step(optimizer, *args, **kwargs)
-        finally:
-            if is_fused:
-                setattr(optimizer, AMP_SCALING, True)
-
-    def _is_read_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the scale is on a device and some gradients are not."""
-        if self._scale is None or self._scale.device.type == "cpu":
-            return False
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        grads = (param.grad for param in params)
-        return any(grad is not None and grad.device.type == "cpu" for grad in grads)
-
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -84,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        if self._is_read_on_host(optimizer):  # torch's copies to the host do not wait to arrive
+        if _is_needed_on_host(found_inf, optimizer):  # torch's copies there do not wait to arrive
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         with raw():  # on plain slices: the ranks agree on overflow once, below
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -102,6 +78,29 @@ class GradScaler(torch.amp.GradScaler):
             if device is None:
                 found[home] = shared
         return found
+
+
+def bring_scale(optimizer: torch.optim.Optimizer) -> None:
+    """Before a fused step, which unscales by itself: move the scale to offloaded gradients.
+
+    torch's own copies to the host do not wait to arrive.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None or not _is_needed_on_host(found_inf, optimizer):
+        return
+    for name in ("found_inf", "grad_scale"):
+        value = getattr(optimizer, name, None)
+        if value is not None:
+            setattr(optimizer, name, value.cpu())
+
+
+def _is_needed_on_host(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is on a device, and some gradient of a sharded parameter is not."""
+    if found_inf.device.type == "cpu":
+        return False
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    grads = (param.grad for param in params if is_sharded_parameter(param))
+    return any(grad is not None and grad.device.type == "cpu" for grad in grads)
 
 
 def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:

@@ -29,6 +29,7 @@ from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
 from fsdp_compose.optim.mirror import source_of
+from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_stepped, is_open
@@ -55,6 +56,7 @@ def _before_step(
     except BaseException:
         end_rests(rested)
         raise
+    bring_scale(optimizer)
     hook_slice_step(optimizer)
     _note_writes(False)
     if not rested:

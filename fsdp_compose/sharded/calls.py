@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from fsdp_compose.base.streams import await_copies
 from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.base.torch_stack import is_converted_by_module
 from fsdp_compose.base.unwritten import mark_unwritten
@@ -33,12 +34,7 @@ from fsdp_compose.sharded.operands import (
     with_partners,
 )
 from fsdp_compose.sharded.reads import call_slices
-from fsdp_compose.sharded.reduce import (
-    REDUCTIONS,
-    average_over_replicas,
-    foreach_reduce,
-    name_of,
-)
+from fsdp_compose.sharded.reduce import REDUCTIONS, average_over_replicas, foreach_reduce, name_of
 from fsdp_compose.sharded.spec import (
     Handler,
     ShardedWeightError,
@@ -222,8 +218,9 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Unscale gradients; every rank of a group learns of an infinity in any rank's slice."""
-    out = _foreach(func, args, kwargs)
     grads, found_inf = args[0], args[1]
+    await_copies(found_inf)  # torch's scaler copies it to offloaded gradients, and does not wait
+    out = _foreach(func, args, kwargs)
     specs = sorted((g._shard_spec for g in grads if is_sharded(g)), key=lambda s: (s.unit, s.fqn))
     for group in dict.fromkeys(group for spec in specs for group in spec.whole_groups):
         all_reduce(found_inf, group, "max")

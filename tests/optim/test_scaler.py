@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,54 +196,57 @@ def test_unscaling_outside_the_optimizer() -> None:
         make(GradScaler).unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
 
-def test_a_scale_on_a_device_is_awaited_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloaded gradients are unscaled by a copy of it, which torch does not wait for."""
+class OnDevice:
+    """Stands for a number on a GPU, of which ``.cpu()`` waits, and torch's own copies do not."""
 
-    class OnDevice:
-        device = torch.device("cuda")
+    device = torch.device("cuda")
 
-        def __init__(self, value: float) -> None:
-            self.value = torch.tensor(value)
+    def __init__(self, value: float) -> None:
+        self.value = torch.tensor(value)
 
-        def cpu(self) -> torch.Tensor:
-            return self.value
+    def cpu(self) -> torch.Tensor:
+        return self.value
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(0.0)  # it has not arrived
+
+
+def test_offloaded_gradients_wait_for_the_scale() -> None:
     model = fully_shard(nn.Linear(2, 2))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = make(GradScaler)
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    assert not scaler._is_read_on_host(optim)
-    monkeypatch.setattr(scaler, "_scale", OnDevice(1.0))
-    assert scaler._is_read_on_host(optim)
-    elsewhere = torch.empty(2, device="meta")
-    elsewhere.grad = torch.empty_like(elsewhere)
-    assert not scaler._is_read_on_host(torch.optim.SGD([elsewhere, torch.empty(2)]))
     model.bias.grad.to_local()[0] = float("inf")
-    found = scaler._unscale_grads_(optim, OnDevice(0.5), OnDevice(0.0), True)  # type: ignore[arg-type]
+    found = scaler._unscale_grads_(optim, OnDevice(0.5), OnDevice(0.0), True)
     assert found == {torch.device("cpu"): torch.tensor(1.0)}
     assert model.weight.grad.full_tensor().eq(2.0**7).all()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_offloaded_fused_steps_are_unscaled_before(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would read what of the scale has arrived; the optimizer is as it was afterwards."""
+def test_a_fused_step_of_offloaded_ones_waits_too(kind: Any) -> None:
+    """It unscales by itself, and is told of an overflow by a tensor."""
     models = [fully_shard(seeded(Tower)) for _ in range(2)]
     optims = [kind(model.parameters(), lr=0.1, fused=True) for model in models]
-    scalers, given = [make(GradScaler) for _ in range(2)], list[bool]()
-    monkeypatch.setattr(scalers[1], "_is_read_on_host", lambda optimizer: True)
-    for seed in range(3):
-        for model, optim, scaler in zip(models, optims, scalers):
-            note = optim.register_step_pre_hook(lambda o, *_: given.append(hasattr(o, "found_inf")))
-            scaler.scale(square(model, data(seed, 0))).backward()
-            if seed == 1:
-                spoil(model, float("nan"))
-            scaler.step(optim)
-            scaler.update()
+    for seed, inf in enumerate([0.0, 1.0, 0.0]):
+        for model, optim, stands in zip(models, optims, (torch.tensor, OnDevice)):
+            square(model, data(seed, 0)).backward()
+            optim.found_inf, optim.grad_scale = stands(inf), stands(2.0)
+            optim.step()
             optim.zero_grad()
-            note.remove()
-    assert given == [True, False, True, True, False], "one step of the second was left out"
-    assert scalers[0].get_scale() == scalers[1].get_scale()
     for ours, theirs in zip(models[0].parameters(), models[1].parameters()):
-        torch.testing.assert_close(whole(ours), whole(theirs))
+        assert torch.equal(whole(ours), whole(theirs))
+
+
+def test_torchs_scaler_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies to offloaded gradients are on the current stream of the device."""
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    stream = SimpleNamespace(synchronize=lambda: waits.append(0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model = fully_shard(nn.Linear(2, 2))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = make(torch.amp.GradScaler)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(optim)
+    assert waits
