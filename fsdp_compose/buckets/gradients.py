@@ -16,7 +16,6 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer, alias
 from fsdp_compose.comm.collectives import lender_of
-from fsdp_compose.comm.flags import Flags
 
 
 def open_grad_buffer(bucket: Bucket) -> GradBuffer:
@@ -134,14 +133,6 @@ def sum_slots(bucket: Bucket, grad: torch.Tensor, scale: float) -> torch.Tensor 
         if all(param.grad is None for param in bucket.views.params):
             sums.steps = 1
     return total.mul_(scale)
-
-
-def take_used(bucket: Bucket) -> Flags:
-    """Which entries were used since the last reduction, which is then forgotten."""
-    arriving = bucket.arriving
-    flags = Flags(arriving.used, len(bucket.entries), arriving.trained)
-    arriving.used = arriving.trained = 0
-    return flags
 
 
 def discard_packed(bucket: Bucket) -> None:

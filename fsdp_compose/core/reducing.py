@@ -19,14 +19,7 @@ from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.gradients import (
-    add_gradients,
-    close_grad_buffer,
-    cut,
-    pack,
-    sum_slots,
-    take_used,
-)
+from fsdp_compose.buckets.gradients import add_gradients, close_grad_buffer, cut, pack, sum_slots
 from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.buckets.reduce import (
     plan_scatter,
@@ -78,8 +71,10 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
     arriving, mesh, streams = bucket.arriving, bucket.mesh, unit.engine.streams
     if bucket in unit.links.reduce_events:
         note_reduction(unit, bucket)
-    factor, used = unit.switches.divide_factor, take_used(bucket)
-    arriving.packed, bucket.views.sent = False, None  # no further microbatch reads these weights
+    factor = unit.switches.divide_factor
+    used = comm.Flags(arriving.used, len(bucket.entries), arriving.trained)
+    arriving.packed, arriving.used, arriving.trained = False, 0, 0
+    bucket.views.sent = None  # no further microbatch reads these weights
     scale = 1.0 / (mesh.divisor if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, used)
     if unites and bucket.users.caller is not None:
@@ -165,8 +160,10 @@ def reduce_apart(
 def start_all_reduce(bucket: Bucket) -> Reduction:
     """Start summing over the replicas the gradients that only the shard group has reduced yet."""
     assert bucket.arriving.partial is not None
-    unit = unit_of(bucket)
-    reduction = Reduction(unit, bucket, None, 1.0, take_used(bucket))
+    unit, arriving = unit_of(bucket), bucket.arriving
+    used = comm.Flags(arriving.used, len(bucket.entries), arriving.trained)
+    arriving.used = arriving.trained = 0
+    reduction = Reduction(unit, bucket, None, 1.0, used)
     unite_early(bucket, reduction.used)
     work = partial(_all_reduce, reduction)
     nbytes = bucket.arriving.partial.nbytes
