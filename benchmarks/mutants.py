@@ -41,6 +41,7 @@ from mutant_tests import (
     IMPORT,
     LIMIT,
     OF_FUZZER,
+    ROOT,
     History,
     Reach,
     name_in,
@@ -251,6 +252,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--map", nargs="*", metavar="FOLDER", help="measure tests; then end")
     add_output_options(parser)
     options = parser.parse_args(arguments)
+    files = [name_in(path) for path in sources(options.guards)]
+    for name in options.file or ():
+        if name not in files:
+            parser.error(f"--file {name}: none of {', '.join(files)}")
+    for folder in options.map or ():
+        if not (ROOT / folder).exists():
+            parser.error(f"--map {folder}: not there; give folders such as tests/core")
     # What every fork needs: torch, and what it imports on first use.
 
     import harness  # noqa: F401
