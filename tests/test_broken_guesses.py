@@ -90,7 +90,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     ),
     "a scale on a device is not awaited": (
         put(scaler, "_is_needed_on_host", lambda *_: False),
-        SCALER, "test_offloaded_gradients_wait_for_the_scale",
+        SCALER, "test_offloaded_gradients_wait_for_the_scale", torch.nn.Module.parameters,
     ),
     "fused steps unscale on the host": (
         put(step_guard, "bring_scale", lambda optimizer: None),

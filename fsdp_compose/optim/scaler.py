@@ -95,11 +95,11 @@ def bring_scale(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_needed_on_host(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is on a device, and some gradient of a sharded parameter is not."""
+    """Whether it is on a device, and some gradient is not."""
     if found_inf.device.type == "cpu":
         return False
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    grads = (param.grad for param in params if is_sharded_parameter(param))
+    grads = (param.grad for param in params)
     return any(grad is not None and grad.device.type == "cpu" for grad in grads)
 
 

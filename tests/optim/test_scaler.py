@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, fully_shard, set_gradient_divide_factor
+from fsdp_compose import (
+    ShardingStrategy,
+    flat_parameters,
+    fully_shard,
+    local_parameters,
+    set_gradient_divide_factor,
+)
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.optim.scaler import GradScaler
@@ -211,9 +217,11 @@ class OnDevice:
         return torch.tensor(0.0)  # it has not arrived
 
 
-def test_offloaded_gradients_wait_for_the_scale() -> None:
+@pytest.mark.parametrize("over", [nn.Module.parameters, flat_parameters, local_parameters])
+def test_offloaded_gradients_wait_for_the_scale(over: Any) -> None:
+    """Those of plain tensors over the shards too."""
     model = fully_shard(nn.Linear(2, 2))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    optim = torch.optim.SGD(over(model), lr=0.1)
     scaler = make(GradScaler)
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     model.bias.grad.to_local()[0] = float("inf")
