@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-PARTS ?= 2
+PARTS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -14,7 +14,8 @@ waits until every rank has reported (so that no rank meets a closed socket) and 
 `os._exit`: no pytest teardown, no `atexit`, no destructors.
 
 What torch imports on first use (torch._dynamo, by an optimizer step or a checkpoint: 1–3 s) is
-imported here once, or every rank of every test would pay for it.
+imported here once, and a small model is trained here once, or every rank of every test would pay
+for it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ import torch.distributed.tensor
 import torch.profiler
 import torch.utils.checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_compose
 
 with warnings.catch_warnings():  # torch imports it in the first dual level, with a warning
     warnings.simplefilter("ignore")
@@ -118,6 +121,16 @@ class _Rank:
     value: Any = None
     error: RankError | None = None
     reaped: bool = False
+
+
+def _train_once() -> None:
+    """Whatever a process does at its first sharded step is done before it is forked."""
+    model = fsdp_compose.fully_shard(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+_train_once()
 
 
 def run_ranks(

@@ -110,7 +110,7 @@ def _check_members(module: nn.Module) -> None:
 def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:
     """Raise where a parameter is tied between one of ``units`` and a unit outside ``module``."""
     inside = {id(bucket) for unit in units for bucket in unit.buckets}
-    for unit in {other for one in units for other in one.engine.units}:
+    for unit in dict.fromkeys(other for one in units for other in one.engine.units):
         is_outside = unit not in units
         for entry in unit.borrowed:
             is_owned = entry.owner is not None and id(entry.owner()) in inside

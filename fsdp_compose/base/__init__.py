@@ -6,6 +6,7 @@ Files, each importing only from those above it:
     lazy           imports the package's public names on first use
     loops          loops over many tensors that run in C
     weak_list      a list that keeps nothing alive
+    weak_set       a set that keeps nothing alive and has an order
     wording        how errors and reports word what they list
     torch_private  every private torch name, with the versions it was tried on
     attributes     a tensor's attributes as torch stores them, whatever its class answers

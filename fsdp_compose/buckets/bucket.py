@@ -28,6 +28,7 @@ from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.slots import SlotSums
 from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
 from fsdp_compose.base.weak_list import WeakList
+from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange, GatherPlan, ReducePlan
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Residence, ShardSpec
@@ -259,7 +260,7 @@ class Users:
     """Who gathers and reduces a bucket: its unit, and units that borrow a tied parameter."""
 
     unit: weakref.ref[Any] | None = None
-    borrowers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    borrowers: OrderedWeakSet[Any] = field(default_factory=OrderedWeakSet)
     is_lent: bool = False  # whether it has had borrowers
     holders: int = 0  # units that hold it gathered
     caller: Caller | None = None  # compares its collectives between ranks; None where none do

@@ -18,6 +18,7 @@ Files, each importing only from those above it:
     optimizer/watch       what torch's own functions load into optimizers
     optimizer/fit         saved optimizer state, as the parameters take it
     optimizer/write       optimizer state by name, into any optimizer
+    plain_data            what is unpickled without running code
     containers            dictionaries and lists, which torch cuts into parts
     source                a torch.distributed.checkpoint folder to read from
     stages                pipeline stages: who saves what of a model

@@ -48,6 +48,7 @@ from fsdp_compose.checkpoint.optimizer.write import (
     parts_of,
     write_optim,
 )
+from fsdp_compose.checkpoint.plain_data import is_constant, warn_of_objects
 from fsdp_compose.checkpoint.ranks import (
     attend_call,
     check_names,
@@ -142,18 +143,9 @@ def save_checkpoint(
     check_flag("save_checkpoint", "checksum", checksum)
     check_process_group("save_checkpoint", process_group)
     check_timeout("save_checkpoint", timeout)
-    finish_pending()
     group = meet_ranks("save_checkpoint", module, process_group, timeout)
     with attend_call(group):
         return _save(Path(path).absolute(), module, optim, extra, group, asynchronous, checksum)
-
-
-def finish_pending() -> None:
-    """Wait for saves under way; whoever holds their handles gets their errors."""
-    while here.saves:
-        saving = here.saves.pop()
-        if saving._thread is not None:
-            saving._thread.join()
 
 
 def _save(
@@ -183,6 +175,7 @@ def _save(
     with SharedErrors(group):
         containers = find_containers(state)
         state[OBJECTS] = {place: _pickle(value) for place, value in containers.items()}
+        warn_of_objects("save_checkpoint", state)
     if asynchronous:
         with SharedErrors(group):
             state = _copy_to_host(state)
@@ -201,7 +194,7 @@ def _save(
             saving._error = error
 
     saving._thread = here.clock.thread(target=run, name=f"save {path}")
-    here.saves.append(saving)
+    here.saves.append(saving._thread)
     saving._thread.start()
     return saving
 
@@ -262,7 +255,7 @@ def _copy_to_host(tree: Any) -> Any:
         return {key: _copy_to_host(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [_copy_to_host(value) for value in tree]
-    return tree
+    return tree if is_constant(tree) else _unpickle(_pickle(tree))  # which may hold tensors
 
 
 def load_checkpoint(
@@ -314,7 +307,6 @@ def load_checkpoint(
     check_flag("load_checkpoint", "verify_files", verify_files)
     check_process_group("load_checkpoint", process_group)
     check_timeout("load_checkpoint", timeout)
-    finish_pending()
     group = meet_ranks("load_checkpoint", module, process_group, timeout)
     with attend_call(group):
         return _load(Path(path), module, optim, strict, verify_files, group)

@@ -76,7 +76,8 @@ def meet_ranks(
 ) -> Group:
     """Wait for all ranks that hold ``module``, and give a gloo group of its own over them.
 
-    Its messages wait for as long as the ranks' own group does.
+    Its messages wait for as long as the ranks' own group does. A save that is under way in a thread
+    is waited for: it talks over the same group.
 
     Args:
         what: the function they were to call.
@@ -88,6 +89,7 @@ def meet_ranks(
         RuntimeError: some did not come in ``timeout`` seconds; names them. This rank may try again.
             Or their process group has ended.
     """
+    _finish_saves()
     _require_living(what, module, process_group)
     if not dist.is_initialized():
         if what.startswith("save") and next(iter_units(module), None) is None:
@@ -111,6 +113,13 @@ def meet_ranks(
         known.pop(ranks, None)
         known[ranks] = gloo_group(key, me, len(ranks), patience)
     return Group(known[ranks], me, len(ranks), "gloo", ranks, what, f"{key}/left")
+
+
+def _finish_saves() -> None:
+    """Wait for saves under way; whoever holds their handles gets their errors."""
+    saves = process.here.saves
+    while saves:
+        saves.pop().join()
 
 
 def _require_living(what: str, module: nn.Module, process_group: dist.ProcessGroup | None) -> None:

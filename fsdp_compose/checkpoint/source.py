@@ -6,8 +6,6 @@ Needs no process group: what each rank reads depends on its own slices alone.
 from __future__ import annotations
 
 import io
-import pickle
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +22,7 @@ from fsdp_compose.checkpoint.containers import OBJECTS, container_of, join_parts
 from fsdp_compose.checkpoint.files import METADATA, describe_failures
 from fsdp_compose.checkpoint.metadata import Reader, check_whole
 from fsdp_compose.checkpoint.optimizer.nested import nested_key
+from fsdp_compose.checkpoint.plain_data import load_plain
 from fsdp_compose.checkpoint.values import show_whole, whole_shape
 from fsdp_compose.comm.messages import to_bytes
 from fsdp_compose.construct.names import clean_name
@@ -210,7 +209,7 @@ class Source:
         self.values.update(self._wanted)
         try:
             for key in self._wanted.keys() & self._pickled:
-                self.values[key] = _load_plain(key, io.BytesIO(to_bytes(self.values[key])))
+                self.values[key] = load_plain(key, io.BytesIO(to_bytes(self.values[key])))
             for key in self._joined:
                 parts = self._parts[key].items()
                 self.values[key] = join_parts({rest: self.values[part] for rest, part in parts})
@@ -224,24 +223,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        self.original_state_dict[key] = _load_plain(key, value)
-
-
-def _load_plain(key: str, file: io.BytesIO) -> Any:
-    """Unpickle plain data.
-
-    Raises:
-        RuntimeError: it is something else.
-    """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = "what is not plain data" if found is None else f"a {found[1]}"
-        raise RuntimeError(
-            f"{key!r} holds {what}, and is not unpickled, as that could run code. If you trust "
-            "the file, call torch.serialization.add_safe_globals([...]) with the class"
-        ) from error
+        self.original_state_dict[key] = load_plain(key, value)
 
 
 def _in_groups(path: Path_) -> bool:

@@ -19,6 +19,7 @@ Files, each importing only from those above it:
     guards/trained_entries      which parameters train now: not those frozen since the forward
     guards/weight_versions      whether weights were written since they were gathered
     guards/recurrent_weights    the second list of parameters that recurrent modules read
+    guards/scope_parameters     a parameter inside a scope: same object, whole values
     gathering                   gathers and releases units, and sets what their modules read
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
     guards/kept_tensors         backwards that begin at a tensor made inside a forward
@@ -28,7 +29,6 @@ Files, each importing only from those above it:
     guards/unread_weights       units whose backward reads no weight stay released in it
     guards/slots                what cannot be added up in one tree over microbatches
     guards/used_parameters      which parameters any rank used: the others keep grad None
-    guards/scope_parameters     a parameter inside a scope: same object, whole values
     guards/added_gradients      to which gradients a backward adds is compared between ranks
     guards/compared_reductions  how gradients are reduced is part of what ranks compare
     reducing                    packs gradients, reduces them, hands them to the parameters

@@ -35,6 +35,7 @@ from fsdp_compose.core.guards.moved_parameters import (
     require_written,
 )
 from fsdp_compose.core.guards.recurrent_weights import show_recurrent
+from fsdp_compose.core.guards.scope_parameters import renew
 from fsdp_compose.core.guards.weight_versions import check_lent, is_outrun
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, unit_of
@@ -127,6 +128,7 @@ def _gather_again(unit: Unit, buckets: list[Bucket], why: str) -> None:
         _start_gather(unit.engine, buckets)
         for bucket in kept:
             bucket.fill.stamp = stamp_of(bucket)
+        renew(unit.entries)
 
 
 def wait_gathered(unit: Unit) -> None:

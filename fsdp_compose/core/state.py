@@ -26,6 +26,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, make_streams
 from fsdp_compose.base.torch_private import graph_task_id, untraced
 from fsdp_compose.base.weak_list import WeakList
+from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
 from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.buckets.gather import channels_of
@@ -350,8 +351,8 @@ class Engine:
     streams: Streams
     make_work: InitVar[Callable[[Engine], Work[Unit, Any]]]
     schedule: Schedule[Unit, Any] = field(init=False)
-    units: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
-    borrowers: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # of tied parameters
+    units: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)
+    borrowers: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # of tied parameters
     thread: int = 0  # whose forward runs
     pass_id: int = 0  # counts outermost forwards
     disagreements: int = 0  # between ranks, when orders were last cleared for one
@@ -359,8 +360,8 @@ class Engine:
     reductions: list[Reduction] = field(default_factory=list)
     landing: list[Landing] = field(default_factory=list)
     host_reads: Any = None  # the mark behind the last copy of a shard from the host
-    retained: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for their readers
-    inspected: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)  # for kept_views.py
+    retained: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # for their readers
+    inspected: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # for kept_views.py
     surveyed: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over
     logs: dict[tuple[Any, ...], Log] = field(default_factory=dict)  # of groups that exist

@@ -32,7 +32,7 @@ from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
-from fsdp_compose.scopes.unshard import check_stepped, is_open
+from fsdp_compose.scopes.unshard import check_stepped, is_open, show_current
 from fsdp_compose.sharded import (
     QUANTIZING,
     is_sharded_parameter,
@@ -72,7 +72,7 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
     """``closure`` for a step inside a scope: its forward sees the parameters in full."""
 
     def call() -> Any:
-        end_rests(rested)
+        show_current(_units())
         result = closure()
         for entry in rested:
             rest(entry)
@@ -89,7 +89,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for unit in engine.units:
             for bucket in unit.buckets:
                 bucket.arriving.sums.steps = 0
-    end_rests(_shown_entries())
+    show_current(_units())
 
 
 def _note_writes(are_noted: bool) -> None:
@@ -199,19 +199,14 @@ def _find_bucket(param: nn.Parameter) -> Bucket | None:
     return None if entry is None or entry.owner is None else entry.owner()
 
 
-def _shown_entries() -> list[Entry]:
-    return [
-        entry
-        for engine in here.engines.values()
-        for unit in engine.units
-        if unit.opened is not None
-        for entry in unit.entries
-    ]
+def _units() -> list[Unit]:
+    return [unit for engine in here.engines.values() for unit in engine.units]
 
 
 def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
     """The optimizer's parameters that a scope shows in full, which now hold their shards."""
-    shown = {id(entry.held): entry for entry in _shown_entries()}
+    opened = (unit for unit in _units() if unit.opened is not None)
+    shown = {id(entry.held): entry for unit in opened for entry in unit.entries}
     if not shown:
         return []
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -40,7 +40,7 @@ from fsdp_compose.scopes.open_scope import (
     remember_versions,
     version_of,
 )
-from fsdp_compose.scopes.unshard import check_reduced
+from fsdp_compose.scopes.unshard import check_reduced, list_outdated
 from fsdp_compose.sharded import part_of, part_slice, to_local
 
 
@@ -63,6 +63,9 @@ def gathered(
     parameters, reduced once per scope and bucket, in a backward inside the scope or after it.
     ``torch.autograd.grad`` of a parameter gives the gradient of the whole, averaged over ranks; of
     a tensor made from one (``p.clone()``, or by ``torch.func``), it gives this rank's own.
+
+    After an optimizer's step inside the scope, the parameters of the units it stepped hold their
+    slices, as they do outside: the scope has no full tensors of the new values.
 
     In a scope entered under ``no_grad``, or with ``with_grads``, ``rank0_only`` or
     ``offload_to_cpu``, the tensors are leaves; a gradient that would get lost there raises.
@@ -205,6 +208,12 @@ def _check_entry(units: list[Unit], options: ScopeOptions) -> None:
             raise RuntimeError(
                 f"gathered: unit {unit.name!r} is already open in a scope with other rank0_only "
                 "or offload_to_cpu; leave that scope first."
+            )
+        if isinstance(outer, Scope) and list_outdated(unit):
+            raise RuntimeError(
+                f"gathered: unit {unit.name!r} is already open in a scope around this one, in "
+                "which its shard was written, for example by an optimizer's step, and which does "
+                "not show that; leave that scope first."
             )
 
 

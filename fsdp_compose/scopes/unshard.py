@@ -18,7 +18,15 @@ from fsdp_compose.core.gathering import install_leaves, refresh_stale, renew_buc
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
-from fsdp_compose.core.guards.scope_parameters import as_parameter, hide, new_layer, show
+from fsdp_compose.core.guards.forward_writes import leaf_versions_of, versions_at_fill
+from fsdp_compose.core.guards.scope_parameters import (
+    as_parameter,
+    end_rests,
+    hide,
+    new_layer,
+    outdate,
+    show,
+)
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, start_all_reduce, start_reduce
@@ -77,8 +85,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     Its forwards then gather nothing, so one rank may run them alone, such as to evaluate, and its
     modules hold full tensors between them, through which gradients flow to the sharded parameters.
-    To write, use ``gathered(module, writeback=True)``. After an optimizer step the next forward
-    gathers the new values, and so does ``unshard``.
+    To write, use ``gathered(module, writeback=True)``. After an optimizer step the parameters hold
+    their slices until the next forward, or ``unshard``, gathers the new values.
 
     Args:
         module: a unit, or a module that contains units: all of them are gathered.
@@ -124,7 +132,8 @@ def _show(unit: Unit) -> None:
     for entry in unit.entries:
         full = shown[entry]
         full = full if full.grad_fn else as_parameter(full)
-        show(entry, full, new_layer(opened, partial(_rebuild, weakref.ref(unit))))
+        rebuild = partial(_rebuild, weakref.ref(unit))
+        show(entry, full, new_layer(opened, rebuild, is_renewed=True))
     opened.tensors = [entry.held for entry in unit.entries]
     opened.versions = [tensor._version for tensor in opened.tensors]
     unit.opened = opened
@@ -174,6 +183,24 @@ def _is_unsharded(unit: Unit) -> bool:
     while opened is not None and not isinstance(opened, Unsharded):
         opened = opened.outer
     return opened is not None
+
+
+def list_outdated(unit: Unit) -> list[Entry]:
+    """The parameters of which a scope over the unit has full tensors from before a step."""
+    opened = unit.opened
+    if opened is None:
+        return []
+    then, now = opened.leaf_versions or versions_at_fill(unit), leaf_versions_of(unit)
+    return [entry for entry, a, b in zip(unit.entries, then, now, strict=True) if a != b]
+
+
+def show_current(units: Iterable[Unit]) -> None:
+    """Show full parameters again after a step, but for those from before it, which hold slices."""
+    for unit in units:
+        if unit.opened is not None:
+            for entry in list_outdated(unit):
+                outdate(entry)
+            end_rests(unit.entries)
 
 
 def reshard(module: nn.Module) -> None:

@@ -65,7 +65,7 @@ from fsdp_compose.sharded.tensor import (
     spec_of,
     tag,
 )
-from fsdp_compose.sharded.torchstate import checked_state, to_local
+from fsdp_compose.sharded.torchstate import checked_state, to_local, view_local
 from fsdp_compose.sharded.views import flat_spec
 
 __all__ = [
@@ -117,5 +117,6 @@ __all__ = [
     "take_over_hooks",
     "to_local",
     "untag",
+    "view_local",
     "whole_slice",
 ]

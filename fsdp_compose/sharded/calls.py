@@ -50,6 +50,7 @@ from fsdp_compose.sharded.tensor import (
     tag,
     tag_alias,
 )
+from fsdp_compose.sharded.torchstate import view_local
 from fsdp_compose.sharded.views import find_run, take_run, view_as_real, view_runs
 from fsdp_compose.sharded.writes import note_call, note_lists
 
@@ -243,7 +244,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if spec.partners:
         compare_partners([spec])
     named = spec if tensor._is_parameter else replace(spec, fqn=name_of(tensor, spec))
-    out = REDUCTIONS[func](tensor.to_local(), named, *rest, **kwargs)
+    out = REDUCTIONS[func](view_local(tensor), named, *rest, **kwargs)
     if out is NotImplemented:
         refuse(func, spec, "along a dimension")
     return average_over_replicas([out], [spec])[0]

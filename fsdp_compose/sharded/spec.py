@@ -86,6 +86,8 @@ class Residence:
         emptied: ``module.to_empty()`` replaced the storage by memory that nobody has written.
         is_hooked: a hook was registered on a parameter.
         is_shared: plain tensors over a parameter's slice were handed out.
+        is_taken: ``to_local()`` was called, of a parameter or of what follows from one: plain
+            tensors may be slices.
         regraded: a gradient was given other memory (``module.to(dtype)``), and is no slice any more
             of the buffer that it was cut from.
         awaits: gradients lay outside ``.grad`` after a backward, and may still do.
@@ -97,6 +99,7 @@ class Residence:
     emptied: bool = False
     is_hooked: bool = False
     is_shared: bool = False
+    is_taken: bool = False
     regraded: bool = False
     awaits: bool = False
     writes: Writes | None = None

@@ -41,7 +41,7 @@ from fsdp_compose.sharded.cut import own_slice, part_slice
 from fsdp_compose.sharded.kept_grad import forget_grad, keep_grad
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel
-from fsdp_compose.sharded.reads import Dispatched, call_slices, watch_reads
+from fsdp_compose.sharded.reads import Dispatched, watch_reads
 from fsdp_compose.sharded.spec import (
     Handler,
     Residence,
@@ -51,7 +51,7 @@ from fsdp_compose.sharded.spec import (
     refuse_pickle,
     require_group,
 )
-from fsdp_compose.sharded.torchstate import TorchState, place_of, to_local
+from fsdp_compose.sharded.torchstate import TorchState, place_of, to_local, view_local
 from fsdp_compose.sharded.writes import GRADIENT, PARAMETER, note_write
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
@@ -221,11 +221,11 @@ class _Sharded(TorchState):
 
         With grad mode on it is part of the graph, as a view of this tensor.
         """
+        residence = self._shard_spec.residence
+        residence.is_taken = True
         if self._is_parameter:
-            self._shard_spec.residence.is_shared = True
-        if torch.is_grad_enabled() and self.requires_grad:
-            return call_slices(Tensor.as_subclass, (self, Tensor), {})
-        return to_local(self)
+            residence.is_shared = True
+        return view_local(self)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, detached, shape and stride as before sharding.

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from fsdp_compose.base.torch_stack import (
 from fsdp_compose.comm.collectives import all_reduce, gather_objects
 from fsdp_compose.sharded.advice import STAGING
 from fsdp_compose.sharded.chunks import find_chunk, list_chunks, list_write_items
+from fsdp_compose.sharded.reads import call_slices
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 
 _Base: Any = object
@@ -70,6 +71,13 @@ def to_local(tensor: Any) -> Tensor:
     """The slice as a plain 1-D tensor outside autograd: same storage, same version counter."""
     with below_dispatch():
         return call_raw(Tensor.detach, (), (tensor,))
+
+
+def view_local(tensor: Any) -> Tensor:
+    """As ``to_local``; with grad mode on it is part of the graph, as a view of ``tensor``."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return cast(Tensor, call_slices(Tensor.as_subclass, (tensor, Tensor), {}))
+    return to_local(tensor)
 
 
 def place_of(local: Tensor) -> tuple[object, ...]:

@@ -131,7 +131,7 @@ def test_training_and_hooks_inside_scopes() -> None:
                     if scope is unsharded:
                         optimizer.step()
                         assert [id(p) for p in model.parameters()] == [id(p) for p in params]
-                        assert not any(is_sharded(p) for p in params)
+                        assert all(is_sharded(p) for p in params)
                 if scope is not unsharded:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -151,7 +151,7 @@ def test_training_and_hooks_inside_scopes() -> None:
                     p.register_post_accumulate_grad_hook(hook)
                 square(model, data(9, rank)).backward()
                 assert model.first.weight.grad is None and model.head.weight.grad is not None
-                assert not any(is_sharded(p) for p in params)
+                assert [is_sharded(p) for p in params] == [p in stepper for p in params]
             assert seen == [True, True]
             sum(square(plain, data(9, r)) / 2 for r in range(2)).backward()
             reference = sgd(plain.first.parameters())
@@ -314,8 +314,8 @@ def test_closures_in_a_scope_see_whole_parameters() -> None:
                 optimizer.step(**arguments) if arguments else optimizer.step(closure)
                 with pytest.raises(RuntimeError, match=r"'Tower'.*gathered.*'first.weight'.*Leave"):
                     model(data(0, rank))
-                with gathered(model), pytest.raises(RuntimeError, match="Leave the scope before"):
-                    model(data(0, rank))
+                with pytest.raises(RuntimeError, match="which does not show that; leave that"):
+                    gathered(model).__enter__()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(whole(p), q.detach())
         search = torch.optim.LBFGS(model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,13 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.checkpoint.optimizer.members import Part
-from fsdp_compose.checkpoint.optimizer.shapes import block_spec, gather_owned
+from fsdp_compose.checkpoint.optimizer.shapes import SCALARS, block_spec, gather_owned
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE
 from fsdp_compose.checkpoint.values import fit, gather_whole, whole_shape
 from fsdp_compose.sharded import ShardSpec, flat_spec, is_sharded
-
-SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
-"""State of torch.optim that is one number per parameter, also for a parameter of one number."""
 
 
 def gather_state(parts: Mapping[str, Part], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,10 +60,11 @@ def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -
     """Whether a state value is cut as its parameter is."""
     if not isinstance(value, Tensor) or tuple(whole_shape(value)) != tuple(part.shape):
         return False
-    if is_sharded(value) or part.shape or key in ELEMENTWISE:
+    if is_sharded(value) or value.numel() != 1 or key in ELEMENTWISE:
         return True
-    if key in SCALARS:
-        return False
     # A parameter of one number: the same state of a larger parameter tells which it is.
-    others = (v.get(key) for n, v in given["state"].items() if n != part.name)
-    return any(isinstance(other, Tensor) and other.ndim for other in others)
+    held = (v.get(key) for name, v in given["state"].items() if name != part.name)
+    others = [math.prod(whole_shape(other)) for other in held if isinstance(other, Tensor)]
+    if others or key in SCALARS:
+        return max(others, default=0) > 1
+    return bool(part.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,11 @@ def flatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
     return found
 
 
+def is_name(key: object) -> bool:
+    """Whether ``key`` is a string that is not taken for one of those that ``flatten`` makes."""
+    return isinstance(key, str) and _NESTED.fullmatch(key) is None
+
+
 def unflatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Undo ``flatten``."""
     root: dict[Any, Any] = {}
@@ -56,6 +62,20 @@ def nested_key(key: Any, path: Iterable[Any]) -> Any:
     """The flat key of what lies at ``path`` in lists and dictionaries below ``key``."""
     steps = [_step("[" if type(at) is int else "{", at) for at in path]
     return "".join([str(key), *steps]) if steps else key
+
+
+def copy_containers(value: Any) -> Any:
+    """``value`` with its lists, tuples and dictionaries copied, and NumPy's numbers as Python's.
+
+    Tensors are not copied. A scheduler may set ``lr`` to a number of NumPy, which checkpoints do
+    not unpickle.
+    """
+    if type(value) is dict:
+        return {key: copy_containers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copy_containers, value))
+    numpy = sys.modules.get("numpy")  # where it was not imported, no number is its
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def has_tensor(value: Any) -> bool:

@@ -28,13 +28,16 @@ from fsdp_compose.checkpoint.optimizer.members import (
     names_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
+    copy_containers,
     find_object,
     flatten,
     has_tensor,
+    is_name,
     map_tensors,
     unflatten,
 )
 from fsdp_compose.checkpoint.optimizer.shapes import (
+    SCALARS,
     OwnedState,
     add_state_of_others,
     find_row_keys,
@@ -148,7 +151,7 @@ def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
     """
     found: list[_Holding] = []
     for one, groups in list_members(module, optim):
-        plain = one.state_dict()
+        plain = copy_containers(one.state_dict())
         _check_format(one, plain)
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         flat = [member for group in groups for member in group]
@@ -194,6 +197,13 @@ def _check_keys(optim: Optimizer, state: Mapping[Any, Any], numbers: list[Any]) 
 
 
 def _check_values(optim: Optimizer, member: Member, values: Mapping[Any, Any]) -> None:
+    strange = next((key for key in values if not is_name(key)), None)
+    if strange is not None:
+        raise TypeError(
+            f"optimizer state: {type(optim).__name__} keeps state of {member.parts[0].name!r} "
+            f"under {strange!r}; wanted a string that does not end in an index, such as 'momentum' "
+            "or 'momentum_0': checkpoints keep strings, and items of lists by their index."
+        )
     if all(part.spec is None for part in member.parts):
         return
     for key, value in values.items():
@@ -283,15 +293,27 @@ def _tag_piece(member: Member, part: Part, key: str, value: Any, has_rows: bool)
         return show_whole(value)
     if part.spec is None:
         return value.detach()
+    if value.numel() == 1 and key in SCALARS:
+        return value.detach()
     local = (part.spec.stop - part.spec.start,)
     if member.is_raw:
         if value.ndim and has_rows and len(member.parts) == 1:
             return tag_rows(part, key, value)
         if value.shape == member.param.shape and value.ndim:
             return show_whole(tag(value.detach()[part.span], part.spec))
-    elif tuple(value.shape) == local and (local != tuple(part.shape) or part.spec.group.size > 1):
-        return show_whole(tag(value.detach(), part.spec))  # an optimizer over p.to_local()
+    elif tuple(value.shape) == local and _may_be_slice(part):
+        return show_whole(tag(value.detach(), part.spec))
     return value.detach()
+
+
+def _may_be_slice(part: Part) -> bool:
+    """Whether plain state as long as this rank's slice is one: the optimizer read ``to_local()``.
+
+    Else it is a vector that happens to be as long, such as the parameter's last gradient norms.
+    """
+    assert part.spec is not None
+    is_flat = len(part.shape) == 1 and part.spec.group.size == 1  # then both are the same
+    return part.spec.residence.is_taken and not is_flat
 
 
 def layout_of(parts: Mapping[str, Part]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from fsdp_compose.comm.messages import gather_objects
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import Axis, Parallel, Residence, ShardSpec, is_sharded, tag
 
+SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
+"""State of torch.optim that is one number per parameter, also for a parameter of one number."""
+
 
 class OwnedState(dict[str, Any]):
     """The state of one parameter, by key, on the rank that has all of it."""

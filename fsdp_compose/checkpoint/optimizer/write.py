@@ -11,6 +11,7 @@ of (``owner_step``), which only that rank lists; everything else is the same on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -267,7 +268,7 @@ def _find_differences(targets: Targets, given: Mapping[str, Any]) -> list[str]:
                     continue
                 number = float(value)
                 name, known = first.setdefault(key, (part.name, number))
-                if known != number:
+                if known != number and not (math.isnan(known) and math.isnan(number)):
                     found.append(
                         f"{key!r} is {known:g} of {name!r} and {number:g} of {part.name!r}, for "
                         "which flat_parameters has one number, as they lie in one buffer; build "

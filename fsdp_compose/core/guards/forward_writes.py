@@ -12,7 +12,7 @@ its shard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 
@@ -20,7 +20,7 @@ import torch
 
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import gradient_hooks, read_version
-from fsdp_compose.buckets.bucket import Entry, alias
+from fsdp_compose.buckets.bucket import Bucket, Entry, alias
 from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.hooked_weights import find_hooked
@@ -120,7 +120,16 @@ def note_copies(opened: Opened, read: Sequence[torch.Tensor]) -> None:
 
 def leaf_versions_of(unit: Unit) -> list[int]:
     """Count how often each parameter's slice was written, by itself or with all of its shard."""
-    counts = {bucket: versions_of(bucket) for bucket in unit.gathered}
+    return _by_entry(unit, {bucket: versions_of(bucket) for bucket in unit.gathered})
+
+
+def versions_at_fill(unit: Unit) -> list[int]:
+    """As ``leaf_versions_of``, when what the unit holds now was gathered."""
+    held = {b: versions_of(b) if b.in_place else b.fill.versions for b in unit.gathered}
+    return _by_entry(unit, held)
+
+
+def _by_entry(unit: Unit, counts: Mapping[Bucket, Sequence[int]]) -> list[int]:
     pairs = ((counts[owner_of(entry)], entry.index) for entry in unit.entries)
     return [shard + slices[index] for (shard, *slices), index in pairs]
 

@@ -30,7 +30,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.state import Unit, owner_of, resting
-from fsdp_compose.sharded import ShardedTensor, ShardSpec, is_sharded, spec_of
+from fsdp_compose.sharded import ShardedTensor, ShardSpec, is_sharded, spec_of, view_local
 
 GivenTensors = dict[int, torch.Tensor]
 """Tensors in the place of parameters, by entry."""
@@ -179,7 +179,7 @@ def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
     for bucket, indices in by_bucket.items():
         given: list[ShardedTensor] = [found[index] for index in indices]  # type: ignore[misc]
         entries = [unit.entries[index] for index in indices]
-        slices = [tensor.to_local() for tensor in given]
+        slices = [view_local(tensor) for tensor in given]
         with outside_transforms():
             whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
         for index, entry, full in zip(indices, entries, whole, strict=True):

@@ -1,7 +1,8 @@
 """A backward that begins at a tensor which was made inside a unit's forward gathers the unit.
 
 Hooks on a unit's outputs and on what its modules keep in attributes do so elsewhere. A tensor that
-is kept in a list, closure or global is looked for among all tensors of the process.
+is kept in a list, closure or global is looked for among all tensors of the process, after the first
+forward of a unit. Where one was found, later forwards look among the youngest.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdp_compose.base.torch_private import (
@@ -20,6 +24,7 @@ from fsdp_compose.base.torch_private import (
     leaf_hooks,
     made_at,
     next_node_number,
+    tensor_use_count,
     untraced,
 )
 from fsdp_compose.core.guards.collective_log import is_debugging
@@ -30,27 +35,38 @@ from fsdp_compose.core.state import Engine, Unit
 def watch_forwards(units: Iterable[Unit]) -> None:
     """After a forward of ``units``: watch the tensors that were made inside it.
 
-    This is done after the first forward, in debug mode, and once a backward began at such a tensor.
+    All tensors are looked through after the first forward, in debug mode, and once a backward began
+    at such a tensor; those made since the last two collections of garbage where a unit kept any.
     """
     debugging = is_debugging()
-    watched = [
-        unit
-        for unit in units
-        if debugging or _FIRST not in unit.checks.inspected or KEPT in unit.checks.warned
-    ]
+    watched, keeping = list[Unit](), list[Unit]()
+    for unit in units:
+        if debugging or _FIRST not in unit.checks.inspected or KEPT in unit.checks.warned:
+            watched.append(unit)
+        elif _KEEPS in unit.checks.warned:
+            keeping.append(unit)
     if watched:
         watch_inside(watched)
+    if keeping:
+        _watch(keeping, (0, 1))
     for unit in watched:
         unit.checks.inspected.add(_FIRST)
 
 
 _FIRST = (-1,)
+_KEEPS = "keeps"
+"""In ``Checks.warned``: a forward left a tensor outside attributes; backwards may begin there."""
 KEPT = "kept"
 """In ``Checks.warned``: a backward began at a tensor that its forward left outside attributes."""
 
 
 def watch_inside(units: Iterable[Unit]) -> None:
     """Gather units where a backward begins at a tensor that was made inside their last forward."""
+    _watch(units)
+
+
+def _watch(units: Iterable[Unit], generations: Sequence[int] = ()) -> None:
+    """As ``watch_inside``; where garbage has ``generations``, what somebody keeps among those."""
     spans = [
         # A backward that begins at an input of a frozen unit, bound then, needs no weight of it.
         (max(start, live.joined_at, unit.checks.bound_at + 1), live.closed_at, unit)
@@ -64,11 +80,21 @@ def watch_inside(units: Iterable[Unit]) -> None:
         if (standing := unit.links.standing) and standing.pass_id == unit.engine.pass_id
     ]
     spans = [span for span in spans if span[0] < span[1]]
-    for value in gc.get_objects() if spans else ():
+    if not spans:
+        return
+    engines = dict.fromkeys(unit.engine for _, _, unit in spans)
+    weights = {id(t) for engine in engines for unit in engine.units for t in _read_by(unit)}
+    # Of what a list of all objects holds nothing but tensors is kept, else that would be a cycle.
+    tensors = [v for g in generations or (None,) for v in gc.get_objects(g) if type(v) is Tensor]
+    for value, count in zip(tensors, list(map(getrefcount, tensors)), strict=True):
         node = _node_of(value)
         if node is None:
             continue
         made = made_at(node)
+        is_seen = count - count_beside(value) > 1  # others are in a graph alone
+        is_kept = is_seen and id(value) not in weights
+        if generations and not is_kept:
+            continue
         for start, end, unit in spans:
             hooks = (leaf_hooks(value)[0] or {}).values()
             if (
@@ -77,6 +103,14 @@ def watch_inside(units: Iterable[Unit]) -> None:
                 and unit.checks.trigger not in hooks
             ):
                 value.register_hook(_begin_inside(unit))
+                if is_kept:
+                    unit.checks.warned.add(_KEEPS)
+
+
+def _read_by(unit: Unit) -> Iterable[Tensor]:
+    """The gathered weights that forwards of the unit read, which are nodes of graphs too."""
+    for kept in unit.run.live, unit.links.standing:
+        yield from () if kept is None else kept.tensors
 
 
 def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
@@ -103,10 +137,8 @@ def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
 _OPEN = frozenset((Hold.RETAINED, Hold.BACKWARD))
 
 
-def _node_of(value: object) -> Any:
-    """The autograd node that made a plain tensor, if there is one that torch lets us see."""
-    if type(value) is not Tensor:
-        return None
+def _node_of(value: Tensor) -> Any:
+    """The autograd node that made a tensor, if there is one that torch lets us see."""
     try:
         return value.grad_fn
     except RuntimeError:  # a view whose base was written since: no backward can begin at it
@@ -128,6 +160,24 @@ _SLOW = (
     "modules. From now on all tensors of the process are looked through after each forward of the "
     "unit, which takes time. Keep the tensor in an attribute (self.kept = tensor), or return it."
 )
+
+
+def count_beside(tensor: Tensor) -> int:
+    """What ``getrefcount`` counts of a tensor in a list beside the references of lists.
+
+    Some versions of torch count all its users in C++ and in graphs as one more.
+    """
+    return _beside()[tensor_use_count(tensor) > 1]
+
+
+@cache
+def _beside() -> tuple[int, int]:
+    """(while only Python holds it, while a graph does too): measured, as each version counts."""
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = [torch.ones(1, device="cpu", requires_grad=True)]
+        alone = next(map(getrefcount, tensors)) - 1
+        tensors.append(tensors[0].sum())  # saves nothing, which hooks of a checkpoint would count
+    return alone, next(map(getrefcount, tensors)) - 1
 
 
 def opened_at(unit: Unit) -> int:

@@ -17,12 +17,10 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import chain
 from sys import getrefcount
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -33,12 +31,16 @@ from fsdp_compose.base.torch_private import (
     call_raw,
     raw,
     storage_use_count,
-    tensor_use_count,
 )
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
-from fsdp_compose.core.guards.kept_tensors import KEPT, watch_forwards, watch_inside
+from fsdp_compose.core.guards.kept_tensors import (
+    KEPT,
+    count_beside,
+    watch_forwards,
+    watch_inside,
+)
 from fsdp_compose.core.state import Engine, Unit, unit_of
 from fsdp_compose.sharded import part_of
 
@@ -158,7 +160,7 @@ def _count_users(units: Iterable[Unit], moment: int) -> list[tuple[Unit, tuple[i
 
 def guard_after_error(engine: Engine) -> None:
     """After a pass that failed: guard what frames of its traceback, and others, keep of weights."""
-    engine.inspected.update(engine.units)
+    engine.inspected.add_all(engine.units)
     guard_everywhere(engine)
 
 
@@ -226,24 +228,6 @@ def _held_by_others(engine: Engine) -> list[Tensor]:
     pairs = zip(chain.from_iterable(lists), chain.from_iterable(references), strict=True)
     found = {id(t): t for t, count in pairs if count - count_beside(t) > counts[id(t)]}
     return list(found.values())
-
-
-def count_beside(tensor: Tensor) -> int:
-    """What ``getrefcount`` counts of a tensor in a list beside the references of lists.
-
-    Some versions of torch count all its users in C++ and in graphs as one more.
-    """
-    return _beside()[tensor_use_count(tensor) > 1]
-
-
-@cache
-def _beside() -> tuple[int, int]:
-    """(while only Python holds it, while a graph does too): measured, as each version counts."""
-    with torch.inference_mode(False), torch.enable_grad():
-        tensors = [torch.ones(1, device="cpu", requires_grad=True)]
-        alone = next(map(getrefcount, tensors)) - 1
-        tensors.append(tensors[0].sum())  # saves nothing, which hooks of a checkpoint would count
-    return alone, next(map(getrefcount, tensors)) - 1
 
 
 def _read_in_forwards(engine: Engine) -> list[Sequence[Tensor]]:

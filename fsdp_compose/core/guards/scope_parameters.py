@@ -60,6 +60,8 @@ class Layer:
     own_grad: bool  # ``.grad`` is the full tensor's; else the shard's
     rebuild: Callable[[Entry, bool], torch.Tensor]
     """The full tensor again, connected to the shard or not, after ``requires_grad`` changed."""
+    is_renewed: bool = False  # it is the unit's own memory, which later forwards gather into
+    is_outdated: bool = False  # it is from before a step: the parameter holds its shard meanwhile
 
 
 class _Whole(_Base):
@@ -279,8 +281,9 @@ def is_connected(tensor: Any) -> bool:
 def show(entry: Entry, full: Any, layer: Layer) -> None:
     """Let the parameter hold ``full`` until ``hide``; ``full`` then holds what it held.
 
-    It must not be at rest, see ``end_rests``.
+    It must not be at rest, see ``end_rests``, except over an outdated tensor.
     """
+    _wake(entry)
     held = entry.held
     before = type(held)
     layer.beneath, layer.kind = full, type(full)
@@ -298,15 +301,18 @@ def as_parameter(full: torch.Tensor) -> nn.Parameter:
 
 
 def new_layer(
-    scope: object, rebuild: Callable[[Entry, bool], torch.Tensor], own_grad: bool = False
+    scope: object,
+    rebuild: Callable[[Entry, bool], torch.Tensor],
+    own_grad: bool = False,
+    is_renewed: bool = False,
 ) -> Layer:
     """A layer for ``show``, whose tensor is not known yet."""
-    return Layer(scope, None, torch.Tensor, own_grad, rebuild)
+    return Layer(scope, None, torch.Tensor, own_grad, rebuild, is_renewed)
 
 
 def hide(entry: Entry, scope: object) -> torch.Tensor | None:
     """End what ``scope`` shows of the entry; return its full tensor, which the caller may free."""
-    _end_rest(entry)
+    _wake(entry)
     place = next((i for i, layer in enumerate(entry.layers) if layer.scope is scope), None)
     if place is None:
         return None
@@ -327,6 +333,8 @@ def hide(entry: Entry, scope: object) -> torch.Tensor | None:
             held.__dict__.pop(name, None)
     if full.__dict__ is held.__dict__:
         full.__class__, full.__dict__ = layer.kind, {}
+    if entry.layers and entry.layers[-1].is_outdated:
+        rest(entry)
     entry_param: torch.Tensor = full
     return entry_param
 
@@ -371,9 +379,35 @@ def end_rests(entries: Iterable[Entry]) -> None:
 
 
 def _end_rest(entry: Entry) -> None:
-    """Show the full tensor again, if ``rest`` hid it."""
+    """Show the full tensor again, if ``rest`` hid it and it is not outdated."""
+    if entry.layers and not entry.layers[-1].is_outdated:
+        _wake(entry)
+
+
+def _wake(entry: Entry) -> None:
+    """Show the full tensor again, whatever it is."""
     if entry.layers and entry.param is entry.held:
         _turn(entry)
+
+
+def outdate(entry: Entry) -> None:
+    """Let the parameter hold its shard, which was stepped, until its full tensor is renewed."""
+    for layer in entry.layers:
+        layer.is_outdated = True
+    rest(entry)
+
+
+def renew(entries: Iterable[Entry]) -> None:
+    """Show full tensors again whose memory was gathered into."""
+    for entry in entries:
+        for layer in entry.layers:
+            layer.is_outdated = layer.is_outdated and not layer.is_renewed
+        _end_rest(entry)
+        held = entry.held
+        if is_whole(held) and entry.layers[-1].is_renewed:
+            trained = entry.param.requires_grad  # which may have been set while it held its shard
+            if trained != is_connected(held):
+                _exchange(held, entry.layers[-1].rebuild(entry, trained))
 
 
 def _turn(entry: Entry) -> None:

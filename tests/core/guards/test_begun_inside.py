@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fsdp_compose import MixedPrecision, count_traffic, fully_shard
+from fsdp_compose import MixedPrecision, count_traffic, fully_shard, wrap
 from fsdp_compose.core.guards.kept_tensors import KEPT
 
-from harness import fake_world, simulate_ranks, single_process
+from harness import fake_world, run_ranks, simulate_ranks, single_process
 from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, square, units, whole
 
 RELEASED = {"reshard_after_forward": True}
@@ -78,14 +79,16 @@ def test_an_attribute_is_no_slow_way(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Caching(nn.Module):
-    """Passes on a tensor in a list that it was given."""
+    """Passes on a tensor in a list, if it was given one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
-        cache.append(torch.tanh(self.key(x)).mul(2))
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        key = torch.tanh(self.key(x)).mul(2)
+        if cache is not None:
+            cache.append(key)
         return self.out(x)
 
 
@@ -98,7 +101,8 @@ def test_backward_looks_for_weights_of_each_dtype() -> None:
         fully_shard(model, mp_policy=policy, **RELEASED)
         assert [bucket.in_place for bucket in units(model)[0].gathered] == [True, False]
         for _ in range(3):
-            model(torch.ones(1, WIDTH), []).sum().backward()
+            model(torch.ones(1, WIDTH)).sum().backward()
+        units(model)[0].checks.warned.clear()  # a tensor of another test may look like a kept one
         cache: list[Tensor] = []
         model(torch.ones(1, WIDTH), cache)
         with pytest.raises(RuntimeError, match="computed with weights of unit 'Caching'"):
@@ -217,3 +221,96 @@ def test_a_tensor_in_a_list_is_said_to_be_kept(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("WARNING", "fsdp_compose"):
         simulate_ranks(ranks)
     assert ["kept outside the attributes" in r.message for r in caplog.records] == [True] * 2
+
+
+LOSSES: list[Tensor] = []
+
+
+class Mixture(nn.Module):
+    """Appends a loss of its own to a global list, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gate(x).softmax(-1)
+        LOSSES.append(gates.square().mean() + self.gate.weight.square().sum())
+        return x + torch.tanh(self.up(x)) * gates[..., :1]
+
+
+class Mixed(nn.Module):
+    """Two mixtures, and a head that belongs to the unit around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train_mixtures(model: nn.Module, batches: Any, steps: Sequence[str]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    params = list(model.parameters())
+    for step, way in enumerate(steps):
+        LOSSES.clear()
+        main: Any = sum(square(model, batch) / len(batches(step)) for batch in batches(step))
+        aside: Any = sum(LOSSES) / len(batches(step))
+        if way == "together":
+            (main + aside).backward()
+        elif way == "main":
+            main.backward()
+        elif way == "aside":
+            aside.backward()
+        elif way == "main first":
+            main.backward(retain_graph=True)
+            aside.backward()
+        elif way == "aside first":
+            aside.backward(retain_graph=True)
+            main.backward()
+        else:
+            found = [
+                torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+                for loss in (aside, main)
+            ]
+            for p, *grads in zip(params, *found, strict=True):
+                p.grad = sum(grad for grad in grads if grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+WAYS = ("aside", "aside first", "main first", "apart")
+
+
+@pytest.mark.parametrize("before", ["together", "main"])
+def test_losses_in_a_list_from_the_second_step_on(before: str) -> None:
+    """Every forward keeps such losses; that a backward begins at one comes later."""
+
+    def ranks(rank: int) -> None:
+        for way in WAYS:
+            plain, steps = seeded(Mixed), (before, way, before, way)
+            train_mixtures(plain, lambda step: [data(step, r) for r in range(2)], steps)
+            model = fully_shard(seeded(Mixed), units=wrap.by_class(Mixture))
+            train_mixtures(model, lambda step: [data(step, rank)], steps)
+            for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                assert_close(whole(found), wanted.detach())
+
+    run_ranks(ranks)
+
+
+def test_units_are_gone_through_in_one_order() -> None:
+    """Not by their addresses: hooks and gathers that follow it are the same on every rank."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    with single_process():
+        fully_shard(model, units=wrap.by_class(nn.Linear), mesh="self")
+        engine = units(model)[0].engine
+        mine = [unit for unit in engine.units if unit in units(model)]
+        assert [unit.name for unit in mine] == [*map(str, range(40)), "Sequential"]
+        engine.inspected.add_all(reversed(mine))
+        engine.inspected.discard(mine[7])
+        assert list(engine.inspected) == [u for u in reversed(mine) if u is not mine[7]]
+        engine.inspected.clear()

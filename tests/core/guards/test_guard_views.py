@@ -18,7 +18,7 @@ from fsdp_compose import (
     reshard,
     unshard,
 )
-from fsdp_compose.core.guards import kept_views
+from fsdp_compose.core.guards import kept_tensors, kept_views
 from fsdp_compose.core.guards.kept_views import KeptView
 
 from harness import rank_errors, simulate_ranks
@@ -229,7 +229,9 @@ def test_memory_is_looked_through_where_it_has_users(monkeypatch: pytest.MonkeyP
         watch(watched)
 
     monkeypatch.setattr(
-        kept_views.gc, "get_objects", lambda: looks.append(dist.get_rank()) or find()
+        kept_views.gc,
+        "get_objects",
+        lambda age=None: (age is None and looks.append(dist.get_rank())) or find(age),
     )
     monkeypatch.setattr(kept_views, "watch_inside", note)
 
@@ -332,7 +334,7 @@ def test_views_are_guarded_before_the_pass_ends() -> None:
 def test_counting_users_saves_no_tensor() -> None:
     """The first count may be inside a checkpoint, which compares what was saved."""
     packed: list[Tensor] = []
-    kept_views._beside.cache_clear()
+    kept_tensors._beside.cache_clear()
     with saved_tensors_hooks(packed.append, lambda tensor: tensor):
-        kept_views.count_beside(torch.ones(1))
-    assert kept_views._beside.cache_info().currsize == 1 and not packed
+        kept_tensors.count_beside(torch.ones(1))
+    assert kept_tensors._beside.cache_info().currsize == 1 and not packed

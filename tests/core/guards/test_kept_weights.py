@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
-from fsdp_compose.core.guards import kept_views
+from fsdp_compose.core.guards import kept_tensors, kept_views
 from fsdp_compose.core.guards.kept_views import KeptView
 
 from harness import run_ranks, simulate_ranks
@@ -352,7 +352,11 @@ def test_changing_graphs_are_not_always_looked_into(
     """After so many kinds of graphs a forward costs what it did, except in debug mode."""
     looks: list[int] = []
     find = kept_views.gc.get_objects
-    monkeypatch.setattr(kept_views.gc, "get_objects", lambda: looks.append(0) or find())
+    monkeypatch.setattr(
+        kept_views.gc,
+        "get_objects",
+        lambda age=None: (age is None and looks.append(0)) or find(age),
+    )
 
     def ranks(rank: int) -> None:
         fc.set_debug(debug)
@@ -427,7 +431,11 @@ def test_an_early_exit_looks_through_nothing(
     """A forward that is left early by an exception, as to read features, stays fast."""
     looks: list[int] = []
     find = kept_views.gc.get_objects
-    monkeypatch.setattr(kept_views.gc, "get_objects", lambda: looks.append(0) or find())
+    monkeypatch.setattr(
+        kept_views.gc,
+        "get_objects",
+        lambda age=None: (age is None and looks.append(0)) or find(age),
+    )
 
     class Stop(Exception):
         pass
@@ -455,12 +463,12 @@ def test_an_early_exit_looks_through_nothing(
 def test_references_are_counted_as_torch_does(mode: Any) -> None:
     """Nothing is held by others where only a list of the library holds it, or a graph too."""
     held = [torch.ones(1, requires_grad=True).clone()]
-    kept_views._beside.cache_clear()
+    kept_tensors._beside.cache_clear()
     for graph in (None, held[0] * held[0], None):
         with mode():
             (count,) = map(sys.getrefcount, held)
-            assert count - kept_views.count_beside(held[0]) == 1
+            assert count - kept_tensors.count_beside(held[0]) == 1
         other = held[0]
         (count,) = map(sys.getrefcount, held)
-        assert count - kept_views.count_beside(held[0]) == 2
+        assert count - kept_tensors.count_beside(held[0]) == 2
         del other, graph

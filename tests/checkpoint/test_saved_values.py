@@ -1,0 +1,261 @@
+"""Values in optimizer and extra state, beside what torch's optimizers keep, resume as they were."""
+
+from __future__ import annotations
+
+import collections
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fsdp_compose as fc
+
+from harness import rank_errors, run_ranks, simulate_ranks
+from models import Tower, by_block, data, seeded, sgd, square, whole
+from saved import equal
+
+
+@pytest.mark.parametrize("call", [fc.save_full, fc.load_full])
+def test_whole_files_wait_for_a_save_under_way(tmp_path: Path, call: Any) -> None:
+    """Both talk over one group: neither reads what the other says."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        fc.save_full(tmp_path / "whole", model)
+        for _ in range(5):
+            saving = fc.save_checkpoint(tmp_path / "parts", model, asynchronous=True)
+            call(tmp_path / "whole", model)
+            assert saving.done()
+            saving.wait()
+        fc.load_checkpoint(tmp_path / "parts", model)
+
+    run_ranks(check, 3)
+
+
+class Counted(nn.Linear):
+    """Keeps tensors in a tuple, and in an object that pickles."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.mean, self.box = torch.zeros(2), collections.OrderedDict(best=(torch.zeros(1),))
+
+    def get_extra_state(self) -> Any:
+        return self.mean, {"box": self.box, "count": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.mean, self.box = state[0], state[1]["box"]
+
+
+def test_an_asynchronous_save_copies_tuples(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        model = fc.fully_shard(seeded(Counted))
+        optimizer = torch.optim.AdamW(model.parameters())
+        settings = optimizer.param_groups[0]
+        settings["stats"] = (torch.zeros(1), [torch.zeros(1)])
+        saving = fc.save_checkpoint(tmp_path, model, optimizer, asynchronous=True)
+        for tensor in (model.mean, model.box["best"][0], *settings["stats"][:1]):
+            tensor.fill_(7.0)
+        settings["stats"][1][0].fill_(7.0)
+        saving.wait()
+        fc.load_checkpoint(tmp_path, model, optimizer)
+        found = optimizer.param_groups[0]["stats"]
+        for tensor in (model.mean, model.box["best"][0], found[0], found[1][0]):
+            assert not tensor.any()
+
+    run_ranks(check, 2)
+
+
+def test_numbers_of_numpy_resume_as_numbers(tmp_path: Path) -> None:
+    """As a schedule by np.cos sets them, in groups and in state."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = by_block(seeded(Tower))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        cosine = lambda step: 0.5 * (1 + np.cos(step / 10))  # noqa: E731
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
+
+    def check(rank: int) -> None:
+        model, optimizer, schedule = build()
+        square(model, data(0, rank)).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.state[model.first.weight]["seen"] = [np.int64(3), {"scale": np.float32(0.5)}]
+        assert type(optimizer.param_groups[0]["lr"]) is np.float64
+        fc.save_checkpoint(tmp_path, model, optimizer)
+        full = fc.optim_state_dict(model, optimizer)
+        assert type(full["param_groups"][0]["lr"]) is float
+        other, again, _ = build()
+        fc.load_checkpoint(tmp_path, other, again)
+        equal(fc.optim_state_dict(other, again), full)
+        seen = again.state[other.first.weight]["seen"]
+        assert seen == [3, {"scale": 0.5}] and type(seen[0]) is int
+
+    simulate_ranks(check, 2)
+
+
+def test_objects_that_will_not_load_are_told_of(tmp_path: Path) -> None:
+    """When they are saved; they load once their class is trusted."""
+
+    def check(rank: int) -> None:
+        model = fc.fully_shard(seeded(lambda: nn.Linear(3, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["last"] = range(3)
+        told = r"'optim.param_groups.0.last' holds a range, which load_checkpoint takes"
+        if rank == 0:
+            with pytest.warns(UserWarning, match=told):
+                fc.save_checkpoint(tmp_path, model, optimizer)
+        else:
+            fc.save_checkpoint(tmp_path, model, optimizer)
+        with pytest.raises(RuntimeError, match=r"holds a range, and is not unpickled"):
+            fc.load_checkpoint(tmp_path, model, optimizer)
+        optimizer.param_groups[0]["last"] = None
+        with torch.serialization.safe_globals([range]):
+            fc.load_checkpoint(tmp_path, model, optimizer)
+        assert optimizer.param_groups[0]["last"] == range(3)
+
+    run_ranks(check, 2)
+
+
+def test_the_class_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Also one that another class, which is trusted, is built of."""
+
+    def check(rank: int) -> None:
+        model = fc.fully_shard(seeded(Counted))
+        model.mean = np.ones(2)
+        with pytest.warns(UserWarning, match="pass it as extra="):
+            fc.save_checkpoint(tmp_path, model)
+        build = np.zeros(1).__reduce__()[0]
+        trusted = [build, np.ndarray, np.dtype]
+        with (
+            torch.serialization.safe_globals(trusted),
+            pytest.raises(RuntimeError, match=r"holds a numpy\.dtypes\.Float64DType, and"),
+        ):
+            fc.load_checkpoint(tmp_path, model)
+        with torch.serialization.safe_globals([*trusted, type(np.dtype("float64"))]):
+            fc.load_checkpoint(tmp_path, model)
+
+    simulate_ranks(check, 1)
+
+
+@pytest.mark.parametrize("over", [fc.local_parameters, fc.flat_parameters])
+def test_a_number_that_is_none_resumes(tmp_path: Path, over: Any) -> None:
+    """NaN, which is not equal to itself, is the same number for all parameters of a buffer."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optimizer = sgd(over(model))
+        square(model, data(0, rank)).backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param]["best"] = math.nan
+        fc.save_checkpoint(tmp_path, model, optimizer)
+        fc.load_checkpoint(tmp_path, model, optimizer)
+        assert all(math.isnan(values["best"]) for values in optimizer.state.values())
+
+    simulate_ranks(check, 2)
+
+
+@pytest.mark.parametrize("key", ["m[0]", "m(1)", "m{'a'}", 5])
+def test_keys_that_checkpoints_cannot_keep_are_refused(tmp_path: Path, key: Any) -> None:
+    def check(rank: int, call: str) -> None:
+        model = fc.fully_shard(seeded(lambda: nn.Linear(3, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model.weight][key] = torch.zeros(1)
+        if call == "save":
+            fc.save_checkpoint(tmp_path, model, optimizer)
+        else:
+            fc.optim_state_dict(model, optimizer)
+
+    for call in ("save", "gather"):
+        for error in rank_errors(check, 2, call):
+            assert error is not None and f"SGD keeps state of 'weight' under {key!r}" in error
+
+
+def test_full_state_stays_when_training_goes_on() -> None:
+    """Lists of numbers too."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        square(model, data(0, rank)).backward()
+        optimizer.step()
+        steps: list[Any] = [1, {"of": [2]}]
+        optimizer.state[model.first.weight]["steps"] = steps
+        optimizer.param_groups[0]["steps"] = steps
+        full = fc.optim_state_dict(model, optimizer)
+        steps.append(3), steps[1]["of"].append(4)
+        assert full["state"]["first.weight"]["steps"] == [1, {"of": [2]}]
+        assert full["param_groups"][0]["steps"] == [1, {"of": [2]}]
+
+    simulate_ranks(check, 2)
+
+
+class LastNorms(torch.optim.Optimizer):
+    """Keeps the last four norms of each gradient, alike on all ranks, and a step in a vector."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state.update(step=torch.zeros(1), norms=torch.zeros(4, dtype=torch.float64))
+            state["norms"][int(state["step"]) % 4] = param.grad.norm()
+            state["step"] += 1
+            param.sub_(param.grad / (0.1 + state["norms"].mean()), alpha=0.1)
+
+
+def train(model: nn.Module, optimizer: LastNorms, steps: range, batches: Any) -> None:
+    for step in steps:
+        losses = [model(batch).square().mean() for batch in batches(step)]
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_vectors_as_long_as_a_slice_are_no_slices(tmp_path: Path) -> None:
+    """Four numbers beside a slice of four, and one beside a slice, or a parameter, of one."""
+
+    def build() -> nn.Module:
+        layers = lambda: (nn.Linear(2, 4, bias=False), nn.Linear(4, 2), nn.Linear(2, 1))  # noqa: E731
+        return seeded(lambda: nn.Sequential(*layers()))
+
+    plain = build()
+    reference = LastNorms(plain.parameters())
+    train(plain, reference, range(5), lambda step: [batch(step, r) for r in range(2)])
+
+    def check(rank: int, begins: bool) -> Any:
+        model = fc.fully_shard(build(), units=fc.wrap.by_class(nn.Linear))
+        optimizer = LastNorms(model.parameters())
+        mine = lambda step: [batch(step, rank)]  # noqa: E731
+        if begins:
+            train(model, optimizer, range(3), mine)
+            fc.save_checkpoint(tmp_path, model, optimizer)
+            train(model, optimizer, range(3, 5), mine)
+        else:
+            fc.load_checkpoint(tmp_path, model, optimizer)
+            train(model, optimizer, range(3, 5), mine)
+        states = fc.optim_state_dict(model, optimizer)["state"]
+        for name, param in model.named_parameters():
+            kinds = {key: type(value) for key, value in optimizer.state[param].items()}
+            assert kinds == {"step": Tensor, "norms": Tensor}, name
+        return [whole(p) for p in model.parameters()], states
+
+    for begins in (True, False):
+        params, states = run_ranks(check, 2, begins)[0]
+        for found, wanted, name in zip(params, plain.parameters(), states, strict=True):
+            assert_close(found, wanted.detach())
+            assert_close(dict(states[name]), reference.state[wanted])
+
+
+def batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 2, generator=generator, dtype=torch.float64)
