@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fsdp_compose as fc
+from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower, by_block, data, seeded, sgd, square, whole
@@ -254,6 +255,55 @@ def test_vectors_as_long_as_a_slice_are_no_slices(tmp_path: Path) -> None:
         for found, wanted, name in zip(params, plain.parameters(), states, strict=True):
             assert_close(found, wanted.detach())
             assert_close(dict(states[name]), reference.state[wanted])
+
+
+class Lone(nn.Module):
+    """One number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+def test_state_of_one_number_alone() -> None:
+    """No larger parameter tells which of it is cut: ``step`` is not, others are."""
+
+    def check(rank: int) -> None:
+        model = fc.fully_shard(Lone())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for key in ("step", "mean"):
+            optimizer.state[model.gain][key] = torch.full_like(model.gain, 3.0)
+        optimizer.state[model.gain]["step"] = torch.full((1,), 3.0)
+        full = fc.optim_state_dict(model, optimizer)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        fc.load_optim_state_dict(model, other, full)
+        kinds = {key: is_sharded(value) for key, value in other.state[model.gain].items()}
+        assert kinds == {"step": False, "mean": True}
+        equal(fc.optim_state_dict(model, other), full)
+
+    simulate_ranks(check, 2)
+
+
+@pytest.mark.parametrize("way", ["read", "local"])
+def test_a_step_of_one_number_is_no_slice(way: str) -> None:
+    """Also where slices of one were handed out, or are what the optimizer steps."""
+
+    def check(rank: int) -> None:
+        for build in (lambda: nn.Linear(2, 1), lambda: nn.Linear(1, 1, bias=False)):
+            model = fc.fully_shard(seeded(build))
+            *_, last = model.parameters()
+            assert last.to_local().numel() == (rank == (0 if model.bias is None else 1))
+            params = fc.local_parameters(model) if way == "local" else list(model.parameters())
+            optimizer = torch.optim.SGD(params, lr=0.1)
+            for param in params:
+                optimizer.state[param]["step"] = torch.full((1,), 3.0)
+            full = fc.optim_state_dict(model, optimizer)
+            fc.load_optim_state_dict(model, optimizer, full)
+            for values in (*full["state"].values(), *optimizer.state.values()):
+                assert type(values["step"]) is Tensor
+                assert torch.equal(values["step"], torch.full((1,), 3.0))
+
+    simulate_ranks(check, 3)
 
 
 def batch(step: int, rank: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.checkpoint.optimizer.members import Part
-from fsdp_compose.checkpoint.optimizer.shapes import SCALARS, block_spec, gather_owned
+from fsdp_compose.checkpoint.optimizer.shapes import block_spec, gather_owned, is_one_number
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE
 from fsdp_compose.checkpoint.values import fit, gather_whole, whole_shape
 from fsdp_compose.sharded import ShardSpec, flat_spec, is_sharded
@@ -49,6 +49,8 @@ def find_pieces(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> S
     """
     if is_elementwise(key, value, part, given) or not value.ndim or part.owner is not None:
         return None
+    if is_one_number(key, value):
+        return None
     if part.span is None:
         flat = None if part.spec is None or len(part.shape) < 2 else flat_spec(part.spec)
         return flat if flat is not None and flat.shape == whole_shape(value) else None
@@ -65,6 +67,6 @@ def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -
     # A parameter of one number: the same state of a larger parameter tells which it is.
     held = (v.get(key) for name, v in given["state"].items() if name != part.name)
     others = [math.prod(whole_shape(other)) for other in held if isinstance(other, Tensor)]
-    if others or key in SCALARS:
+    if others or is_one_number(key, value):
         return max(others, default=0) > 1
     return bool(part.shape)

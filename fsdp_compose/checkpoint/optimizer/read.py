@@ -37,10 +37,10 @@ from fsdp_compose.checkpoint.optimizer.nested import (
     unflatten,
 )
 from fsdp_compose.checkpoint.optimizer.shapes import (
-    SCALARS,
     OwnedState,
     add_state_of_others,
     find_row_keys,
+    is_one_number,
     tag_owned_state,
     tag_rows,
 )
@@ -293,7 +293,7 @@ def _tag_piece(member: Member, part: Part, key: str, value: Any, has_rows: bool)
         return show_whole(value)
     if part.spec is None:
         return value.detach()
-    if value.numel() == 1 and key in SCALARS:
+    if is_one_number(key, value):
         return value.detach()
     local = (part.spec.stop - part.spec.start,)
     if member.is_raw:
@@ -301,19 +301,10 @@ def _tag_piece(member: Member, part: Part, key: str, value: Any, has_rows: bool)
             return tag_rows(part, key, value)
         if value.shape == member.param.shape and value.ndim:
             return show_whole(tag(value.detach()[part.span], part.spec))
-    elif tuple(value.shape) == local and _may_be_slice(part):
+    elif tuple(value.shape) == local and part.spec.residence.is_taken:
+        # Else it is a vector that happens to be as long, such as the last norms of the gradient.
         return show_whole(tag(value.detach(), part.spec))
     return value.detach()
-
-
-def _may_be_slice(part: Part) -> bool:
-    """Whether plain state as long as this rank's slice is one: the optimizer read ``to_local()``.
-
-    Else it is a vector that happens to be as long, such as the parameter's last gradient norms.
-    """
-    assert part.spec is not None
-    is_flat = len(part.shape) == 1 and part.spec.group.size == 1  # then both are the same
-    return part.spec.residence.is_taken and not is_flat
 
 
 def layout_of(parts: Mapping[str, Part]) -> dict[str, Any]:

@@ -23,8 +23,15 @@ from fsdp_compose.comm.messages import gather_objects
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import Axis, Parallel, Residence, ShardSpec, is_sharded, tag
 
-SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
-"""State of torch.optim that is one number per parameter, also for a parameter of one number."""
+_SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
+
+
+def is_one_number(key: str, value: Tensor) -> bool:
+    """Whether it is state that torch.optim has once per parameter, also if that is of one number.
+
+    Other optimizers keep it in a vector: ``step = torch.zeros(1)``.
+    """
+    return value.numel() == 1 and key in _SCALARS and not is_sharded(value)
 
 
 class OwnedState(dict[str, Any]):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compose.base.torch_stack import state_api_under_way
+from fsdp_compose.checkpoint.optimizer.shapes import is_one_number
 from fsdp_compose.checkpoint.values import fit, whole_shape
 from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.optim.owner_step import OwnerOptimizer
@@ -117,6 +118,8 @@ def _check_raw(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> 
             whole = None if entry is None else entry.spec.whole_shape
             for key, value in state.get(id(param), {}).items():
                 if not isinstance(value, Tensor) or not value.ndim or value.shape == param.shape:
+                    continue
+                if is_one_number(key, value):
                     continue
                 cut = key in ELEMENTWISE and value.ndim == 1
                 if is_sharded(value) or value.shape == whole or cut:

@@ -40,6 +40,7 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     add_state_of_others,
     describe_blocks,
     gather_owned,
+    is_one_number,
 )
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
 from fsdp_compose.checkpoint.ranks import device_of, groups_of
@@ -368,6 +369,8 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
             continue
         shape, want = tuple(whole_shape(value)), tuple(part.shape)
         pieces = find_pieces(part, key, value, given)
+        if is_one_number(key, value):
+            continue
         if part.span is not None and shape != want and shape and pieces is None:
             found.append(
                 f"{key!r} of {part.name!r} has shape {shape}, which is neither its own {want} nor "
