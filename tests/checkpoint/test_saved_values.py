@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,17 @@ def test_whole_files_wait_for_a_save_under_way(tmp_path: Path, call: Any) -> Non
 
 
 class Counted(nn.Linear):
-    """Keeps tensors in a tuple, and in an object that pickles."""
+    """Keeps tensors in a tuple."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
-        self.mean, self.box = torch.zeros(2), collections.OrderedDict(best=(torch.zeros(1),))
+        self.mean, self.best = torch.zeros(2), torch.zeros(1)
 
     def get_extra_state(self) -> Any:
-        return self.mean, {"box": self.box, "count": 3}
+        return self.mean, {"best": self.best}
 
     def set_extra_state(self, state: Any) -> None:
-        self.mean, self.box = state[0], state[1]["box"]
+        self.mean, self.best = state[0], state[1]["best"]
 
 
 def test_an_asynchronous_save_copies_tuples(tmp_path: Path) -> None:
@@ -58,14 +57,16 @@ def test_an_asynchronous_save_copies_tuples(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         settings = optimizer.param_groups[0]
         settings["stats"] = (torch.zeros(1), [torch.zeros(1)])
+        settings["seen"] = {torch.zeros(1)}
         saving = fc.save_checkpoint(tmp_path, model, optimizer, asynchronous=True)
-        for tensor in (model.mean, model.box["best"][0], *settings["stats"][:1]):
+        for tensor in (model.mean, model.best, settings["stats"][0], *settings["seen"]):
             tensor.fill_(7.0)
         settings["stats"][1][0].fill_(7.0)
         saving.wait()
         fc.load_checkpoint(tmp_path, model, optimizer)
-        found = optimizer.param_groups[0]["stats"]
-        for tensor in (model.mean, model.box["best"][0], found[0], found[1][0]):
+        found = optimizer.param_groups[0]
+        first, (second,) = found["stats"]
+        for tensor in (model.mean, model.best, first, second, *found["seen"]):
             assert not tensor.any()
 
     run_ranks(check, 2)

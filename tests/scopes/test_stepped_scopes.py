@@ -133,6 +133,12 @@ def test_a_scope_inside_shows_what_was_stepped() -> None:
         with fc.gathered(block):
             assert torch.equal(weight.detach(), fc.state_dict(model)[name])
         assert is_sharded(weight)
+        fc.unshard(block)
+        with fc.gathered(block):
+            optimizer.step()
+            fc.unshard(block)  # gathers what was written; the scope has no tensors of it
+            assert is_sharded(weight)
+        assert torch.equal(weight.detach(), fc.state_dict(model)[name])
         with fc.gathered(block, writeback=True), torch.no_grad():
             weight.mul_(2.0)
         assert torch.equal(weight.detach(), fc.state_dict(model)[name])
@@ -169,23 +175,27 @@ class TwoSteps(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for _ in range(2):
             closure()
-            super().step()
+            with torch.no_grad():
+                for param in self.param_groups[0]["params"]:
+                    param.sub_(0.1 * param.grad)
 
 
 def test_a_closure_reads_what_the_step_before_wrote() -> None:
     def train(model: nn.Module, batches: list[Any]) -> list[Tensor]:
-        optimizer = TwoSteps(model.parameters(), lr=0.1)
+        optimizer, seen = TwoSteps(model.parameters(), lr=0.1), list[Tensor]()
 
         def closure() -> None:
             optimizer.zero_grad()
-            loss: Any = sum(square(model, batch) for batch in batches) / len(batches)
-            (loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+            penalty: Any = 0.1 * sum(p.square().sum() for p in model.parameters())
+            loss = sum(square(model, batch) for batch in batches) / len(batches)
+            (loss + penalty).backward()
+            seen.append(penalty.detach())
 
         for _ in range(2):
             for module in model.modules():
                 fc.unshard(module) if fc.is_fully_sharded(module) else None
             optimizer.step(closure)
-        return [whole(p) for p in model.parameters()]
+        return [*seen, *map(whole, model.parameters())]
 
     plain = train(seeded(Tower), [data(0, rank) for rank in range(2)])
 
