@@ -21,6 +21,7 @@ from fsdp_compose.base.wording import describe_clipping
 
 _STATE_WALK = "torch.distributed._state_dict_utils"
 _clip: Any = inspect.unwrap(torch.nn.utils.clip_grad_norm_)
+_total_norm: Any = inspect.unwrap(torch.nn.utils.get_total_norm)
 _cast: Any = inspect.unwrap(torch.optim.Optimizer._process_value_according_to_param_policy)
 _asking = {
     inspect.unwrap(function).__code__
@@ -55,6 +56,15 @@ def clipping_under_way() -> str:
             values = frame.f_locals
             return describe_clipping(values["max_norm"], values["error_if_nonfinite"])
     return ""
+
+
+def tensors_of_total_norm() -> list[Any] | None:
+    """What torch takes one norm of, to clip or by ``get_total_norm``; None where it does not."""
+    for frame in _stack():
+        if frame.f_code is _total_norm.__code__:
+            given = frame.f_locals["tensors"]
+            return [given] if isinstance(given, torch.Tensor) else list(given)
+    return None
 
 
 def in_functional_call() -> bool:

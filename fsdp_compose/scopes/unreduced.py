@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import resolve_name
 
-from fsdp_compose.base.attributes import get_grad
+from fsdp_compose.base.attributes import get_grad, requires_grad
 from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.buckets.bucket import Entry
@@ -138,7 +138,17 @@ def waits(entry: Entry) -> bool:
     """Whether gradients of it lie outside ``.grad``."""
     bucket = owner_of(entry)
     bucket.residence.awaits = any_waits(bucket)
-    return bucket.residence.awaits and bool(bucket.arriving.used >> entry.index & 1)
+    return bucket.residence.awaits and _is_used(entry)
+
+
+def _is_used(entry: Entry) -> bool:
+    """Whether what waits in the bucket is of this parameter too.
+
+    Where this rank took part without a gradient of its own (``participate``), it may be of any.
+    """
+    used = owner_of(entry).arriving.used
+    with raw():
+        return bool(used >> entry.index & 1) if used else requires_grad(entry.param)
 
 
 def cut_partial(entry: Entry, flat: torch.Tensor) -> torch.Tensor:
@@ -153,6 +163,8 @@ def _drop(entry: Entry) -> None:
     """Clear what waits for one parameter, and free the bucket's buffers if that was the last."""
     bucket = owner_of(entry)
     arriving = bucket.arriving
+    if not arriving.used:
+        arriving.used = sum(1 << e.index for e in bucket.entries if _is_used(e))
     arriving.used &= ~(1 << entry.index)
     if not arriving.used:
         discard_waiting(bucket)

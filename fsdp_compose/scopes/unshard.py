@@ -75,6 +75,8 @@ class UnshardHandle:
         clear_failed_steps(units)
         for unit in units:
             if Hold.USER in unit.holds:
+                if not is_running(unit):
+                    refresh_stale(unit)  # the parameters may have been written since ``unshard``
                 wait_gathered(unit)
                 unit.engine.wait_for_host_reads()
                 _show(unit)

@@ -12,7 +12,7 @@ Half precision is accumulated in fp32 and rounded once, as torch does on one dev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.torch_stack import clipping_under_way
+from fsdp_compose.base.torch_stack import clipping_under_way, tensors_of_total_norm
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.comm.uneven import all_gather_uneven
 from fsdp_compose.sharded.ops import functions
-from fsdp_compose.sharded.spec import ShardSpec
+from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec
 
 __all__ = ["REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_of"]
 
@@ -283,6 +283,7 @@ def _vector_norm(
     if not _plain(dim, keepdim):
         return NotImplemented
     order = float(ord)
+    _check_total([spec])
     accumulate = dtype or (torch.float32 if local.dtype in _HALF else None)
     value = _local_norm(local, order, accumulate)
     what = f"take the norm of order {order:g}{clipping_under_way()} of {spec.fqn!r}"
@@ -356,6 +357,28 @@ def name_of(tensor: Any, spec: ShardSpec) -> str:
     return spec.fqn if tensor._is_parameter else f"{spec.fqn} (gradient or state)"
 
 
+def _check_total(specs: Iterable[ShardSpec | None]) -> None:
+    """Raise where torch sums norms of what this rank has, though other ranks have other parts.
+
+    They have where parameters were declared as parts, and where some lie on fewer ranks than
+    others, as experts do. Each rank would clip by a norm of its own.
+    """
+    own = [s for s in specs if s is not None and (s.residence.is_of_fewer or s.is_declared_part)]
+    listed = tensors_of_total_norm() if own else None
+    if listed is None:
+        return
+    shared = [t for t in listed if not getattr(t, "_shard_spec", own[0]).residence.is_of_fewer]
+    for spec in own:
+        if spec.is_declared_part or shared:
+            raise ShardedWeightError(
+                f"torch's total norm over the gradient of {spec.fqn!r} (unit {spec.unit!r}), of "
+                "which other ranks hold other parts, or other experts in its place: each rank "
+                "would get a norm of its own. Call fsdp_compose.clip_grad_norm_(module, max_norm) "
+                "or fsdp_compose.grad_norm, with expert_mesh=mesh['ep'] for experts that are "
+                "neither DTensors nor declared."
+            )
+
+
 def foreach_reduce(
     func: Callable[..., Any],
     tensors: Sequence[Tensor],
@@ -369,6 +392,8 @@ def foreach_reduce(
     """
     is_norm = func is torch._foreach_norm
     order = float(ord)
+    if is_norm:
+        _check_total(specs)
     kinds = [dtype_of(t) for t in tensors]
     half = dtype is None and all(kind in _HALF for kind in kinds)
     options = {"ord": order, "dtype": torch.float32 if half else dtype} if is_norm else {}

@@ -86,6 +86,7 @@ class Residence:
         emptied: ``module.to_empty()`` replaced the storage by memory that nobody has written.
         is_hooked: a hook was registered on a parameter.
         is_shared: plain tensors over a parameter's slice were handed out.
+        is_of_fewer: the bucket lies on fewer ranks than others, which may hold other parameters.
         is_taken: ``to_local()`` was called, of a parameter or of what follows from one: plain
             tensors may be slices.
         regraded: a gradient was given other memory (``module.to(dtype)``), and is no slice any more
@@ -99,6 +100,7 @@ class Residence:
     emptied: bool = False
     is_hooked: bool = False
     is_shared: bool = False
+    is_of_fewer: bool = False
     is_taken: bool = False
     regraded: bool = False
     awaits: bool = False
@@ -176,6 +178,14 @@ class ShardSpec:
     def rank(self) -> int:
         """The rank in the default process group whose slice it is."""
         return get_global_rank() if self.group == SELF else self.group.ranks[self.group.rank]
+
+    @property
+    def is_declared_part(self) -> bool:
+        """Whether ``declare_tensor_parallel`` said that other ranks hold the rest of it."""
+        parallel = None if self.reads_whole else self.parallel
+        return parallel is not None and any(
+            axis.dim is not None and axis.group.size > 1 for axis in parallel.axes
+        )
 
     @property
     def is_dtensor(self) -> bool:

@@ -39,6 +39,7 @@ from fsdp_compose import (
     set_gradient_divide_factor,
     state_dict,
 )
+from fsdp_compose.sharded import ShardedWeightError
 
 from harness import rank_errors, run_ranks
 from models import (
@@ -259,6 +260,7 @@ def train(rank: int, ep: int, optimizer: MakeOptimizer, idle: bool = False, **op
         for order in (1.0, 2.0, float("inf"), float("-inf")):
             norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
             compare("norm", grad_norm(model, order, expert_mesh=over), norm, Tolerance())
+        refuse_torch_norm(ours)
         before = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
         compare("norm", clip_grad_norm_(model, 0.01, expert_mesh=over), before, Tolerance())
         for optim in optims:
@@ -267,6 +269,18 @@ def train(rank: int, ep: int, optimizer: MakeOptimizer, idle: bool = False, **op
     for name, param in ours.items():
         compare(name, whole(param), theirs[name].detach(), Tolerance())
     return sum(layer.skipped for layer in model.layers)
+
+
+def refuse_torch_norm(ours: dict[str, nn.Parameter]) -> None:
+    """Torch would take a norm of this rank's experts alone, unless these are all it is given."""
+    grads = {name: p.grad for name, p in ours.items() if p.grad is not None}
+    own = [grad for name, grad in grads.items() if "experts" in name]
+    for foreach in (None, False) if own else ():
+        with pytest.raises(ShardedWeightError, match="or other experts in its place: each rank"):
+            nn.utils.clip_grad_norm_(ours.values(), 0.01, foreach=foreach)
+        with pytest.raises(ShardedWeightError, match="expert_mesh=mesh"):
+            nn.utils.get_total_norm(grads.values(), foreach=foreach)
+        nn.utils.get_total_norm(own, foreach=foreach)
 
 
 @pytest.mark.parametrize(("ep", "optimizer"), [(2, sgd), (2, adamw), (4, sgd)])
@@ -366,9 +380,12 @@ def test_experts_split_from_one_parameter(how: str, tmp_path: Path) -> None:
             model(xs[rank]).square().mean().backward()
             torch.stack([plain(x).square().mean() for x in xs]).mean().backward()
             before = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-            if how == "dtensor":  # a part that was declared reads as a part, for torch
-                norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-                compare("norm by torch", norm, before, Tolerance())
+            grads = [p.grad for p in model.parameters()]
+            if how == "dtensor":
+                compare("norm by torch", nn.utils.get_total_norm(grads), before, Tolerance())
+            else:  # a part that was declared reads as a part, for torch
+                with pytest.raises(ShardedWeightError, match="torch's total norm over the grad"):
+                    nn.utils.get_total_norm(grads)
             compare("norm", clip_grad_norm_(model, 0.01), before, Tolerance())
             for optim in optims:
                 optim.step()

@@ -235,3 +235,47 @@ def test_a_step_in_backward_is_seen_in_the_scope() -> None:
             assert_close(mine, wanted)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("write", ["step", "in place", "apply"])
+def test_a_handle_shows_what_was_written_since(write: str) -> None:
+    """``wait`` comes after the write, which ``unshard`` came before."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        block, optimizer = model.blocks[0], sgd(model.parameters())
+        square(model, data(0, rank)).backward()
+        handle = fc.unshard(block, async_op=True)
+        if write == "step":
+            optimizer.step()
+        elif write == "in place":
+            with torch.no_grad():
+                block.up.weight.mul_(2.0)
+        else:
+            fc.apply(block.up, lambda module: module.weight.mul_(2.0))
+        wanted = fc.state_dict(model)["blocks.0.up.weight"]
+        handle.wait()
+        assert torch.equal(block.up.weight.detach(), wanted)
+        fc.reshard(block)
+
+    simulate_ranks(check, 2)
+
+
+def test_apply_writes_to_what_is_unsharded() -> None:
+    """Also through ``.data``: the full tensors and the slices."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        block = model.blocks[0]
+        wanted = 0.5 * fc.state_dict(model)["blocks.0.up.weight"]
+        fc.unshard(block)
+        fc.apply(model, halve)
+        assert torch.equal(block.up.weight.detach(), wanted)
+        fc.reshard(block)
+        assert torch.equal(whole(block.up.weight), wanted)
+
+    def halve(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(0.5)
+
+    run_ranks(check, 2)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import fsdp_compose as fc
 from fsdp_compose import Offload
@@ -347,3 +348,39 @@ def test_a_skipped_step_puts_back_what_waits() -> None:
         square(model, x).backward()
         step.discard("bad batch")
     assert type(model.head.weight.grad) is UnreducedGradient
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("keep", ["unsharded", "no_all_reduce", None])
+def test_clearing_what_one_rank_took_part_in(keep: Any, to_none: bool) -> None:
+    """Where a rank has no gradient of its own, it clears what waits as the others do."""
+
+    def clear(model: nn.Module, part: str) -> None:
+        for param in {"all": model, "some": model.first, "none": nn.Module()}[part].parameters():
+            if to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad.zero_()
+
+    def check(rank: int, part: str, goes_on: bool) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        with fc.no_sync(model) if keep is None else fc.accumulate(model, keep=keep):
+            loss = fc.participate(model) if rank else square(model, data(0, 0))
+            loss.backward()
+            clear(model, part)
+        (square(plain, data(0, 0)) / 2).backward()
+        clear(plain, part)
+        if goes_on:
+            square(model, data(1, rank)).backward()
+            (sum(square(plain, data(1, r)) for r in range(2)) / 2).backward()  # type: ignore[union-attr]
+        elif keep is None:
+            fc.reduce_grads(model)
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            if wanted.grad is None or not wanted.grad.any():
+                assert mine.grad is None or not whole(mine.grad).any()
+            else:
+                assert_close(whole(mine.grad), wanted.grad)
+
+    for part in ("all", "some", "none"):
+        for goes_on in (True, False):
+            simulate_ranks(check, 2, part, goes_on)
