@@ -357,19 +357,24 @@ def name_of(tensor: Any, spec: ShardSpec) -> str:
     return spec.fqn if tensor._is_parameter else f"{spec.fqn} (gradient or state)"
 
 
+def _is_of_fewer(spec: ShardSpec) -> bool:
+    """Whether other ranks may hold another parameter in its place, such as another expert."""
+    return spec.residence.is_of_fewer and spec.parallel is None
+
+
 def _check_total(specs: Iterable[ShardSpec | None]) -> None:
     """Raise where torch sums norms of what this rank has, though other ranks have other parts.
 
     They have where parameters were declared as parts, and where some lie on fewer ranks than
     others, as experts do. Each rank would clip by a norm of its own.
     """
-    own = [s for s in specs if s is not None and (s.residence.is_of_fewer or s.is_declared_part)]
+    own = [s for s in specs if s is not None and (_is_of_fewer(s) or s.is_declared_part)]
     listed = tensors_of_total_norm() if own else None
     if listed is None:
         return
-    shared = [t for t in listed if not getattr(t, "_shard_spec", own[0]).residence.is_of_fewer]
+    has_shared = not all(_is_of_fewer(getattr(t, "_shard_spec", own[0])) for t in listed)
     for spec in own:
-        if spec.is_declared_part or shared:
+        if spec.is_declared_part or has_shared:
             raise ShardedWeightError(
                 f"torch's total norm over the gradient of {spec.fqn!r} (unit {spec.unit!r}), of "
                 "which other ranks hold other parts, or other experts in its place: each rank "

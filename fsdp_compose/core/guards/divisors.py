@@ -19,10 +19,11 @@ def check_divisors(task: Task) -> None:
                 for bucket in unit.buckets:
                     if any(requires_grad(entry.param) for entry in bucket.entries):
                         found.setdefault(bucket.mesh.size, unit)
-    entries = [e for unit in task.units for bucket in unit.buckets for e in bucket.entries]
-    fewer = set(map(owner_of, held_by_fewer(entries)))
-    for bucket in set(map(owner_of, entries)):
-        bucket.residence.is_of_fewer = bucket in fewer
+    held = [(unit, bucket) for unit in task.units for bucket in unit.buckets]
+    ranks = max([bucket.mesh.size for _, bucket in held], default=0)
+    for unit, bucket in held:  # as for ``held_by_fewer``
+        size = bucket.mesh.size
+        bucket.residence.is_of_fewer = size < ranks and unit.switches.divide_factor != size
     if len(found) > 1:
         (most, wide), (few, narrow) = max(found.items()), min(found.items())
         raise RuntimeError(
