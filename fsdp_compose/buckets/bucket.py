@@ -241,6 +241,7 @@ class Arriving:
         postponed: whether some of those wait for a later backward, or for ``reduce_grads``.
         used: bits of the entries that have a gradient among these.
         trained: bits of the entries that could have had one when these arrived.
+        joined: this rank took part in a backward of other ranks, without a gradient of its own.
         partial: gradients that were summed over ``shard`` ranks, and not yet over ``replicate``.
         waiting: gradients of microbatches, on their way to host memory.
         sums: of microbatches, where ``deterministic=`` adds them up in one tree.
@@ -250,6 +251,7 @@ class Arriving:
     postponed: bool = False
     used: int = 0
     trained: int = 0
+    joined: bool = False
     partial: torch.Tensor | None = None
     waiting: torch.Tensor | None = None
     sums: SlotSums = field(default_factory=SlotSums)

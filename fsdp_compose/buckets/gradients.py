@@ -139,6 +139,7 @@ def discard_packed(bucket: Bucket) -> None:
     """Drop gradients that were packed and not reduced."""
     bucket.arriving.packed = False
     bucket.arriving.used = bucket.arriving.trained = 0
+    bucket.arriving.joined = False
     close_grad_buffer(bucket)
 
 
@@ -156,6 +157,7 @@ def discard_waiting(bucket: Bucket) -> bool:
         discard_packed(bucket)
     arriving.partial = arriving.waiting = None
     arriving.used = arriving.trained = 0
+    arriving.joined = False
     arriving.sums.clear()
     return waited
 

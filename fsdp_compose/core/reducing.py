@@ -73,7 +73,7 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
         note_reduction(unit, bucket)
     factor = unit.switches.divide_factor
     used = comm.Flags(arriving.used, len(bucket.entries), arriving.trained)
-    arriving.packed, arriving.used, arriving.trained = False, 0, 0
+    arriving.packed, arriving.used, arriving.trained, arriving.joined = False, 0, 0, False
     bucket.views.sent = None  # no further microbatch reads these weights
     scale = 1.0 / (mesh.divisor if factor is None else factor)
     reduction = Reduction(unit, bucket, None, scale, used)
@@ -162,7 +162,7 @@ def start_all_reduce(bucket: Bucket) -> Reduction:
     assert bucket.arriving.partial is not None
     unit, arriving = unit_of(bucket), bucket.arriving
     used = comm.Flags(arriving.used, len(bucket.entries), arriving.trained)
-    arriving.used = arriving.trained = 0
+    arriving.used, arriving.trained, arriving.joined = 0, 0, False
     reduction = Reduction(unit, bucket, None, 1.0, used)
     unite_early(bucket, reduction.used)
     work = partial(_all_reduce, reduction)

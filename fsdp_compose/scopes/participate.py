@@ -194,6 +194,8 @@ class Join(torch.autograd.Function):
                 "through that graph; run the unit here too, with its output times zero."
             )
         unit = ctx.unit_ref()
+        for bucket in () if unit is None else unit.buckets:
+            bucket.arriving.joined = True
         chosen = None if unit is None else unit.run.chosen
         if chosen is not None and chosen.results is not None:
             # autograd.grad is to return what this rank has of the average, not None.

@@ -146,9 +146,11 @@ def _is_used(entry: Entry) -> bool:
 
     Where this rank took part without a gradient of its own (``participate``), it may be of any.
     """
-    used = owner_of(entry).arriving.used
+    arriving = owner_of(entry).arriving
+    if arriving.used or not arriving.joined:
+        return bool(arriving.used >> entry.index & 1)
     with raw():
-        return bool(used >> entry.index & 1) if used else requires_grad(entry.param)
+        return requires_grad(entry.param)
 
 
 def cut_partial(entry: Entry, flat: torch.Tensor) -> torch.Tensor:
