@@ -82,35 +82,34 @@ def _watch(units: Iterable[Unit], generations: Sequence[int] = ()) -> None:
     spans = [span for span in spans if span[0] < span[1]]
     if not spans:
         return
-    engines = dict.fromkeys(unit.engine for _, _, unit in spans)
-    weights = {id(t) for engine in engines for unit in engine.units for t in _read_by(unit)}
     # Of what a list of all objects holds nothing but tensors is kept, else that would be a cycle.
+    weights: set[int] = set()
     tensors = [v for g in generations or (None,) for v in gc.get_objects(g) if type(v) is Tensor]
     for value, count in zip(tensors, list(map(getrefcount, tensors)), strict=True):
         node = _node_of(value)
         if node is None:
             continue
         made = made_at(node)
+        inside = [unit for start, end, unit in spans if start <= made <= end]
+        if not inside:
+            continue
         is_seen = count - count_beside(value) > 1  # others are in a graph alone
+        weights = weights or _list_read(inside[0].engine)
         is_kept = is_seen and id(value) not in weights
         if generations and not is_kept:
             continue
-        for start, end, unit in spans:
-            hooks = (leaf_hooks(value)[0] or {}).values()
-            if (
-                start <= made <= end
-                and unit.checks.trigger is not None
-                and unit.checks.trigger not in hooks
-            ):
+        hooks = (leaf_hooks(value)[0] or {}).values()
+        for unit in inside:
+            if unit.checks.trigger is not None and unit.checks.trigger not in hooks:
                 value.register_hook(_begin_inside(unit))
                 if is_kept:
                     unit.checks.warned.add(_KEEPS)
 
 
-def _read_by(unit: Unit) -> Iterable[Tensor]:
-    """The gathered weights that forwards of the unit read, which are nodes of graphs too."""
-    for kept in unit.run.live, unit.links.standing:
-        yield from () if kept is None else kept.tensors
+def _list_read(engine: Engine) -> set[int]:
+    """The gathered weights, by id, that forwards read, which are made inside a forward too."""
+    kept = [kept for unit in engine.units for kept in (unit.run.live, unit.links.standing)]
+    return {id(tensor) for each in kept if each is not None for tensor in each.tensors}
 
 
 def _begin_inside(unit: Unit) -> Callable[[Tensor], None]:
