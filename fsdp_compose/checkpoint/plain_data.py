@@ -59,11 +59,11 @@ def warn_of_objects(caller: str, state: Mapping[str, Any]) -> None:
 def _find_objects(place: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Tensor) or is_constant(value):
         return
-    if type(value) in (dict, OrderedDict, OwnedState):
-        for key, item in value.items():  # type: ignore[attr-defined]
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict, OwnedState):
+        for key, item in value.items():
             yield from _find_objects(f"{place}.{key}" if place else str(key), item)
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):  # type: ignore[arg-type]
+    elif isinstance(value, list | tuple) and type(value) in (list, tuple):
+        for index, item in enumerate(value):
             yield from _find_objects(f"{place}.{index}", item)
     else:
         yield place, value

@@ -70,7 +70,10 @@ class UnshardHandle:
         self._units = units
 
     def wait(self) -> None:
-        """Make the parameters readable on the current stream, and let the modules hold them."""
+        """Make the parameters readable on the current stream, and let the modules hold them.
+
+        What was written since ``unshard`` is gathered again.
+        """
         units, self._units = self._units, []
         clear_failed_steps(units)
         for unit in units:

@@ -368,7 +368,8 @@ def _check_total(specs: Iterable[ShardSpec | None]) -> None:
     They have where parameters were declared as parts, and where some lie on fewer ranks than
     others, as experts do. Each rank would clip by a norm of its own.
     """
-    own = [s for s in specs if s is not None and (_is_of_fewer(s) or s.is_declared_part)]
+    own = [s for s in specs if s is not None and (s.residence.is_of_fewer or s.parallel)]
+    own = [spec for spec in own if _is_of_fewer(spec) or spec.is_declared_part]
     listed = tensors_of_total_norm() if own else None
     if listed is None:
         return

@@ -11,7 +11,10 @@ from fsdp_compose.core.state import Task, Unit, owner_of, units_with
 
 
 def check_divisors(task: Task) -> None:
-    """Raise when a backward averaged over different numbers of ranks and no factor was set."""
+    """Raise when a backward averaged over different numbers of ranks and no factor was set.
+
+    Note which buckets lie on fewer ranks than others, whose norms torch cannot add up.
+    """
     found: dict[int, Unit] = {}
     with raw():
         for unit in task.units:
@@ -23,7 +26,8 @@ def check_divisors(task: Task) -> None:
     ranks = max([bucket.mesh.size for _, bucket in held], default=0)
     for unit, bucket in held:  # as for ``held_by_fewer``
         size = bucket.mesh.size
-        bucket.residence.is_of_fewer = size < ranks and unit.switches.divide_factor != size
+        if size < ranks:
+            bucket.residence.is_of_fewer = unit.switches.divide_factor != size
     if len(found) > 1:
         (most, wide), (few, narrow) = max(found.items()), min(found.items())
         raise RuntimeError(

@@ -82,7 +82,7 @@ def _watch(units: Iterable[Unit], generations: Sequence[int] = ()) -> None:
     spans = [span for span in spans if span[0] < span[1]]
     if not spans:
         return
-    # Of what a list of all objects holds nothing but tensors is kept, else that would be a cycle.
+    # Only tensors are kept: a kept list of all objects would be in itself, a cycle that lives on.
     weights: set[int] = set()
     tensors = [v for g in generations or (None,) for v in gc.get_objects(g) if type(v) is Tensor]
     for value, count in zip(tensors, list(map(getrefcount, tensors)), strict=True):
