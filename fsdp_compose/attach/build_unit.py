@@ -17,14 +17,14 @@ from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_r
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
-from fsdp_compose.base.unwritten import is_unwritten
+from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import make_bucket
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm.collectives import open_segments
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
-from fsdp_compose.construct.initialise import broadcast, initialise
+from fsdp_compose.construct.initialise import broadcast, initialise, require_filled
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core.autograd import EngineWork
@@ -47,7 +47,6 @@ from fsdp_compose.sharded import (
     Residence,
     ShardSpec,
     open_dtensor,
-    part_of,
     tag,
     take_over_hooks,
 )
@@ -74,24 +73,36 @@ class MetaValues:
 
 def initialise_values(plan: UnitPlan, meta: MetaValues) -> list[Value]:
     """Initialise the unit's meta values, or take rank 0's where asked; returns the meta values."""
+    left: set[int] = set()
     try:
-        initialise(plan, plan.options.param_init_fn)
+        left = initialise(plan, plan.options.param_init_fn)
     except Exception as error:  # raised on every rank, once all units are built
         meta.problem = meta.problem or error
     values = list(values_of(plan))
     if plan.options.init == "broadcast":
+        left.difference_update(id(value.tensor) for value in values if not _is_source(value))
         for mesh in dict.fromkeys(value.mesh for value in values if value.mesh is not None):
             broadcast([value.tensor for value in values if value.mesh == mesh], mesh)
         for group in {g.ranks: g for value in values for g in value.repeated}.values():
             alike = [value.tensor for value in values if group in value.repeated]
             broadcast(alike, Mesh(group, SELF, plan.buckets[0].mesh.device))
+    try:
+        require_filled(plan, left)
+    except ValueError as error:
+        meta.problem = meta.problem or error
     made_here = [value for value in values if value.key in meta.keys]
     for value in made_here:
-        if is_unwritten(part_of(value.tensor)):
+        if id(value.tensor) in left:
             meta.unwritten.add(value.key)
         if plan.options.init == "verify":
             meta.sums[value.key] = (checksum(value.tensor), value)
     return made_here
+
+
+def _is_source(value: Value) -> bool:
+    """Whether other ranks take the value of this one, when it is broadcast."""
+    mesh = value.mesh
+    return not any(group.rank for group in (*(mesh.groups if mesh else ()), *value.repeated))
 
 
 def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
@@ -255,9 +266,10 @@ def leave_for_loading(meta: MetaValues, mesh: MeshLike | None, modules: Sequence
         unit, value = meta.values[key]
         if isinstance(value.tensor, nn.Parameter):
             entry = find_entry(value.tensor)
-            owner_of(entry).history.unready.append(entry)
+            owner_of(entry).history.unready.append((entry, Mark(entry.param)))
         else:
-            unit.checks.unready_buffers.append((value.name, value.slot))
+            mark = Mark(value.slot.values[value.slot.name])
+            unit.checks.unready_buffers.append((value.name, value.slot, mark))
 
 
 def rename_nested_units(outer: nn.Module) -> None:

@@ -27,6 +27,7 @@ from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.slots import SlotSums
 from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
+from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange, GatherPlan, ReducePlan
@@ -282,7 +283,7 @@ class History:
 
     earlier: int = 0
     agreed: tuple[int, int] | None = None
-    unready: list[Entry] = field(default_factory=list)
+    unready: list[tuple[Entry, Mark]] = field(default_factory=list)
     mirror: Mirror | None = None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import make_bucket
 from fsdp_compose.buckets.entries import attributes_of
@@ -47,7 +48,8 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     if residence.moved:  # the shard lacks the values; the copy's first use copies them into it
         for entry, local in zip(entries, given, strict=True):
             set_local(entry.param, local)
-    copied.history.unready = [copied.entries[entry.index] for entry in bucket.history.unready]
+    waiting = [copied.entries[entry.index] for entry, _ in bucket.history.unready]
+    copied.history.unready = [(entry, Mark(entry.param)) for entry in waiting]
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [copy_slot(slot, memo) for slot in old.slots]
         if old.layers:  # a scope shows it in full, which a copy of the model does not inherit

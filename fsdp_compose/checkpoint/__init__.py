@@ -21,6 +21,7 @@ Files, each importing only from those above it:
     plain_data            what is unpickled without running code
     containers            dictionaries and lists, which torch cuts into parts
     source                a torch.distributed.checkpoint folder to read from
+    saving                the handle of a save that a thread writes
     stages                pipeline stages: who saves what of a model
     dcp                   save_checkpoint and load_checkpoint
     formats/format        what a file of whole tensors is to save_full and load_full
@@ -30,7 +31,7 @@ Files, each importing only from those above it:
     state_dict_hooks      model.state_dict() and model.load_state_dict(), through hooks
 """
 
-from fsdp_compose.checkpoint.dcp import Saving, load_checkpoint, save_checkpoint
+from fsdp_compose.checkpoint.dcp import load_checkpoint, save_checkpoint
 from fsdp_compose.checkpoint.formats.format import Format, Stored
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.full import load_full, save_full
@@ -38,6 +39,7 @@ from fsdp_compose.checkpoint.model import load_state_dict, state_dict
 from fsdp_compose.checkpoint.optimizer.read import optim_state_dict
 from fsdp_compose.checkpoint.optimizer.rekey import rekey_optim_state_dict
 from fsdp_compose.checkpoint.optimizer.write import load_optim_state_dict
+from fsdp_compose.checkpoint.saving import Saving
 from fsdp_compose.checkpoint.state_dict_hooks import (
     get_state_dict_type,
     set_state_dict_type,

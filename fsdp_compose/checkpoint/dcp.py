@@ -28,7 +28,6 @@ from fsdp_compose.base.arguments import (
     check_timeout,
 )
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
 from fsdp_compose.checkpoint.contents import (
     Contents,
@@ -57,6 +56,7 @@ from fsdp_compose.checkpoint.ranks import (
     groups_of,
     meet_ranks,
 )
+from fsdp_compose.checkpoint.saving import Saving, start_saving
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
@@ -65,36 +65,6 @@ from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 PathLike = str | os.PathLike[str]
-
-
-class Saving:
-    """A save that may still be under way.
-
-    Example:
-        >>> saving = save_checkpoint("latest", fully_shard(nn.Linear(2, 2)), asynchronous=True)
-        >>> saving.wait()  # raises what went wrong
-        >>> saving.done()
-        True
-    """
-
-    def __init__(self) -> None:
-        self._thread: Any = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return when the checkpoint is on disk and committed.
-
-        Raises:
-            RuntimeError: the save failed, on whatever rank; the previous checkpoint is untouched.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 def save_checkpoint(
@@ -119,7 +89,8 @@ def save_checkpoint(
         module: its communication hooks' state is saved too, each rank's own.
         extra: anything that pickles (step, scheduler, random state); each rank's own is kept.
         asynchronous: copy the state to the host and return; a thread writes it. The next save or
-            load waits for it, and so does ``wait()`` of the result, which raises what went wrong.
+            load waits for it, and so does ``wait()`` of the result, which raises what went wrong
+            (and is logged where nobody asks).
         checksum: read the files back and note their checksums, which ``load_checkpoint`` checks.
         process_group: the ranks that save; needed where the module lies on several groups that
             together are not all ranks.
@@ -181,22 +152,15 @@ def _save(
             state = _copy_to_host(state)
     token = broadcast_object(uuid.uuid4().hex[:12], [group])
     writer = CommittingWriter(path, token, group.size, checksum)
-    saving = Saving()
     if not asynchronous:
         write_checkpoint(state, writer, group)
-        return saving
+        return Saving()
 
-    def run() -> None:
-        try:
-            with attend_call(group):
-                write_checkpoint(state, writer, group)
-        except BaseException as error:
-            saving._error = error
+    def write_in_thread() -> None:
+        with attend_call(group):
+            write_checkpoint(state, writer, group)
 
-    saving._thread = here.clock.thread(target=run, name=f"save {path}")
-    here.saves.append(saving._thread)
-    saving._thread.start()
-    return saving
+    return start_saving(path, write_in_thread)
 
 
 def _collect_state(

@@ -21,7 +21,7 @@ from fsdp_compose.base.torch_private import load_checkpoint_plan
 from fsdp_compose.checkpoint.containers import OBJECTS, container_of, join_parts, place_of
 from fsdp_compose.checkpoint.files import METADATA, describe_failures
 from fsdp_compose.checkpoint.metadata import Reader, check_whole
-from fsdp_compose.checkpoint.optimizer.nested import nested_key
+from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys, nested_key
 from fsdp_compose.checkpoint.plain_data import load_plain
 from fsdp_compose.checkpoint.values import show_whole, whole_shape
 from fsdp_compose.comm.messages import to_bytes
@@ -118,6 +118,8 @@ class Source:
             RuntimeError: there is none.
         """
         prefixes = {path[: path.index("param_groups")] for path in self.paths if _in_groups(path)}
+        if not prefixes and is_by_key(path[-1] for path in self.paths):
+            return self._optimizer_by_key()
         if not prefixes:
             raise RuntimeError(
                 f"{self.path}: no optimizer state in this checkpoint; pass optim=None to load the "
@@ -160,6 +162,22 @@ class Source:
                 for number in sorted(groups)
             ],
         }
+
+    def _optimizer_by_key(self) -> dict[str, Any]:
+        """Optimizer state that torch was told to flatten, with one key for each value."""
+        prefixes = {path[:-1] for path in self.paths if is_by_key(path[-1:])}
+        prefix = ("optim",) if ("optim",) in prefixes else min(prefixes)
+        keys = {path[-1]: key for path, key in self.below(prefix).items()}
+        outlines = {name: self.outline(key) for name, key in keys.items()}
+        found = {
+            name: outline
+            for name, outline in outlines.items()
+            if isinstance(outline, Tensor) and not is_by_key([name])
+        }
+        for name in keys.keys() - found.keys():
+            self.want(keys[name], None)
+        self.read()
+        return join_keys({name: found.get(name, self.values.get(keys[name])) for name in keys})
 
     def want(self, key: str, like: Tensor | None, dtype: torch.dtype | None = None) -> None:
         """Ask for a value, in host memory.

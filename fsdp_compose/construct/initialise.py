@@ -27,7 +27,7 @@ from fsdp_compose.base.torch_private import (
     set_local_part,
     swap_contents,
 )
-from fsdp_compose.base.unwritten import is_unwritten, mark_unwritten
+from fsdp_compose.base.unwritten import Mark, is_unwritten, mark_unwritten
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import owners, walk_named
 from fsdp_compose.construct.plans import UnitPlan
@@ -101,7 +101,7 @@ def is_on_meta(modules: Any) -> bool:
     )
 
 
-def initialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
+def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
     """Give the unit's meta parameters and buffers memory, and initialise them.
 
     The objects stay the same. Each submodule that has some of them is given to ``init_fn``, or its
@@ -110,14 +110,13 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
     called once more with those on the meta device: one that was written for FSDP1 tests for that,
     and puts memory there itself.
 
-    Raises:
-        ValueError: a buffer that is not in the state dict was left unwritten.
+    Returns:
+        Ids of the tensors that were left unwritten.
     """
-    members = [member for module in plan.modules for member in plan.managed(module)]
     own = {id(item.param) for bucket in plan.buckets for item in bucket.found}
     fresh: dict[int, torch.Tensor] = {}
     makers: dict[int, nn.Module] = {}  # by tensor: who initialises it
-    for _, submodule in members:
+    for _, submodule in _members(plan):
         for values in (parameter_slots(submodule), buffer_slots(submodule)):
             for tensor in values.values():
                 wanted = tensor is not None and tensor.is_meta
@@ -126,27 +125,41 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> None:
                     makers.setdefault(id(tensor), submodule)
     for tensor in fresh.values():
         allocate(tensor, plan.options.device)
+    marks = {key: Mark(part_of(tensor)) for key, tensor in fresh.items()}
     if isinstance(init_fn, Seeded):
         makers.update((key, init_fn.maker(key)) for key in makers if init_fn.knows(key))
     for maker in dict.fromkeys(makers.values()):
         kept = {key for key, module in makers.items() if module is maker}
         with only(maker, kept, plan.options.device, fresh=True), torch.no_grad():
             _initialise_module(maker, init_fn)
-        left = {key for key in kept if is_unwritten(part_of(fresh[key]))}
+        left = {key for key in kept if marks[key].is_on(part_of(fresh[key]))}
         if left and init_fn is not None and not isinstance(init_fn, Seeded):
             with only(maker, kept, plan.options.device, left, fresh=True), torch.no_grad():
                 _initialise_module(maker, init_fn)
-    for path, submodule in members:
+    return {key for key, mark in marks.items() if mark.is_on(part_of(fresh[key]))}
+
+
+def require_filled(plan: UnitPlan, left: set[int]) -> None:
+    """Raise for a buffer among those ``left`` unwritten, by id, that no state dict will bring.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for path, submodule in _members(plan):
         for key in non_persistent(submodule):
-            buffer = buffer_slots(submodule).get(key)
-            if id(buffer) in fresh and is_unwritten(fresh[id(buffer)]):
+            if id(buffer_slots(submodule).get(key)) in left:
+                is_asked = plan.options.param_init_fn is not None
                 raise ValueError(
                     f"fully_shard: buffer {f'{path}.{key}' if path else key!r} of unit "
                     f"{plan.name!r} was on the meta device, and nothing has filled it: it is not "
                     f"in the state dict, and {type(submodule).__name__} "
-                    f"{'is not initialised by param_init_fn' if init_fn else 'has no'} "
+                    f"{'is not initialised by param_init_fn' if is_asked else 'has no'} "
                     "reset_parameters that does. Fill it in param_init_fn(module)."
                 )
+
+
+def _members(plan: UnitPlan) -> list[tuple[str, nn.Module]]:
+    return [member for module in plan.modules for member in plan.managed(module)]
 
 
 def allocate(tensor: torch.Tensor, device: torch.device) -> None:
@@ -171,7 +184,7 @@ def only(
     on_meta: Collection[int] = (),
     fresh: bool = False,
 ) -> Iterator[None]:
-    """Let ``module`` write the tensors ``kept``, by id, and scratch memory instead of others.
+    """Let ``module`` write the tensors ``kept``, by id, and copies instead of others.
 
     What it puts in the place of a kept tensor is copied into it. Of the kept ones it sees those in
     ``on_meta`` on the meta device. In the place of one that tensor parallelism split it finds the
@@ -185,9 +198,9 @@ def only(
     for values in slots:
         for name, tensor in values.items():
             if tensor is not None and id(tensor) not in kept:
-                scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                copied = _copy_of(tensor, device)
                 is_parameter = isinstance(tensor, nn.Parameter)
-                values[name] = nn.Parameter(scratch, False) if is_parameter else scratch
+                values[name] = nn.Parameter(copied, False) if is_parameter else copied
                 continue
             if tensor is None or id(tensor) not in kept or is_sharded(tensor):
                 continue
@@ -223,6 +236,15 @@ def only(
     finally:
         for values, originals in zip(slots, before, strict=True):
             values.update(originals)
+
+
+def _copy_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Its values to read, such as a loaded weight's; marked where they are elsewhere too."""
+    if tensor.is_meta or is_sharded(tensor) or isinstance(tensor, DTensor):
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        mark_unwritten(copied)
+        return copied
+    return tensor.detach().to(device, copy=True)
 
 
 def _parallel_of(tensor: torch.Tensor, name: str, module: nn.Module) -> Parallel:

@@ -84,10 +84,9 @@ def release(unit: Unit) -> None:
 
 def _note(events: Log, bucket: Bucket, code: int, unit: str, purpose: str) -> None:
     """Have ranks compare a gather that is about to start."""
-    if bucket.inner is not None and is_outdated(bucket):
-        events.note((code ^ 1, "gather", unit, f"{purpose}, over the replicas too"))
-    else:
-        events.note((code, "gather", unit, purpose))
+    is_wide = bucket.inner is not None and is_outdated(bucket)
+    over = ", over the replicas too" if is_wide else ""
+    events.note((code ^ is_wide, "gather", unit, purpose + over))
 
 
 def take_over_changes(unit: Unit) -> None:

@@ -5,6 +5,7 @@ Files, each importing only from those above it:
     mirror                 one gradient for a plain parameter and the sharded ones it is over
     plain_parameters       flat_parameters, local_parameters: plain tensors over the shards
     unaveraged_parameters  steps over sharded parameters and plain ones nobody averages (D18)
+    state_cut              steps over state of another cut are refused before they write
     step_plan              which state goes into which list of a step, remembered
     slice_step             steps of torch's elementwise optimizers run on the slices themselves
     matrices               whole matrices at the ranks that own them, collected and returned

@@ -26,7 +26,8 @@ class GradScaler(torch.amp.GradScaler):
     An infinity or NaN that any rank finds in its slices makes every rank of the optimizer's groups
     skip the step and lower the scale. torch's own scaler agrees within the shard group of each
     list of gradients it looks at; this one also agrees between parameters of different groups,
-    between replicas, and with plain parameters, with one small all-reduce per group.
+    between replicas, and with plain parameters, with one small all-reduce per group. Gradients in
+    fp16 are unscaled too, as by FSDP1's ``ShardedGradScaler``.
 
     Args:
         *args: as for ``torch.amp.GradScaler``.
@@ -63,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
         if _is_needed_on_host(found_inf, optimizer):  # torch's copies there do not wait to arrive
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         with raw():  # on plain slices: the ranks agree on overflow once, below
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         groups = _find_groups(optimizer)
         device = next(iter(found), None)
         if self._pipeline_mesh is not None:  # the last one, for what each stage has found

@@ -36,6 +36,7 @@ from fsdp_compose.base.torch_private import (
     untraced,
 )
 from fsdp_compose.base.torch_stack import below_dispatch, count_modes
+from fsdp_compose.optim.state_cut import check_plain_steps, check_state
 from fsdp_compose.optim.step_plan import Plan, Recorder, survey
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, ShardSpec, tag
 
@@ -72,8 +73,12 @@ def hook_slice_step(optimizer: Optimizer) -> None:
     plain tensors takes its own step.
     """
     unhook_slice_step(optimizer)
+    if _find_kind(optimizer) is None:
+        return
     params = chain.from_iterable(map(_get_params, optimizer.param_groups))
-    if not _SHARDED.isdisjoint(map(type, params)) and _find_kind(optimizer) is not None:
+    if _SHARDED.isdisjoint(map(type, params)):
+        check_plain_steps(optimizer)
+    else:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_step_slices)
 
 
@@ -125,6 +130,7 @@ def _take_step(optimizer: Optimizer, params: list[Any]) -> bool:
     _cut_first_state(optimizer)
     known = _list_state(optimizer) if _is_elementwise(optimizer, params) else None
     if known is None:
+        check_state(optimizer)
         return False
     sharded = [param for param in params if type(param) is ShardedParameter]
     recorder = Recorder(optimizer)

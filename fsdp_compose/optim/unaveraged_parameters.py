@@ -22,6 +22,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.entries import entry_of
+from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import UNAVERAGED, look_again
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import source_of
@@ -60,6 +61,7 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
 
 def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
     """Raise for gradients that nothing averages; True if every plain parameter was looked at."""
+    params = [leaf_of(param) for param in params]  # those shown in full are sharded too
     unit = next((name for param in params if (name := _unit_over_ranks(param))), None)
     plain = _list_plain(params) if unit is not None else []
     ready = [param for param in plain if param.grad is not None]

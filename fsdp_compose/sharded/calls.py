@@ -105,14 +105,16 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _check_swap(func: Any, spec: ShardSpec) -> None:
     """Refuse ``module.to(...)`` where torch would exchange parameters for others (trap 25)."""
-    if torch.__future__.get_swap_module_params_on_conversion() and is_converted_by_module():
-        refuse(func, spec, "torch is set to swap it for another parameter", _NO_SWAP)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    if (swaps or overwrites) and is_converted_by_module():
+        refuse(func, spec, "torch is set to exchange it for another parameter", _NO_SWAP)
 
 
 _NO_SWAP = (
     "A sharded parameter stays the object that optimizers hold, so it cannot be swapped. Convert "
-    "or load the module after torch.__future__.set_swap_module_params_on_conversion(False), or "
-    "before fully_shard."
+    "or load the module before fully_shard, or after set_swap_module_params_on_conversion(False) "
+    "and set_overwrite_module_params_on_conversion(False), both of torch.__future__."
 )
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fsdp_compose as fc
 
-from harness import simulate_ranks
+from harness import run_ranks, simulate_ranks
 from models import Tower, by_block, data, seeded, square, whole
 
 
@@ -73,5 +74,73 @@ def test_owners_and_others_are_listed_in_any_order() -> None:
         fc.load_optim_state_dict(other, again, state)
         found = fc.optim_state_dict(other, again)["state"]
         assert all(torch.equal(found[n][k], v) for n in wanted for k, v in wanted[n].items())
+
+    simulate_ranks(body, 2)
+
+
+def squares() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+
+
+def named(model: nn.Module, is_turned: bool, part: bool = False) -> torch.optim.Optimizer:
+    """Over parameters that torch is told the names of, which are those of a part for ``part``."""
+    modules = [model[2], model[0]] if part else [model]
+    params = [item for module in modules for item in module.named_parameters()]
+    if part:  # torch wants names once
+        params = [(f"{i // 2}.{name}", param) for i, (name, param) in enumerate(params)]
+    return torch.optim.AdamW(params[::-1] if is_turned else params, lr=0.1)
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("way", ["dictionary", "file", "checkpoint"])
+def test_state_by_number_follows_saved_names(way: str, part: bool, tmp_path: Any) -> None:
+    """Of equal shapes, as ``param_names`` of torch's optimizers tell them; theirs, or the model's.
+
+    Names that are not those of the parameters here say nothing, and the order tells.
+    """
+
+    def body(rank: int) -> None:
+        plain = seeded(squares)
+        theirs = named(plain, is_turned=True, part=part)
+        train(plain, theirs, 0)
+        saved = {"model": plain.state_dict(), "optim": theirs.state_dict()}
+        if rank == 0:
+            torch.save(saved, tmp_path / "b")
+        dcp.save(saved, checkpoint_id=tmp_path / "a")
+        model = fc.fully_shard(seeded(squares, seed=1))
+        mine = named(model, is_turned=False, part=part)
+        if way == "checkpoint":
+            fc.load_checkpoint(tmp_path / "a", model, mine)
+        else:
+            given = torch.load(tmp_path / "b") if way == "file" else saved
+            model.load_state_dict(given["model"])
+            fc.load_optim_state_dict(model, mine, given["optim"])
+        train(plain, theirs, 1)
+        train(model, mine, 1)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p), q.detach())
+
+    run_ranks(body, 2)
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    optim.zero_grad()
+    model(x).square().mean().backward()
+    optim.step()
+
+
+def test_names_of_others_leave_numbers_their_order() -> None:
+    def body(rank: int) -> None:
+        plain, model = seeded(squares), fc.fully_shard(seeded(squares))
+        theirs = named(plain, is_turned=False)
+        train(plain, theirs, 0)
+        saved = theirs.state_dict()
+        saved["param_groups"][0]["param_names"] = [f"old.{i}" for i in range(6)]
+        mine = torch.optim.AdamW(model.parameters(), lr=0.1)
+        fc.load_optim_state_dict(model, mine, saved)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.state[p]["exp_avg"]), theirs.state[q]["exp_avg"])
 
     simulate_ranks(body, 2)

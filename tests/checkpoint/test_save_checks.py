@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,9 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.base import process
+from fsdp_compose.checkpoint import dcp
+from fsdp_compose.checkpoint.files import CommittingWriter
 
 from harness import run_ranks, simulate_ranks
 from saved import equal
@@ -151,3 +156,43 @@ def test_a_save_inside_a_scope_that_writes_raises(tmp_path: Path, name: str) -> 
         assert torch.equal(fc.state_dict(model)["2.weight"], 4 * net()[2].weight)
 
     simulate_ranks(run, 2)
+
+
+class Failing(CommittingWriter):
+    """A disk that is full once ``begins`` is set."""
+
+    begins = threading.Event()
+
+    def write_data(self, *args: Any) -> Any:
+        assert self.begins.wait(30)
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize("when", ["dropped", "held", "waited", "ended well"])
+def test_a_failure_nobody_waits_for_is_logged(when: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Once, when the handle is gone; whoever waits gets the error instead."""
+
+    def run(rank: int) -> list[str]:
+        found: list[str] = []
+        logger = logging.getLogger("fsdp_compose")
+        logger.addFilter(lambda record: found.append(record.getMessage()) or False)
+        if when != "ended well":
+            monkeypatch.setattr(dcp, "CommittingWriter", Failing)
+        Failing.begins.clear()
+        saving = fc.save_checkpoint(tmp_path, net(), asynchronous=True)
+        if when == "dropped":
+            del saving
+        Failing.begins.set()
+        if when == "waited":
+            with pytest.raises(RuntimeError, match="disk full"):
+                saving.wait()
+        for thread in process.here.saves:
+            thread.join()
+        if when == "held":
+            assert saving.done() and not found
+        saving = None
+        return found
+
+    for found in run_ranks(run, 2):
+        assert len(found) == (when in ("dropped", "held"))
+        assert all("to " + str(tmp_path) in text and "disk full" in text for text in found)

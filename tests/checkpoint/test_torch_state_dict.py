@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -31,7 +34,9 @@ def step(model: nn.Module, optim: Any, *seeds: int) -> None:
     for seed in seeds:
         for index, p in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * seed + index)
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            is_fsdp2 = type(p.data) is DTensor
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if is_fsdp2 else grad
         optim.step()
         optim.zero_grad()
 
@@ -205,3 +210,57 @@ def test_loading_other_layouts_is_refused() -> None:
         step(before, local, 3)
 
     run_ranks(body, 2)
+
+
+FLAT = api.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.02}
+    matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "betas": (0.8, 0.9)}
+    return torch.optim.AdamW([vectors, matrices], lr=0.01)
+
+
+@pytest.mark.parametrize("make", [adamw, in_groups])
+@pytest.mark.parametrize("top", ["optim", "optimizer", None])
+def test_flattened_optimizer_state_loads(top: str | None, make: Any, tmp_path: Any) -> None:
+    """As torchtitan saves it: one key for each value, in a folder or as a dictionary."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Tower)
+        fsdp2.fully_shard(plain)
+        theirs = make(plain)
+        step(plain, theirs, 0, 1)
+        weights, flat = api.get_state_dict(plain, theirs, options=FLAT)
+        saved = {"model": weights, **({top: flat} if top else flat)}
+        dcp.save(saved, checkpoint_id=tmp_path)
+        for from_file in (True, False):
+            model = by_block(seeded(Tower, seed=1))
+            optim = make(model)
+            optim.param_groups[0]["lr"] = 7.0
+            if from_file:
+                fc.load_checkpoint(tmp_path, model, optim)
+            else:
+                api.set_model_state_dict(model, weights)
+                fc.load_optim_state_dict(model, optim, flat)
+            assert optim.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+            reference = seeded(Tower)
+            own = make(reference)
+            step(reference, own, 0, 1, 2)
+            step(model, optim, 2)
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(whole(p), q.detach())
+
+    run_ranks(ranks, 2)
+
+
+def test_flattened_state_without_settings_is_refused() -> None:
+    def ranks(rank: int) -> None:
+        model, optim = sharded_run()
+        flat = api.get_optimizer_state_dict(model, optim, options=FLAT)
+        only = {k: v for k, v in flat.items() if not k.startswith("param_groups.first.bias")}
+        assert len(only) < len(flat)
+        with pytest.raises(ValueError, match=r"'state\.first\.bias\.\w+' is of no parameter"):
+            fc.load_optim_state_dict(model, optim, only)
+
+    run_ranks(ranks, 2)

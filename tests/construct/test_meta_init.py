@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import fully_shard, wrap
+from fsdp_compose import fully_shard, gathered, load_state_dict, seeded_init, wrap
 
 from buffered import equal, full, on_meta, unlike
 from harness import rank_errors, run_ranks
@@ -287,6 +289,141 @@ def test_reset_parameters_leaves_real_weights() -> None:
     run_ranks(ranks, 2)
 
 
+class Magnitude(nn.Module):
+    """An adapter whose first values follow from a loaded weight and buffer, as DoRA's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).view(3, 4), requires_grad=False)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))
+        with torch.device("meta"):
+            self.magnitude = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.magnitude.copy_(self.weight.norm(dim=1) * self.scale)
+            self.weight.zero_()
+
+
+@pytest.mark.parametrize("how", ["reset", "param_init_fn", "seeded", "broadcast"])
+def test_initialisation_reads_what_is_real(how: str) -> None:
+    """What it writes into that goes nowhere."""
+
+    def ranks(rank: int) -> None:
+        plain = Magnitude()
+        wanted = plain.weight.norm(dim=1) * plain.scale
+        model = nn.Sequential(Magnitude())
+        fill = {"param_init_fn": lambda m: m.reset_parameters(), "seeded": seeded_init(model, 0)}
+        init = "broadcast" if how == "broadcast" else "verify"
+        fully_shard(model, units=wrap.by_class(Magnitude), param_init_fn=fill.get(how), init=init)
+        assert torch.equal(whole(model[0].magnitude), wanted)
+        assert torch.equal(whole(model[0].weight), plain.weight)
+
+    run_ranks(ranks, 2)
+
+
+class Flags(nn.Module):
+    """Values that may be the marks of unwritten memory themselves, or False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.zero_points = nn.Parameter(torch.tensor([255, 7, 255]).byte(), requires_grad=False)
+        self.keep = nn.Parameter(torch.zeros(3, dtype=torch.bool), requires_grad=False)
+        self.register_buffer("is_ready", torch.tensor(False))
+        self.register_buffer("best_loss", torch.tensor(float("nan")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (self.zero_points.sum() + self.keep.sum())
+
+
+FLAGS = ["zero_points", "keep", "is_ready", "best_loss"]
+
+
+def by_gathered(model: nn.Module, state: dict[str, Tensor]) -> None:
+    with gathered(model, writeback=True), torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(state[name])
+
+
+@pytest.mark.parametrize(
+    "load",
+    [nn.Module.load_state_dict, partial(nn.Module.load_state_dict, assign=True), by_gathered,
+     load_state_dict],
+)  # fmt: skip
+def test_loaded_values_may_be_those_of_a_mark(load: Callable[..., Any]) -> None:
+    """Masks of False, integers at their end and NaN, on a copy of the model and converted too."""
+
+    def ranks(rank: int) -> None:
+        wanted = full(unlike(3, Flags))
+        model = on_meta(Flags)
+        fully_shard(model)
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            load(each, wanted)
+            each(data(0, rank).float())
+        model.double()(data(0, rank))
+        equal({k: v for k, v in full(twin).items() if k != "best_loss"},
+              {k: v for k, v in wanted.items() if k != "best_loss"})  # fmt: skip
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("convert", [False, True])
+def test_flags_that_were_not_loaded_are_named(name: str, convert: bool) -> None:
+    def ranks(rank: int) -> None:
+        model = on_meta(Flags)
+        fully_shard(model)
+        wanted = full(unlike(3, Flags))
+        twin = copy.deepcopy(model)
+        if convert:  # after which NaN in a buffer tells nothing else
+            wanted["best_loss"] = torch.tensor(1.0)
+            model.double()
+        del wanted[name]
+        for each in (model, twin):
+            each.load_state_dict(wanted, strict=False)
+            with pytest.raises(RuntimeError, match=f"'{name}' came from the meta device"):
+                each(data(0, rank).to(each.inner.weight.dtype))
+
+    run_ranks(ranks, 2)
+
+
+def test_a_mask_outside_the_state_dict_is_refused() -> None:
+    def ranks(rank: int, fill: Any) -> None:
+        model = on_meta(Flags)
+        model.register_buffer("mask", torch.ones(3, dtype=torch.bool, device="meta"), False)
+        fully_shard(model, param_init_fn=fill)
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, Flags):
+            module.mask.fill_(False)
+
+    run_ranks(ranks, 2, fill)
+    for text in rank_errors(ranks, 2, None):
+        assert text is not None and "buffer 'mask' of unit 'Flags' was on the meta device" in text
+
+
+def test_rank_0_brings_what_no_state_dict_has() -> None:
+    """A buffer outside the state dict, where only rank 0 is not on the meta device."""
+
+    def ranks(rank: int) -> None:
+        def build() -> nn.Module:
+            model = nn.Linear(WIDTH, WIDTH)
+            model.register_buffer("frequency", torch.arange(4.0), persistent=False)
+            model.register_buffer("mask", torch.arange(4) > 7, persistent=False)
+            return model
+
+        model = build() if rank == 0 else on_meta(build)
+        fully_shard(model, init="broadcast")
+        assert torch.equal(model.frequency, torch.arange(4.0)) and not model.mask.any()
+        model(data(0, rank).float())
+        with pytest.raises(ValueError, match=r"buffer '(mask|frequency)' .* nothing has filled it"):
+            fully_shard(on_meta(build), init="broadcast")
+
+    run_ranks(ranks, 2)
+
+
 def test_recurrent_modules_and_hooks_survive() -> None:
     """Recurrent modules hooks and attributes survive."""
 
@@ -318,6 +455,6 @@ def test_peak_memory_is_one_unit_and_the_shards() -> None:
         with Ledger(*model.parameters()) as ledger:
             fully_shard(model, units=wrap.by_class({nn.Linear}), init="as_is")
         assert ledger.live() <= shards * 1.02 + 4096
-        assert unit < ledger.peak <= unit + shards * 1.02 + 4096
+        assert unit <= ledger.peak <= unit + shards * 1.02 + 4096
 
     run_ranks(ranks, world)

@@ -171,6 +171,10 @@ def test_swapping_parameters_is_refused() -> None:
         model = by_block(seeded(lambda: Tower(1)))
         before = [whole(p) for p in model.parameters()]
         state = {name: whole(value) for name, value in model.state_dict().items()}
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        with pytest.raises(RuntimeError, match=r"set_overwrite_module_params_on_conversion\(F"):
+            model.double()
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             for convert in (

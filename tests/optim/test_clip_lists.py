@@ -1,7 +1,8 @@
-"""Torch's clipping of any list of parameters, sharded or not, is what it is on plain ones."""
+"""Torch's clipping of parameters, sharded, shown in full or plain, is what it is on plain ones."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -55,8 +56,22 @@ def fill(params: list[Any], fills: list[str]) -> None:
             param.grad.zero_()
 
 
-def clip(order: list[int], fills: list[str], norm: float, limit: float, foreach: Any) -> list[Any]:
-    """The norm, and every gradient as a whole, of the sharded model and of the plain one."""
+def open_scope(model: Model, scope: str) -> Any:
+    if scope == "unshard":
+        fc.unshard(model.units[0])
+    if scope not in ("gathered", "with grads"):
+        return contextlib.nullcontext()
+    shown = scope == "with grads"
+    return fc.gathered(model.units[1], with_grads=shown, writeback=shown)
+
+
+def clip(
+    order: list[int], fills: list[str], norm: float, limit: float, foreach: Any, scope: str = ""
+) -> list[Any]:
+    """The norm, and every gradient as a whole, of the sharded model and of the plain one.
+
+    ``scope`` is in force for one of the two units.
+    """
     found: list[Any] = []
     for shards in (True, False):
         torch.manual_seed(0)
@@ -67,8 +82,10 @@ def clip(order: list[int], fills: list[str], norm: float, limit: float, foreach:
         model(torch.ones(2)).backward()
         params = list(model.parameters())
         fill(params, fills)
-        listed = [params[i] for i in order]
-        total = nn.utils.clip_grad_norm_(listed, limit, norm, foreach=foreach)
+        with open_scope(model, scope if shards else ""):
+            shown = list(model.parameters())
+            listed = [shown[i] for i in order]
+            total = nn.utils.clip_grad_norm_(listed, limit, norm, foreach=foreach)
         whole = [
             None if p.grad is None else getattr(p.grad, "full_tensor", p.grad.clone)()
             for p in params
@@ -93,6 +110,7 @@ programs = st.tuples(
     st.sampled_from(NORMS),
     st.sampled_from([1e-3, 1.0, 1e3]),
     st.sampled_from([None, False]),
+    st.sampled_from(["", "unshard", "gathered", "with grads"]),
 )
 
 
@@ -102,7 +120,7 @@ def test_lists_in_one_process(program: Any) -> None:
     check(*program)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(programs)
 def test_lists_over_two_ranks(program: Any) -> None:
     simulate_ranks(lambda rank: check(*program), 2)

@@ -69,3 +69,81 @@ def test_state_that_was_stepped_is_not_cut() -> None:
             optim.step()
 
     simulate_ranks(body, 2)
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+
+
+def shard_again(model: nn.Module) -> None:
+    fc.undo(model)
+    fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}))
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {  # before and after the first steps
+    "whole, and the parameter is cut": (lambda m: m, fc.fully_shard),
+    "cut over ranks, and the parameter is whole": (fc.fully_shard, fc.undo),
+    "cut differently than the parameter": (fc.fully_shard, shard_again),
+}
+KINDS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, 0.1),
+    "foreach": lambda params: torch.optim.Adam(params, 0.1, foreach=True),
+    "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_refused_step_leaves_the_state_as_it_was(how: str, kind: str) -> None:
+    """What the error says to do then trains as one process does."""
+
+    def body(rank: int) -> None:
+        def train(m: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> None:
+            for step in steps:
+                optim.zero_grad()
+                m(torch.full((2, 3), 1.0 + step)).square().mean().backward()
+                optim.step()
+
+        before, after = CHANGES[how]
+        plain, model = stack(), before(stack())
+        theirs, mine = KINDS[kind](plain.parameters()), KINDS[kind](model.parameters())
+        train(plain, theirs, 0, 1, 2)
+        train(model, mine, 0, 1)
+        after(model)
+        for _ in range(2):
+            with pytest.raises(fc.ShardedWeightError, match=rf"state '\w+' .*{how}"):
+                train(model, mine, 2)
+        saved = fc.optim_state_dict(model, mine, kind="full")
+        new = KINDS[kind](model.parameters())
+        fc.load_optim_state_dict(model, new, saved)
+        train(model, new, 2)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p), q.detach())
+
+    simulate_ranks(body, 2)
+
+
+def test_state_that_no_step_uses_may_be_cut_otherwise() -> None:
+    """After ``undo`` of a part that gets no gradient from then on, until it does."""
+
+    def body(rank: int) -> None:
+        model = stack()
+        for layer in model:
+            fc.fully_shard(layer)
+        optim = torch.optim.Adam(model.parameters(), 0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        optim.step()
+        fc.undo(model)
+        optim.zero_grad()
+        model[1](torch.ones(2, 4)).sum().backward()
+        with pytest.raises(fc.ShardedWeightError, match=r"'weight' .*whole"):
+            optim.step()
+        fresh = torch.optim.Adam(model.parameters(), 0.1)
+        fresh.state[model[0].weight] = optim.state[model[0].weight]
+        fresh.step()
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(fc.ShardedWeightError, match=r"'weight' .*whole"):
+            fresh.step()
+
+    simulate_ranks(body, 2)

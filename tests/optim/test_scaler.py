@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
+    MixedPrecision,
     ShardingStrategy,
     flat_parameters,
     fully_shard,
@@ -258,3 +259,27 @@ def test_torchs_scaler_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.unscale_(optim)
     assert waits
+
+
+@pytest.mark.parametrize("kind", ["half", "mixed"])
+def test_gradients_in_fp16_are_unscaled(kind: str) -> None:
+    """As by FSDP1's scaler: of a model in fp16, or with ``keep_low_precision_grads``."""
+
+    def ranks(rank: int) -> None:
+        half = torch.float16
+        mp = MixedPrecision(half, half, keep_low_precision_grads=True)
+        model = seeded(lambda: Tower(1)).float()
+        model = fully_shard(model.half() if kind == "half" else model, mp_policy=mp)
+        scaler, optim = GradScaler("cpu", 64.0), torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for bad in (False, True):
+            loss = square(model, data(0, rank).to(half)).float()
+            scaler.scale(loss * (1e9 if bad and rank else 1.0)).backward()
+            scaler.unscale_(optim)
+            losses.append(model.head.weight.grad.norm())
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+        assert 0 < losses[0] < 1 and not losses[1].isfinite() and scaler.get_scale() == 32.0
+
+    run_ranks(ranks, 2)

@@ -58,6 +58,46 @@ def unflatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: _build(value) for key, value in root.items()}
 
 
+_STATE, _GROUPS = "state.", "param_groups."
+
+
+def is_by_key(keys: Iterable[Any]) -> bool:
+    """Whether they are of torch's ``flatten_optimizer_state_dict=True``."""
+    return any(isinstance(key, str) and key.startswith(_GROUPS) for key in keys)
+
+
+def join_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Optimizer state whose keys say it all, as ``state.0.weight.exp_avg``, in the usual form.
+
+    Parameters with the same settings make one group.
+
+    Raises:
+        ValueError: it has state of a parameter that has no settings.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    for key in (key for key in values if key.startswith(_GROUPS)):
+        name, _, setting = key.removeprefix(_GROUPS).rpartition(".")
+        settings.setdefault(name, {})[setting] = values[key]
+    state: dict[str, dict[Any, Any]] = {}
+    for key in (key for key in values if key.startswith(_STATE)):
+        steps = key.removeprefix(_STATE).split(".")
+        for length in range(len(steps) - 1, 0, -1):
+            name = ".".join(steps[:length])
+            if name in settings:
+                what = nested_key(steps[length], steps[length + 1 :])
+                state.setdefault(name, {})[what] = values[key]
+                break
+        else:
+            raise ValueError(
+                f"optimizer state: {key!r} is of no parameter that has settings, such as "
+                f"{_GROUPS}weight.lr; save all that get_optimizer_state_dict gave."
+            )
+    groups: dict[str, dict[str, Any]] = {}
+    for name, group in settings.items():
+        groups.setdefault(repr(group), {**group, "params": []})["params"].append(name)
+    return {"state": state, "param_groups": list(groups.values())}
+
+
 def nested_key(key: Any, path: Iterable[Any]) -> Any:
     """The flat key of what lies at ``path`` in lists and dictionaries below ``key``."""
     steps = [_step("[" if type(at) is int else "{", at) for at in path]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_compose.checkpoint.optimizer.members import OptimLike, list_members, names_of
+from fsdp_compose.checkpoint.optimizer.members import OptimLike, Targets, list_members, names_of
 from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
 
 
@@ -120,6 +120,31 @@ def to_names(state_dict: Mapping[str, Any], order: list[list[str]]) -> dict[str,
     state = {names[int(number)]: dict(v) for number, v in state_dict["state"].items()}
     renamed = [{**g, "params": list(n)} for g, n in zip(groups, order, strict=True)]
     return {**state_dict, "state": state, "param_groups": renamed}
+
+
+def order_by_names(
+    state_dict: Mapping[str, Any], targets: Targets, module: nn.Module
+) -> list[list[str]]:
+    """The names of what the numbers of ``state_dict`` stand for, by group.
+
+    Those that it tells (``param_names``, of an optimizer over ``named_parameters()``) where they
+    are the names of what ``targets`` train, in whatever order; in that of ``targets`` otherwise.
+    """
+    order = names_of(module, [members for _, groups in targets for members in groups])
+    clean = name_cleaner(module)
+    told = [group.get("param_names", ()) for group in state_dict["param_groups"]]
+    if list(map(len, told)) != [len(group["params"]) for group in state_dict["param_groups"]]:
+        return order
+    canonical = [name for names in order for name in names]
+    groups = [group for optim, _ in targets for group in optim.param_groups]
+    given = [name for group in groups for name in group.get("param_names", ())]
+    for own in (given, canonical):
+        known = dict(zip(map(clean, own), canonical, strict=False))
+        if len(own) == len(known) == len(canonical) and known.keys() == {
+            clean(name) for names in told for name in names
+        }:
+            return [[known[clean(name)] for name in names] for names in told]
+    return order
 
 
 def _default_order(state_dict: Mapping[str, Any], module: nn.Module) -> list[list[str]]:

@@ -30,11 +30,17 @@ from fsdp_compose.checkpoint.optimizer.members import (
     Part,
     Targets,
     list_members,
-    names_of,
 )
-from fsdp_compose.checkpoint.optimizer.nested import find_object, flatten, map_tensors, unflatten
+from fsdp_compose.checkpoint.optimizer.nested import (
+    find_object,
+    flatten,
+    is_by_key,
+    join_keys,
+    map_tensors,
+    unflatten,
+)
 from fsdp_compose.checkpoint.optimizer.read import WORLD, describe_object, layout_of
-from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, to_names
+from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, order_by_names, to_names
 from fsdp_compose.checkpoint.optimizer.shapes import (
     OwnedState,
     add_state_of_others,
@@ -169,6 +175,8 @@ def _keep_text(saved: Any, loaded: Any) -> Any:
 
 def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> dict[str, Any]:
     """Give state canonical names, whatever names or numbers it has."""
+    if isinstance(state_dict, Mapping) and is_by_key(state_dict):
+        state_dict = join_keys(state_dict)
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
             f"load_optim_state_dict: got a {type(state_dict).__name__}"
@@ -176,8 +184,7 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
             + "; wanted a dictionary with 'state' and 'param_groups'."
         )
     if has_numbers(state_dict):
-        groups_of_all = [group for _, groups in targets for group in groups]
-        state_dict = to_names(state_dict, names_of(module, groups_of_all))
+        state_dict = to_names(state_dict, order_by_names(state_dict, targets, module))
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
     clean = name_cleaner(module)
     state = {

@@ -19,7 +19,7 @@ from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, group_of, with_transport
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.base.unwritten import is_unwritten
+from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.build import make_bucket, place_parameters
 from fsdp_compose.buckets.gradients import make_grad_buffer
@@ -65,9 +65,11 @@ def copy_moved_parameters(bucket: Bucket) -> None:
         bucket.history.earlier = earlier
     bucket.fill.is_superseded = bucket.phase is not Phase.SHARDED and not bucket.in_place
     bucket.residence.moved = False
+    waiting = [entry for entry, _ in bucket.history.unready]
     if bucket.residence.emptied:  # on every rank, and ``require_written`` needs them all
         bucket.residence.emptied = False
-        bucket.history.unready = list(bucket.entries)
+        waiting = list(bucket.entries)
+    bucket.history.unready = [(entry, Mark(entry.param)) for entry in waiting]
     if bucket.history.mirror is not None:
         # An optimizer over those tensors may step before the next backward.
         bucket.history.mirror.settle(converted=True)
@@ -198,13 +200,13 @@ def require_written(unit: Unit) -> None:
     missing = [
         f"parameter {entry.spec.fqn!r}"
         for bucket in unit.gathered
-        for entry in bucket.history.unready
-        if is_unwritten(to_local(entry.param))
+        for entry, mark in bucket.history.unready
+        if mark.is_on(entry.param, to_local(entry.param))
     ]
     missing += [
         f"buffer {name!r}"
-        for name, slot in unit.checks.unready_buffers
-        if is_unwritten(slot.values[slot.name])
+        for name, slot, mark in unit.checks.unready_buffers
+        if mark.is_on(slot.values[slot.name])
     ]
     for bucket in unit.gathered[:1]:
         for group in bucket.mesh.groups:
