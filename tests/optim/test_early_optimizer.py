@@ -141,9 +141,30 @@ def test_state_that_no_step_uses_may_be_cut_otherwise() -> None:
             optim.step()
         fresh = torch.optim.Adam(model.parameters(), 0.1)
         fresh.state[model[0].weight] = optim.state[model[0].weight]
-        fresh.step()
+        for _ in range(2):
+            fresh.step()
         model(torch.ones(2, 3)).sum().backward()
         with pytest.raises(fc.ShardedWeightError, match=r"'weight' .*whole"):
             fresh.step()
+
+    simulate_ranks(body, 2)
+
+
+def test_state_is_looked_at_after_every_undo() -> None:
+    """Also that of an optimizer whose plain steps were found right before."""
+
+    def body(rank: int) -> None:
+        model = stack()
+        other = fc.fully_shard(stack())  # from the first unit on, steps are looked at
+        optim = torch.optim.Adam(model.parameters(), 0.1)
+        for change in (lambda m: m, fc.fully_shard, fc.undo):
+            change(model)
+            model(torch.ones(2, 3)).sum().backward()
+            if change is not fc.undo:
+                optim.state.clear()
+                optim.step()
+        with pytest.raises(fc.ShardedWeightError, match="and the parameter is whole"):
+            optim.step()
+        del other
 
     simulate_ranks(body, 2)

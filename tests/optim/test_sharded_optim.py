@@ -241,8 +241,9 @@ def test_state_made_before_sharding_is_refused() -> None:
                     "exp_avg_sq": torch.zeros_like(w),
                     "max_exp_avg_sq": torch.zeros_like(w),
                 }
-            with pytest.raises(ShardedWeightError, match=r"layer\.0.*plain tensor"):
+            with pytest.raises(ShardedWeightError, match=r"layer\.0.*is whole, and the"):
                 step(optimizer, params, tensors(1))
+            assert all(optimizer.state[p]["step"] == 1 for p in params)
 
     run_ranks(body, 2)
 
