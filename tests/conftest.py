@@ -60,12 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, HARD_TIMEOUT)
     try:
         return (yield)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if nextitem is None or nextitem.path != item.path:
+            set_aside()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,7 +80,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage, nor kept from a forward: no search goes through it."""
+    set_aside()
+
+
+def set_aside() -> None:
+    """What is imported, or left by a file of tests, is no garbage, and no search goes through it.
+
+    The library looks through all objects where a forward keeps tensors; that of a test that comes
+    late would go through what thousands before it left.
+    """
     gc.collect()
     gc.freeze()
 
