@@ -49,6 +49,20 @@ class Tied(Model):
         self.blocks[3].up.weight = self.blocks[1].up.weight
 
 
+class TiedEnds(Model):
+    """Most of its memory is one weight that two or three layers of the outermost unit read."""
+
+    def __init__(self, times: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(WIDTH, 8)])
+        self.middle = nn.Linear(WIDTH, WIDTH) if times == 3 else nn.Identity()
+        for layer in (self.head, *([self.middle] if times == 3 else [])):
+            layer.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.blocks[0](self.first(x))))
+
+
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
 

@@ -207,7 +207,7 @@ def load_state_dict(
     Raises:
         RuntimeError: keys, shapes or layouts do not fit, or a value is on the meta device or
             sparse, on any rank.
-        TypeError: a value is not a tensor where one is wanted.
+        TypeError: ``state_dict`` is no dictionary.
         ValueError: two keys mean the same parameter.
 
     Example:

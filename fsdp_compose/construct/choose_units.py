@@ -54,11 +54,7 @@ def plan_shards(
                 f"{state.unit.name!r}; call fsdp_compose.undo(module) first to shard "
                 "it another way."
             )
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
-            raise ValueError(
-                f"fully_shard: {type(module).__name__} has no forward, so nothing would gather it; "
-                "shard its elements, or pass them as a list to make them one unit."
-            )
+        _require_forward(module)
     _check_list(modules)
     _check_options(options, "fully_shard")
     if units is not None and not isinstance(units, Policy):
@@ -72,6 +68,8 @@ def plan_shards(
     names = "+".join(type(module).__name__ for module in modules)
     plans.append(UnitPlan(names, list(modules), options, ignored=ignored))
     planned: list[UnitPlan] = []
+    for plan in plans[:-1]:
+        _require_forward(plan.modules[0], f"unit {plan.name!r}, a ")
     taken: set[int] = set()
     promised: set[int] = set()
     work: dict[tuple[int, ...], list[int]] = {}
@@ -83,6 +81,18 @@ def plan_shards(
     _check_patterns(planned)
     check_alike(modules, planned)
     return planned
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _require_forward(module: nn.Module, what: str = "") -> None:
+    """Raise for a container, of which only the elements are called."""
+    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard: {what}{type(module).__name__} has no forward, so nothing would gather "
+            "it; shard its elements, or pass them as a list to make them one unit."
+        )
 
 
 def _check_list(modules: Sequence[nn.Module]) -> None:

@@ -141,7 +141,7 @@ def matches_nothing(description: str, root: nn.Module) -> str:
 
 def by_size(
     min_numel: int,
-    exclude: Classes = (nn.ModuleList, nn.ModuleDict),
+    exclude: Classes = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
     leaf: Classes = (nn.MultiheadAttention,),
 ) -> Policy:
     """Units of at least ``min_numel`` parameter elements, built from the leaves of the tree up.

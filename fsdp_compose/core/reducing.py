@@ -186,7 +186,11 @@ def _combine(reduction: Reduction) -> torch.Tensor:
     bucket, switches = reduction.bucket, reduction.unit.switches
     real = bucket.dtypes.grad.to_real() if bucket.dtypes.grad.is_complex else bucket.dtypes.grad
     if switches.comm_hook is not None:
-        return typed(bucket, _run_comm_hook(reduction).to(real))
+        grad = _run_comm_hook(reduction).to(real)
+        if bucket.arriving.partial is not None:  # from backwards before the hook was registered
+            reduction.added, bucket.arriving.partial = bucket.arriving.partial, None
+            grad = grad + sum_over_replicas(bucket, reduction.added, reduction.used)
+        return typed(bucket, grad)
     assert reduction.scatter is not None
     grad = reduction.scatter.result(real, 1.0 if bucket.mesh.slots else reduction.scale)
     if bucket.arriving.partial is not None:
@@ -204,16 +208,12 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
     """This rank's part of the gradients, as the user's hook reduced them."""
     unit, bucket, hook = reduction.unit, reduction.bucket, reduction.unit.switches.comm_hook
     assert hook is not None and bucket.grads is not None
+    key = f"{unit.name}/{unit.buckets.index(bucket) if bucket in unit.buckets else 'tied'}"
+    flat, mesh = bucket.grads.flat, bucket.mesh
     given = GradBucket(
-        unit=unit.name,
-        key=f"{unit.name}/{unit.buckets.index(bucket) if bucket in unit.buckets else 'tied'}",
-        flat=bucket.grads.flat,
-        parts=bucket.grads.parts or [bucket.grads.flat],
-        shard=bucket.mesh.gather_axis,
-        replicate=bucket.mesh.replicate_axis,
-        scale=reduction.scale,
-        dtype=bucket.stored.dtype,
-    )
+        unit.name, key, flat, bucket.grads.parts or [flat],
+        mesh.gather_axis, mesh.replicate_axis, reduction.scale, bucket.stored.dtype,
+    )  # fmt: skip
     return run_hook(hook, unit.switches.comm_state, given, bucket.mesh.axes is not None)
 
 

@@ -30,6 +30,10 @@ def exponent_of(largest: torch.Tensor) -> torch.Tensor:
     return torch.frexp(largest.double()).exponent.clamp(-1000, 1000)
 
 
+NUMBERS = 4
+"""How many stand for one sum."""
+
+
 def add_powers(
     tensors: Iterable[torch.Tensor], order: float, exponent: torch.Tensor
 ) -> torch.Tensor:

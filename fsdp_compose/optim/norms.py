@@ -24,7 +24,7 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.fixed_sum import add_powers, exponent_of, root_of
+from fsdp_compose.optim.fixed_sum import NUMBERS, add_powers, exponent_of, root_of
 from fsdp_compose.optim.gradients import Gradient, Params, collect_gradients, share_groups
 
 
@@ -177,7 +177,8 @@ def _compute_fixed_norm(grads: list[Gradient], norm: Norm, device: torch.device)
             )
         members.setdefault(grad.groups, []).append(grad.local.to(device))
     pending = {groups: add_powers(found, order, exponent) for groups, found in members.items()}
-    counts = torch.stack(_combine_over_groups(pending, norm, grads)).sum(0)
+    combined = torch.cat(_combine_over_groups(pending, norm, grads))
+    counts = combined.view(-1, NUMBERS).sum(0)
     total = root_of(counts, order, exponent)
     return torch.where(largest.isfinite(), total, largest.double())
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.core.schedule import Backward, Expected, Hold, Schedule
 from fsdp_compose.report.static_buffers import find_static_buffers
-from fsdp_compose.report.survey import Event, Record, Survey
+from fsdp_compose.report.survey import Event, Record, Survey, Use
 from fsdp_compose.report.traffic import TrafficReport
 
 
@@ -90,6 +90,7 @@ class _Node:
     holds: set[Hold] = field(default_factory=set)
     opened: bool = False  # in backward
     gradients: dict[int, int] = field(default_factory=dict)
+    transposed: set[int] = field(default_factory=set)  # parameters whose gradient so far is a view
 
 
 @dataclass
@@ -372,10 +373,8 @@ class _Player:
             node = self.nodes[id(event.record)]
             ledger.at = ("backward", node.name)
             if event.use is not None:
-                use = event.use
-                if use.grad_bytes and use.param not in node.gradients:
-                    node.gradients[use.param] = use.grad_bytes
-                    ledger.change(gradients=use.grad_bytes)
+                if event.use.grad_bytes:
+                    self._make_gradient(node, event.use, event.in_product)
             elif event.leaves and id(event) in reached:
                 node.opened = True
                 if node.expected.is_read:
@@ -386,6 +385,7 @@ class _Player:
                 schedule.receive(node, [(i, node) for i in node.routes], ends_backward=True)
                 ledger.change(gradients=-sum(node.gradients.values()))
                 node.gradients.clear()
+                node.transposed.clear()
             elif event.enters and node.opened and id(event) in bounded:
                 node.opened = False
                 schedule.leave_backward(node)
@@ -397,6 +397,20 @@ class _Player:
                 schedule.leave_backward(node, ended=True)
         schedule.end_backward()
         ledger.received.clear()
+
+    def _make_gradient(self, node: _Node, use: Use, in_product: bool) -> None:
+        """Autograd adds up what comes from several places that read one parameter."""
+        if use.param not in node.gradients:
+            node.gradients[use.param] = use.grad_bytes
+            self.ledger.change(gradients=use.grad_bytes)
+            if in_product:
+                node.transposed.add(use.param)
+            return
+        # A product's gradient is a transposed view, which autograd does not add to in place.
+        others = 2 if use.param in node.transposed else 1
+        node.transposed.discard(use.param)
+        self.ledger.change(gradients=others * use.grad_bytes)
+        self.ledger.change(gradients=-others * use.grad_bytes)
 
 
 def _node(record: Record) -> _Node:

@@ -85,6 +85,7 @@ class Event:
     leaves: bool = False
     outermost: bool = False
     use: Use | None = None
+    in_product: bool = False  # of matrices; what comes to that gradient is added in a new tensor
 
 
 @dataclass
@@ -256,6 +257,9 @@ def _walk(modules: Sequence[nn.Module], survey: Survey, sharded: Set[int]) -> No
             walker.visit(f"{position}." if len(modules) > 1 else "", module)
 
 
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 class _Walker:
     """Goes through modules as a forward does, opening and closing units as the engine would."""
 
@@ -276,7 +280,9 @@ class _Walker:
         for key, param in values.items():
             place = self.places.get((id(values), key))
             if place is not None:
-                self.survey.events.append(Event(place[0], use=place[1]))
+                is_product = isinstance(module, _PRODUCTS)
+                event = Event(place[0], use=place[1], in_product=is_product)
+                self.survey.events.append(event)
             elif isinstance(param, nn.Parameter) and id(param) not in self.sharded:
                 self.survey.outside.setdefault(f"{name}{key}", param)
         for child_name, child in module.named_children():

@@ -7,6 +7,7 @@ floating-point dtype. ``grads.flat`` is the hook's to overwrite, and is freed af
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.base.arguments import check_function, check_kind, describe_value
 from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
 from fsdp_compose.comm.grad_bucket import GradBucket
@@ -39,7 +41,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
             raise when they reduce gradients.
 
     Raises:
-        ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``.
+        ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``; or one
+            ``Int8ErrorFeedback`` is given to units of the same name.
         TypeError: ``hook`` is no function of (state, grads), or there is ``state`` for None.
 
     Example:
@@ -61,9 +64,24 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
     units = require_units(module, "register_comm_hook")
     if hook is not None:
         refuse_postponing(units, "register_comm_hook")
+    if isinstance(state, Int8ErrorFeedback):
+        _check_names(units, state)
     for unit in units:
         unit.switches.comm_hook, unit.switches.comm_state = hook, state
         unit.switches.hook_name = _name_hook(hook, state)
+
+
+def _check_names(units: list[Unit], state: Int8ErrorFeedback) -> None:
+    """Raise where units would take each other's rounding for theirs."""
+    everywhere = (unit for engine in here.engines.values() for unit in engine.units)
+    given = dict.fromkeys([*units, *(u for u in everywhere if u.switches.comm_state is state)])
+    name, times = Counter(unit.name for unit in given).most_common(1)[0]
+    if times > 1:
+        raise ValueError(
+            f"register_comm_hook: {times} units are called {name!r}, and one Int8ErrorFeedback "
+            "keeps what rounding has cost by their names. Call fully_shard on the module around "
+            "them first, which names them apart, or give each an Int8ErrorFeedback of its own."
+        )
 
 
 def _name_hook(hook: CommHook | None, state: Any) -> str:
@@ -107,7 +125,7 @@ def register_post_reduce_hook(
 
 def snapshot(module: nn.Module) -> dict[str, Any] | None:
     """For a checkpoint: what the hooks remember and the layout that it is for; None for nothing."""
-    units = list(iter_units(module))
+    units = _by_place(module)
     states = _collect_states(units)
     return {"layout": _describe_layout(units), "states": states} if states else None
 
@@ -117,14 +135,14 @@ def restore(module: nn.Module, saved: dict[str, Any]) -> bool:
 
     A module without hooks that remember something needs none of it.
     """
-    units = list(iter_units(module))
+    units = _by_place(module)
     if not _collect_states(units):
         return True
     if saved["layout"] != _describe_layout(units):
         return False
-    for unit in units:
-        if unit.name in saved["states"] and _has_state(unit.switches.comm_state):
-            unit.switches.comm_state.load_state_dict(saved["states"][unit.name])
+    for place, unit in units.items():
+        if place in saved["states"] and _has_state(unit.switches.comm_state):
+            unit.switches.comm_state.load_state_dict(saved["states"][place])
     return True
 
 
@@ -133,19 +151,26 @@ def remembers(module: nn.Module) -> bool:
     return any(_has_state(unit.switches.comm_state) for unit in iter_units(module))
 
 
-def _collect_states(units: list[Unit]) -> dict[str, Any]:
-    found = {unit.name: unit.switches.comm_state for unit in units}
-    return {name: state.state_dict() for name, state in found.items() if _has_state(state)}
+def _by_place(module: nn.Module) -> dict[str, Unit]:
+    """The units by where they are in ``module``; names may be alike where none is around them."""
+    places = {id(submodule): name for name, submodule in module.named_modules()}
+    found = ((unit.modules[0](), unit) for unit in iter_units(module))
+    return {places.get(id(submodule), unit.name): unit for submodule, unit in found}
 
 
-def _describe_layout(units: list[Unit]) -> dict[str, Any]:
+def _collect_states(units: dict[str, Unit]) -> dict[str, Any]:
+    found = {place: unit.switches.comm_state for place, unit in units.items()}
+    return {place: state.state_dict() for place, state in found.items() if _has_state(state)}
+
+
+def _describe_layout(units: dict[str, Unit]) -> dict[str, Any]:
     """What a rank's packed gradients are, by unit."""
     return {
-        unit.name: [
+        place: [
             (b.mesh.gather_axis.size, b.mesh.gather_axis.rank, b.layout.offsets)
             for b in unit.buckets
         ]
-        for unit in units
+        for place, unit in units.items()
     }
 
 

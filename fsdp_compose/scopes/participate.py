@@ -108,11 +108,18 @@ def _run_body(
     held = [values[name] for values, name, _ in unit.links.places]
     linked = list({id(tensor): tensor for tensor in held if tensor.requires_grad}.values())
     inner = set(iter_units(module)) - {unit}
+    passes_on = bool(inner) and _passes_on(unit, module, inner)
+    if passes_on:
+        x = _join(unit, x, linked)
     if inner:
         if visits is None:
             visits = deque(_find_last_order(unit, inner))
         while visits and visits[0] in inner:
             x = _join_unit(visits, x)
+    return x if passes_on and x is not None else _join(unit, x, linked)
+
+
+def _join(unit: Unit, x: torch.Tensor | None, linked: list[torch.Tensor]) -> torch.Tensor:
     if x is None:
         x = _make_zero(unit)
     if not torch.is_grad_enabled():
@@ -120,6 +127,23 @@ def _run_body(
     with torch.inference_mode(False):
         joined: torch.Tensor = Join.apply(weakref.ref(unit), x, *linked)
     return joined
+
+
+def _passes_on(unit: Unit, module: nn.Module, inner: set[Unit]) -> bool:
+    """Whether forward returns what a unit inside it returned, which backward then reaches first.
+
+    The last backward tells; where there was none, ``nn.Sequential`` is known to.
+    """
+    order = unit.engine.schedule.backward_order
+    for refs in (*reversed(order.current[:-1]), *order.recorded, *order.quiet):
+        visited = _list_existing(refs)
+        if unit in visited and not inner.isdisjoint(visited):
+            first = min(map(visited.index, inner.intersection(visited)))
+            return first < visited.index(unit)
+    if type(module) is not nn.Sequential or not len(module):
+        return False
+    last = find_state(module[-1])
+    return last is not None and last.unit in inner
 
 
 def _find_last_order(unit: Unit, inner: set[Unit]) -> list[Unit]:

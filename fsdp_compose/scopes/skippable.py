@@ -37,6 +37,7 @@ from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
+from fsdp_compose.scopes.comm_hooks import Int8ErrorFeedback
 from fsdp_compose.sharded import replace_grad
 
 __all__ = ["SkippableStep", "skippable_step"]
@@ -129,9 +130,10 @@ def skippable_step(
 
     Put it around all microbatches of a step, or inside ``accumulate`` around one. Collectives of
     your own, clipping and ``optim.step()`` go outside: a rank that waits there cannot be told.
-    What a forward does besides, such as random numbers drawn or optimizers stepped in backward,
-    stays. It costs one small message per step and group of ranks, a copy of the module's buffers
-    and, inside an accumulation, of the gradients so far.
+    What a forward does besides, such as random numbers drawn, optimizers stepped in backward or
+    what a communication hook of your own remembers, stays. It costs one small message per step and
+    group of ranks, a copy of the module's buffers and, inside an accumulation, of the gradients so
+    far.
 
     On backends other than gloo a rank cannot be told while it waits in a kernel: there an exception
     leaves the scope as it is, and the other reasons work. A rank cannot be told either while it
@@ -311,11 +313,12 @@ def _are_finite(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _State:
-    """Gradients and buffers as they were, to be put back."""
+    """Gradients, buffers and what rounding has cost as they were, to be put back."""
 
     grads: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]]
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
     arriving: list[tuple[Bucket, Arriving, torch.Tensor | None]]
+    rounding: list[tuple[Int8ErrorFeedback, dict[str, torch.Tensor]]]
 
     @classmethod
     def of(cls, module: nn.Module, units: list[Unit]) -> _State:
@@ -330,7 +333,11 @@ class _State:
                 for unit in units
                 for bucket in unit.buckets
             ]
-        return cls(grads, buffers, arriving)
+        states = {
+            id(state): state for unit in units if (state := unit.switches.comm_state) is not None
+        }
+        kept = [state for state in states.values() if isinstance(state, Int8ErrorFeedback)]
+        return cls(grads, buffers, arriving, [(state, dict(state.errors)) for state in kept])
 
     def restore(self) -> None:
         with raw(), torch.no_grad():
@@ -350,6 +357,8 @@ class _State:
                     _data(grad).copy_(data)
             for buffer, value in self.buffers:
                 buffer.copy_(value)
+        for state, errors in self.rounding:
+            state.errors = errors
 
 
 def _data(grad: torch.Tensor) -> torch.Tensor:

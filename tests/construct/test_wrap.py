@@ -21,7 +21,7 @@ from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks, single_process
-from models import WIDTH, Block, Tower, Twin, data, seeded, square, units_by_name
+from models import WIDTH, Block, Tower, Twin, data, seeded, square, units, units_by_name
 
 
 def units_with(policy: wrap.Policy, model: nn.Module | None = None, **options: Any) -> set[str]:
@@ -335,3 +335,37 @@ def test_a_policy_counts_without_what_is_ignored() -> None:
     with pytest.raises(ValueError, match="matches no submodule"):
         units_with(wrap.by_size(block), model, ignored=ignored)
     assert units_with(wrap.by_size(block - WIDTH), model, ignored=ignored) == {"blocks.0"}
+
+
+class Stored(nn.Module):
+    """Parameters in containers, which nothing calls, and layers that something does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(WIDTH * WIDTH)])
+        self.shifts = nn.ParameterDict({"first": torch.zeros(WIDTH * WIDTH)})
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scales[0][:WIDTH] + self.shifts["first"][:WIDTH]
+        return self.layers[0](x)
+
+
+def test_containers_that_nothing_calls_are_no_units() -> None:
+    """By size they are passed over; asked for by another policy, the error says what they are."""
+    model = fully_shard(Stored(), units=wrap.by_size(WIDTH * WIDTH))
+    assert {unit.name for unit in units(model)} == {"Stored", "layers.0"}
+    model(torch.ones(2, WIDTH)).sum().backward()
+    for policy, name in (
+        (wrap.by_class({nn.ModuleList}), "'layers', a ModuleList"),
+        (wrap.by_name("scales"), "'scales', a ParameterList"),
+        (wrap.by_size(1, exclude=()), r"'(layers|scales)', a (Module|Parameter)List"),
+    ):
+        with pytest.raises(ValueError, match=f"unit {name} has no forward"):
+            fully_shard(Stored(), units=policy)
+
+
+def test_a_list_with_a_forward_is_a_unit() -> None:
+    model = _callable()
+    fully_shard(model.blocks)
+    assert {unit.name for unit in units(model)} == {"_Called"}

@@ -13,7 +13,7 @@ from torch import nn
 import fsdp_compose as fc
 
 from harness import simulate_ranks
-from models import Tower, Twin, by_block, data, seeded, square
+from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, square, whole
 
 Clip = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -115,3 +115,29 @@ def test_equal_limits_of_other_types_are_equal(kind: str) -> None:
         twin.check()
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("norm", [1.0, 2.0, math.inf])
+def test_deterministic_norms_over_several_meshes(norm: float) -> None:
+    """Units over different groups of the same ranks."""
+
+    def ranks(rank: int) -> None:
+        plain, model = seeded(lambda: Tower(2)), seeded(lambda: Tower(2))
+        mesh, many = mesh_of_replicas(2, 2), {"deterministic": 4}
+        fc.fully_shard(
+            model.blocks[0], mesh=mesh, strategy=fc.ShardingStrategy.HYBRID_SHARD, **many
+        )
+        fc.fully_shard(
+            model.blocks[1], mesh=mesh, strategy=fc.ShardingStrategy.HYBRID_SHARD_OPTIMIZER, **many
+        )
+        fc.fully_shard(model, **many)
+        square(model, data(0, rank)).backward()
+        for other in range(4):
+            (square(plain, data(0, other)) / 4).backward()
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm)
+        clip = fc.clip_grad_norm_ if norm == 1.0 else nn.utils.clip_grad_norm_
+        torch.testing.assert_close(clip(list(model.parameters()), 0.1, norm), wanted)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+
+    simulate_ranks(ranks, 4)

@@ -36,7 +36,7 @@ from models import (
     square,
     units,
 )
-from planned_models import BF16, BF16_FP32, BLOCKS, NORMS_FP32, WIDTH, Model, Tied
+from planned_models import BF16, BF16_FP32, BLOCKS, NORMS_FP32, WIDTH, Model, Tied, TiedEnds
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -100,6 +100,9 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
     "offload optimizer": (2, {"offload_policy": Offload(optimizer=True, pin_memory=False)}, Model),
     "tied": (2, {}, Tied),
     "tied, grad op": (2, {"strategy": S.SHARD_GRAD_OP}, Tied),
+    "tied ends": (2, {}, TiedEnds),
+    "tied ends, bf16": (2, {"mp_policy": BF16_FP32}, TiedEnds),
+    "three tied": (2, {"strategy": S.NO_SHARD}, lambda: TiedEnds(3)),
 }
 
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import count_traffic, fully_shard, plan
+from fsdp_compose import count_traffic, fully_shard, plan, wrap
+from fsdp_compose.comm.transports import PAIRS
+from fsdp_compose.core.guards.moved_parameters import shard_of
 
 from harness import run_ranks
+from models import Ledger, units
 
 
 class Inner(nn.Module):
@@ -53,5 +56,49 @@ def test_a_tie_that_the_inner_unit_owns(released: bool, first: bool) -> None:
                 model(torch.ones(2, 4)).sum().backward()
         assert traffic.reduces == 2
         assert plan(model).step.reduces == traffic.reduces
+
+    run_ranks(ranks, 2)
+
+
+class Language(nn.Module):
+    """The embedding is the head of the outermost unit, or is looked up once more at the end."""
+
+    def __init__(self, reads_last: bool) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(2000, 32), nn.Linear(32, 32)
+        self.head = nn.Embedding(2000, 32) if reads_last else nn.Linear(32, 2000, bias=False)
+        self.head.weight, self.reads_last = self.embed.weight, reads_last
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.body(self.embed(tokens))
+        return x * self.head(tokens) if self.reads_last else self.head(x)
+
+
+@pytest.mark.parametrize("reads_last", [False, True])
+def test_memory_of_an_embedding_that_is_the_head(reads_last: bool) -> None:
+    """Autograd adds a second gradient to a product's in a third tensor, to others in place.
+
+    A dispatch mode, as the ledger is one, holds gradients, so that none is added to in place; the
+    profiler, which is none, tells which are.
+    """
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Language(reads_last)
+        fully_shard(model, units=wrap.by_name("body"), transport=PAIRS)
+        planned, tokens = plan(model).memory.backward.total, torch.tensor([[1, 2]])
+        for _ in range(3):
+            known = [shard_of(bucket) for unit in units(model) for bucket in unit.buckets]
+            with Ledger(tokens, *known) as ledger:
+                model(tokens).square().mean().backward()
+            model.zero_grad()
+        weight = 4 * model.embed.weight.numel()
+        assert planned == pytest.approx(ledger.peak - weight * reads_last, rel=0.02)
+        loss = model(tokens).square().mean()
+        with torch.profiler.profile(record_shapes=True) as profile:
+            loss.backward()
+        shapes = [2000, 32]
+        added = [e for e in profile.events() if e.name == "aten::add_" and shapes in e.input_shapes]
+        assert bool(added) == reads_last
 
     run_ranks(ranks, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 from fsdp_compose.comm.grad_bucket import GradBucket
 
-from harness import rank_errors, simulate_ranks
-from models import data
+from harness import rank_errors, run_ranks, simulate_ranks
+from models import data, mesh_of_replicas, units
 
 F32 = torch.float32
 
@@ -127,3 +129,96 @@ def test_a_hook_that_returns_no_real_numbers(make: Callable[[Tensor], object], s
         assert error is not None
         assert "communication hook of unit 'Scaled' returned" in error
         assert "in a floating-point dtype" in error
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIMIZER"])
+@pytest.mark.parametrize("syncs", [True, False])
+def test_a_hook_takes_over_what_waits_for_replicas(strategy: str, syncs: bool) -> None:
+    """Gradients of backwards before it was registered, which only a shard group has summed."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        plain, model = (nn.Linear(6, 4, dtype=torch.float64) for _ in range(2))
+        model.load_state_dict(plain.state_dict())
+        mesh = mesh_of_replicas(2, 2)
+        fc.fully_shard(model, mesh=mesh, strategy=fc.ShardingStrategy[strategy])
+        fc.set_requires_all_reduce(model, False)
+        for seed in range(3):
+            if seed == 1:
+                fc.register_comm_hook(model, None, fc.default_hook)
+                fc.set_requires_all_reduce(model, syncs)
+            model(data(seed, rank, 3, 6)).square().mean().backward()
+            for other in range(4):
+                (plain(data(seed, other, 3, 6)).square().mean() / 4).backward()
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+    simulate_ranks(ranks, 4)
+
+
+def test_units_of_one_name_need_states_of_their_own(tmp_path: Path) -> None:
+    """One state remembers by name; each layer's own is saved by where the layer is."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+        for layer in model:
+            fc.fully_shard(layer)
+        state = fc.Int8ErrorFeedback(block=8)
+        with pytest.raises(ValueError, match="3 units are called 'Linear', and one Int8Error"):
+            fc.register_comm_hook(model, state, fc.int8_error_feedback_hook)
+        fc.register_comm_hook(model[0], state, fc.int8_error_feedback_hook)
+        with pytest.raises(ValueError, match="2 units are called 'Linear', and one Int8Error"):
+            fc.register_comm_hook(model[1], state, fc.int8_error_feedback_hook)
+        states = [fc.Int8ErrorFeedback(block=8) for _ in model]
+        for layer, own in zip(model, states):
+            fc.register_comm_hook(layer, own, fc.int8_error_feedback_hook)
+        model(data(0, rank, 3, 6, dtype=F32)).square().mean().backward()
+        saved = [dict(own.errors) for own in states]
+        twin = copy.deepcopy(model)
+        fc.save_checkpoint(tmp_path, model)
+        for net in (model, twin):
+            net(data(1, rank, 3, 6, dtype=F32)).square().mean().backward()
+        fc.load_checkpoint(tmp_path, model)
+        for own, errors in zip(states, saved):
+            assert own.errors.keys() == errors.keys() == {"Linear/0"}
+            assert torch.equal(own.errors["Linear/0"], errors["Linear/0"])
+
+    run_ranks(ranks, 2)
+
+
+def test_a_copy_remembers_by_itself() -> None:
+    """What rounding has cost so far, and from then on its own; a layer's state stays one."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        state = fc.Int8ErrorFeedback(block=8)
+        for layer in model:
+            fc.fully_shard(layer)
+        coded(model, state)
+        model(data(0, rank, 3, 6, dtype=F32)).square().mean().backward()
+        before = dict(state.errors)
+        twin = copy.deepcopy(model)
+        twin(1000 * data(1, rank, 3, 6, dtype=F32)).square().mean().backward()
+        assert state.errors == before and len(before) == 2
+        own = {id(unit.switches.comm_state) for unit in units(twin) if unit.buckets}
+        assert len(own) == 1 and own != {id(state)}
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_skipped_step_costs_no_rounding() -> None:
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6))
+        state = fc.Int8ErrorFeedback(block=8)
+        coded(model, state)
+        model(data(0, rank, 3, 6, dtype=F32)).square().mean().backward()
+        before = dict(state.errors)
+        with fc.skippable_step(model) as step:
+            (1000 * model(data(1, rank, 3, 6, dtype=F32)).square().mean()).backward()
+            step.discard("an outlier")
+        assert step.skipped and state.errors == before and before
+
+    simulate_ranks(ranks, 2)

@@ -237,6 +237,34 @@ def test_a_step_in_backward_is_seen_in_the_scope() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("strategy", [None, fc.ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("scope", ["gathered", "unshard"])
+def test_a_step_by_hand_in_backward_is_seen(scope: str, strategy: Any) -> None:
+    """A hook that writes the weight itself, as in LOMO, is a step of it like another."""
+
+    def by_hand(p: nn.Parameter) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.5)
+        p.grad = None
+
+    def check(rank: int) -> None:
+        plain, model = seeded(Tower), by_block(seeded(Tower), strategy=strategy)
+        for p in (*plain.parameters(), *model.parameters()):
+            p.register_post_accumulate_grad_hook(by_hand)
+        for step in range(2):
+            sum(square(plain, data(step, other)) / 2 for other in range(2)).backward()
+            if scope == "unshard":
+                fc.unshard(model)
+            with fc.gathered(model) if scope == "gathered" else nullcontext():
+                square(model, data(step, rank)).backward()
+                for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert_close(mine.norm(), wanted.norm())
+                    assert_close(whole(mine), wanted.detach())
+            fc.reshard(model)
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize("write", ["step", "in place", "apply"])
 def test_a_handle_shows_what_was_written_since(write: str) -> None:
     """``wait`` comes after the write, which ``unshard`` came before."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import Prefetch, fully_shard
+from fsdp_compose import Prefetch, fully_shard, load_checkpoint, save_checkpoint, state_dict
 from fsdp_compose.base.process import here
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.scopes.gathered import gathered
@@ -330,3 +331,37 @@ def test_a_world_without_a_process_group() -> None:
         nn.init.ones_(twin.model.head.weight)
     assert torch.equal(whole(twin.model.head.weight), torch.ones(2, WIDTH).double())
     assert dict(iter_full(twin.model))["head.weight"].eq(1).all()
+
+
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("shown", ["first", "last"])
+@pytest.mark.parametrize("steps", [False, True])
+def test_state_dicts_beside_a_tie_that_is_unsharded(shown: str, steps: bool, tmp_path: Any) -> None:
+    """The other unit finds the full weight in its place, which is no other parameter."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(TiedEnds).float()
+        wanted = {name: value.clone() for name, value in model.state_dict().items()}
+        for part in (model.first, model.last):
+            fully_shard(part)
+        unshard(getattr(model, shown))
+        if steps:
+            model(torch.ones(2, 6)).sum().backward()
+        for found in (model.state_dict(), state_dict(model)):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(whole(found[name]), wanted[name]) for name in wanted)
+        save_checkpoint(tmp_path, model)
+        reshard(getattr(model, shown))
+        load_checkpoint(tmp_path, model)
+        model(torch.ones(2, 6)).sum().backward()
+
+    run_ranks(ranks, 2)

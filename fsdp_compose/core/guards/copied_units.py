@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.copies import copy_bucket, copy_slot
+from fsdp_compose.core.records import Switches
 
 
 def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
@@ -28,7 +29,7 @@ def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
         engine=unit.engine,
         mp=unit.mp,
         prefetch=unit.prefetch,
-        switches=replace(unit.switches),
+        switches=_copy_switches(unit.switches, memo),
         number=unit.number and (*unit.number, "copy", unit.checks.copies),
         slots=[(copy_slot(slot, memo), index) for slot, index in unit.slots],
         options=unit.options,
@@ -48,3 +49,10 @@ def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
             other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]
             other.link()
     return twin
+
+
+def _copy_switches(switches: Switches, memo: dict[int, Any]) -> Switches:
+    """What the user switched; a hook's state that checkpoints keep is of the copy's gradients."""
+    state = switches.comm_state
+    is_kept = callable(getattr(state, "state_dict", None))
+    return replace(switches, comm_state=copy.deepcopy(state, memo) if is_kept else state)

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.core.gathering import install_leaves
+from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import Unit
 from fsdp_compose.sharded import TENSOR_PARALLEL_FIRST, ShardSpec
 
@@ -79,7 +80,7 @@ def check_place(unit: Unit, values: dict[str, Any], name: str, index: int) -> No
     """Raise when, between passes, a module holds another tensor there than the parameter (D5)."""
     value = values.get(name)
     if (
-        value is not unit.entries[index].param
+        leaf_of(value) is not unit.entries[index].param  # which a scope over another unit may show
         and unit.opened is None
         and unit.run.showing is None
         and not is_shown_by_another(unit, values, name)

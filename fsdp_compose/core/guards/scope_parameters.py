@@ -28,6 +28,8 @@ from fsdp_compose.base.attributes import get_grad, set_grad, set_requires_grad
 from fsdp_compose.base.torch_private import (
     call_raw,
     make_subclass,
+    raw,
+    read_version,
     swap_contents,
     swap_dtensor_slots,
 )
@@ -355,13 +357,23 @@ def set_trained(entry: Entry, value: bool) -> None:
 
 @contextmanager
 def at_rest(entries: Iterable[Entry]) -> Iterator[None]:
-    """Open a scope in which parameters hold their shards, as they do outside all scopes."""
+    """Open a scope in which parameters hold their shards, as they do outside all scopes.
+
+    Those that are written in it, as by a step in a hook, hold them on: the full ones are outdated.
+    """
     rested = [entry for entry in entries if rest(entry)]
+    with raw():
+        before = [read_version(entry.param) for entry in rested]
     try:
         yield
     finally:
-        for entry in rested:
-            _end_rest(entry)
+        with raw():
+            after = [read_version(entry.param) for entry in rested]
+        for entry, then, now in zip(rested, before, after, strict=True):
+            if then == now:
+                _end_rest(entry)
+            elif entry.layers:
+                outdate(entry)
 
 
 def rest(entry: Entry) -> bool:
