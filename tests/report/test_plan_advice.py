@@ -188,9 +188,11 @@ def test_wrong_questions() -> None:
         plan(fully_shard(Tower()), sample=torch.ones(1, 2))
 
 
-def test_the_price_of_accumulation_is_what_stays() -> None:
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIMIZER"])
+def test_the_price_of_accumulation_is_what_stays(strategy: str) -> None:
     def ranks(rank: int) -> None:
-        model = by_block(seeded(Tower), mesh=mesh_of_replicas(2, 2))
+        chosen = fc.ShardingStrategy[strategy]
+        model = by_block(seeded(Tower), mesh=mesh_of_replicas(2, 2), strategy=chosen)
         prices = {way.keep: way for way in plan(model).accumulation}
         with no_sync(model):
             square(model, data(0, rank)).backward()
