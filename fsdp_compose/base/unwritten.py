@@ -12,8 +12,8 @@ from fsdp_compose.base.torch_private import raw, read_version
 class Mark:
     """A tensor that nobody has written, and how often it had been written until then.
 
-    Whoever writes the very value of the mark, as False into a mask, is told from nobody by the
-    count. None stands for a tensor that is not known yet, of which the value alone tells.
+    The count tells a tensor that was written with the mark's own value, as False into a mask, from
+    one that was not. None stands for a tensor that is not known yet: its value alone tells.
     """
 
     def __init__(self, tensor: torch.Tensor | None) -> None:

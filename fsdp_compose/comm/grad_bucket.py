@@ -18,7 +18,8 @@ class GradBucket:
 
     Attributes:
         unit: name of the unit.
-        key: the same on every rank and in every step; for per-bucket state.
+        key: the same on every rank and in every step; for per-bucket state. It begins with the
+            unit's name, and units of which none lies in the other may be called alike.
         flat: packed gradients, real, in the reduce dtype; every parameter in full.
         parts: ``flat`` by rank of ``shard``.
         shard: the group over which gradients are reduced and scattered.

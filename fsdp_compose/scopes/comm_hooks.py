@@ -7,6 +7,7 @@ floating-point dtype. ``grads.flat`` is the hook's to overwrite, and is freed af
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,15 +74,23 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
 
 def _check_names(units: list[Unit], state: Int8ErrorFeedback) -> None:
     """Raise where units would take each other's rounding for theirs."""
-    everywhere = (unit for engine in here.engines.values() for unit in engine.units)
-    given = dict.fromkeys([*units, *(u for u in everywhere if u.switches.comm_state is state)])
-    name, times = Counter(unit.name for unit in given).most_common(1)[0]
+    name, times = _find_commonest(units, state)
+    if times > 1:
+        gc.collect()  # a model that nobody has any more may not be gone yet
+        name, times = _find_commonest(units, state)
     if times > 1:
         raise ValueError(
             f"register_comm_hook: {times} units are called {name!r}, and one Int8ErrorFeedback "
             "keeps what rounding has cost by their names. Call fully_shard on the module around "
             "them first, which names them apart, or give each an Int8ErrorFeedback of its own."
         )
+
+
+def _find_commonest(units: list[Unit], state: Int8ErrorFeedback) -> tuple[str, int]:
+    """The commonest name of ``units`` and of others that have the state, and how many have it."""
+    everywhere = (unit for engine in here.engines.values() for unit in engine.units)
+    given = dict.fromkeys([*units, *(u for u in everywhere if u.switches.comm_state is state)])
+    return Counter(unit.name for unit in given).most_common(1)[0]
 
 
 def _name_hook(hook: CommHook | None, state: Any) -> str:

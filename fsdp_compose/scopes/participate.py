@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_compose.base.order import Ref
+from fsdp_compose.base.order import Order, Ref
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import call_as_forward
 from fsdp_compose.core.state import Engine, Unit, find_state, iter_units
@@ -134,9 +135,7 @@ def _passes_on(unit: Unit, module: nn.Module, inner: set[Unit]) -> bool:
 
     The last backward tells; where there was none, ``nn.Sequential`` is known to.
     """
-    order = unit.engine.schedule.backward_order
-    for refs in (*reversed(order.current[:-1]), *order.recorded, *order.quiet):
-        visited = _list_existing(refs)
+    for visited in _list_passes(unit.engine.schedule.backward_order):
         if unit in visited and not inner.isdisjoint(visited):
             first = min(map(visited.index, inner.intersection(visited)))
             return first < visited.index(unit)
@@ -153,8 +152,7 @@ def _find_last_order(unit: Unit, inner: set[Unit]) -> list[Unit]:
     if found is not None:
         return found
     for order in filter(None, (engine.schedule.eval_order, engine.schedule.forward_order)):
-        for refs in (*reversed(order.current[:-1]), *order.recorded, *order.quiet):
-            visited = _list_existing(refs)
+        for visited in _list_passes(order):
             if unit in visited:
                 return _take_while_inside(visited[visited.index(unit) + 1 :], inner)
     members = [u for u in iter_units_of(unit) if u in inner]
@@ -176,6 +174,12 @@ def _find_upcoming(engine: Engine, inner: set[Unit]) -> list[Unit] | None:
     if order.place is None:
         return None
     return _take_while_inside(_list_existing(order.recorded[order.place][order.cursor :]), inner)
+
+
+def _list_passes(order: Order) -> Iterator[list[Unit]]:
+    """The units of each pass that is known, the last one first."""
+    for refs in (*reversed(order.current[:-1]), *order.recorded, *order.quiet):
+        yield _list_existing(refs)
 
 
 def _list_existing(refs: list[Ref]) -> list[Unit]:

@@ -264,3 +264,15 @@ def test_flattened_state_without_settings_is_refused() -> None:
             fc.load_optim_state_dict(model, optim, only)
 
     run_ranks(ranks, 2)
+
+
+def test_flattened_state_is_rekeyed() -> None:
+    def ranks(rank: int) -> None:
+        model, optim = sharded_run()
+        flat = api.get_optimizer_state_dict(model, optim, options=FLAT)
+        by_name = fc.rekey_optim_state_dict(flat, "name", model)
+        assert by_name["state"].keys() == fc.optim_state_dict(model, optim)["state"].keys()
+        numbers = fc.rekey_optim_state_dict(flat, "id", model)["param_groups"][0]["params"]
+        assert numbers == list(range(len(by_name["state"])))
+
+    run_ranks(ranks, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -220,5 +221,23 @@ def test_a_skipped_step_costs_no_rounding() -> None:
             (1000 * model(data(1, rank, 3, 6, dtype=F32)).square().mean()).backward()
             step.discard("an outlier")
         assert step.skipped and state.errors == before and before
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_model_that_is_gone_has_no_part_in_a_state() -> None:
+    """Also where garbage is collected late, which may be on one rank alone."""
+
+    def ranks(rank: int) -> None:
+        state = fc.Int8ErrorFeedback(block=8)
+        gc.disable()
+        try:
+            for _ in range(2):
+                model = nn.Linear(6, 6)
+                model.itself = [model]
+                coded(model, state)
+                del model
+        finally:
+            gc.enable()
 
     simulate_ranks(ranks, 2)

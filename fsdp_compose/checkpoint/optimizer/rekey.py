@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_compose.checkpoint.optimizer.members import OptimLike, Targets, list_members, names_of
+from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys
 from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
 
 
@@ -24,7 +25,8 @@ def rekey_optim_state_dict(
     way back. Pass that optimizer too where it lists its parameters in another order.
 
     Args:
-        state_dict: values are not looked at; nothing communicates.
+        state_dict: as ``load_optim_state_dict`` takes it; values are not looked at, and nothing
+            communicates.
         key: ``"name"`` or ``"id"``. State that has these keys already is copied.
         module: gives the order of parameters for state by number with one group.
         optim: whose numbers they are, over ``module``'s parameters. Needed for several groups by
@@ -44,6 +46,8 @@ def rekey_optim_state_dict(
     """
     if key not in ("name", "id"):
         raise ValueError(f"rekey_optim_state_dict: key is {key!r}; wanted 'name' or 'id'.")
+    if is_by_key(state_dict):
+        state_dict = join_keys(state_dict)
     if has_numbers(state_dict) is (key == "id"):
         return dict(state_dict)
     order: list[list[str]] | None = None

@@ -77,17 +77,20 @@ def load_optim_state_dict(
 
     Args:
         optim: one optimizer over ``module``'s parameters, or several.
-        state_dict: of ``optim_state_dict`` in any kind, from any world size; or of a plain
-            optimizer, whose numbers are read in the order of ``optim``'s groups (a group of flat
-            parameters: in the module's order). Tensors may be plain and full, sharded and cut in
-            any way, or DTensors. An empty state is that of an optimizer before its first step.
+        state_dict: of ``optim_state_dict`` in any kind, from any world size; flattened by torch
+            (``flatten_optimizer_state_dict=True``); or of a plain optimizer. The numbers of that
+            stand for its ``param_names``, where these are the names of what ``optim`` trains, and
+            else follow the order of ``optim``'s groups (a group of flat parameters: the module's).
+            Tensors may be plain and full, sharded and cut in any way, or DTensors. An empty state
+            is that of an optimizer before its first step.
         broadcast_from_rank0: only rank 0's ``state_dict`` is read, with full tensors; one at a time
             is sent, and each rank keeps its slices.
 
     Raises:
         RuntimeError: parameters, groups, shapes or layouts do not fit, on any rank; two ranks were
             given different state; or ``module`` is gathered now.
-        ValueError: an optimizer holds tensors that are not ``module``'s, or two hold the same.
+        ValueError: an optimizer holds tensors that are not ``module``'s, or two hold the same; or
+            flattened state lacks the settings of a parameter.
         TypeError: ``optim`` is not an optimizer, or ``state_dict`` not such a dictionary.
 
     Example:

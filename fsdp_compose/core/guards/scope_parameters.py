@@ -362,6 +362,9 @@ def at_rest(entries: Iterable[Entry]) -> Iterator[None]:
     Those that are written in it, as by a step in a hook, hold them on: the full ones are outdated.
     """
     rested = [entry for entry in entries if rest(entry)]
+    if not rested:
+        yield
+        return
     with raw():
         before = [read_version(entry.param) for entry in rested]
     try:
