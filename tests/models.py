@@ -29,6 +29,8 @@ from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.comm.shared_memory import all_segments
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import is_sharded, spec_of
+from fsdp_compose.sharded.cut import own_slice
+from fsdp_compose.sharded.torchstate import to_local
 
 from harness import DEVICE, run_ranks
 
@@ -217,6 +219,14 @@ def compare(what: str, found: Tensor, wanted: Tensor, tolerance: Tolerance) -> N
     )
 
 
+def compare_slice(what: str, found: Tensor, wanted: Tensor, tolerance: Tolerance) -> None:
+    """Compare what this rank holds with its part of ``wanted``: all ranks compare all of it."""
+    if is_sharded(found):
+        assert found.shape == wanted.shape, what
+        found, wanted = to_local(found), own_slice(wanted, spec_of(found))
+    compare(what, found.detach(), wanted, tolerance)
+
+
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -305,7 +315,7 @@ class Twin:
                 assert param.grad is None, f"{name} has a gradient"
                 assert wanted is None, f"{name} has no gradient"
                 continue
-            compare(f"gradient of {name}", whole(param.grad), wanted, self.tolerance)
+            compare_slice(f"gradient of {name}", param.grad, wanted, self.tolerance)
 
     def check(self) -> None:
         """Parameters and this rank's buffers agree, and the model is at rest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args
@@ -252,7 +253,7 @@ class _Run:
 def _prepared(run: _Run) -> Iterator[None]:
     """Scope in which torch's groups are the simulation's, and after which all is as before."""
     before, threads = own.caller(), torch.get_num_threads()
-    freezes = not gc.get_freeze_count()  # what there is already is not looked through by each rank
+    freezes = _may_freeze()
     hook = register_module_forward_pre_hook(run.run_other_unit) if run.strays else None
     try:
         torch.set_num_threads(1)
@@ -269,6 +270,15 @@ def _prepared(run: _Run) -> Iterator[None]:
         before.enter()
         if hook is not None:
             hook.remove()
+
+
+@functools.cache
+def _may_freeze() -> bool:
+    """Whether what there is already is set aside, so that no rank looks through it.
+
+    Not where the caller did so first: it would be undone. Asked once, since Python counts objects.
+    """
+    return not gc.get_freeze_count()
 
 
 def _check(size: int, seed: int, faults: Sequence[Fault]) -> None:
