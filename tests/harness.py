@@ -128,14 +128,18 @@ if DEVICE == "cpu":
     torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda call, **_: None
 
 
-def _train_once() -> None:
-    """Whatever a process does at its first sharded step is done before it is forked."""
+def _train() -> None:
+    """Whatever a process does at its first sharded steps is done before it is forked."""
     model = fsdp_compose.fully_shard(torch.nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
 
 
-_train_once()
+_train()
+if DEVICE == "cpu":
+    fsdp_compose.simulate(_train, 2)  # what talks to other ranks, too
 
 
 def run_ranks(

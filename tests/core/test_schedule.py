@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +23,14 @@ from small_worlds import (
 APART, SIBLINGS, CHAIN = (None, None, None), (None, 0, 0), (None, 0, 1)
 KEPT = {"by default": None, "kept": True, "released": False}
 ROOT_AND_BLOCK = (None, 0)
+
+
+@pytest.fixture(autouse=True)
+def collects_nothing() -> Iterator[None]:
+    """What an exploration keeps is no garbage; looking through it takes a quarter of its time."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def explored(name: str, world: World) -> None:
