@@ -106,7 +106,7 @@ def _add_checkpoint(commands: Commands) -> None:
     command.set_defaults(handler=_checkpoint)
     actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
     show = actions.add_parser("show", help="list what a checkpoint holds")
-    show.add_argument("path", type=Path)
+    show.add_argument("path", type=_path)
     show.add_argument("--verify", action="store_true", help="read the files, compare checksums")
     show.add_argument("--all", action="store_true", help="a line for each of those that are alike")
     _add_convert(
@@ -122,8 +122,8 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
         "an index; safetensors files become a sharded checkpoint. One tensor is held at a time."
     )
     convert.set_defaults(handler=_checkpoint, action="convert")
-    convert.add_argument("source", type=Path)
-    convert.add_argument("target", type=Path)
+    convert.add_argument("source", type=_path)
+    convert.add_argument("target", type=_path)
     convert.add_argument("--max-file-bytes", type=_positive, metavar="N", help="per safetensors")
     convert.add_argument(
         "--prefix",
@@ -224,6 +224,12 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"wants a whole number of at least 1, found {text!r}")
     return int(text)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("wants a path, found an empty text")
+    return Path(text)
 
 
 def _demo(args: argparse.Namespace) -> int:

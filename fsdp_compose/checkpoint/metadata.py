@@ -286,12 +286,15 @@ def _tile(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
     return True
 
 
-def verify(path: Path, metadata: Metadata, share: slice, contents: bool = True) -> None:
+def verify(path: Path, metadata: Metadata, share: slice, contents: bool = True) -> list[str]:
     """Check a share of the checkpoint's files: there, of the right size, with the right checksum.
 
     Args:
         share: which of the sorted files.
         contents: read them, where the checkpoint has checksums; else look at sizes only.
+
+    Returns:
+        the names of those that the checkpoint has no checksum of.
 
     Raises:
         RuntimeError: names the file.
@@ -304,7 +307,8 @@ def verify(path: Path, metadata: Metadata, share: slice, contents: bool = True) 
     for folder in sorted({name.split("/")[0] for name in ends if "/" in name}):
         if (path / folder / MANIFEST).is_file():
             sums.update(manifest_of(path / folder / MANIFEST).files)
-    for name in sorted(ends)[share]:
+    names = sorted(ends)[share]
+    for name in names:
         file = path / name
         if not file.is_file():
             raise RuntimeError(f"{file}: missing; the checkpoint's metadata names it.")
@@ -314,3 +318,4 @@ def verify(path: Path, metadata: Metadata, share: slice, contents: bool = True) 
             raise RuntimeError(f"{file}: truncated: {size} bytes, wanted {expected}.")
         if contents and wanted is not None and Sum.of(file) != wanted:
             raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
+    return [name for name in names if name not in sums]

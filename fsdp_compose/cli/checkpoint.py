@@ -66,7 +66,7 @@ def _show(args: argparse.Namespace) -> None:
 
 def _show_sharded(path: Path, check: bool, every: bool) -> None:
     metadata = read_metadata(path)
-    verify(path, metadata, slice(None), check)
+    unknown = verify(path, metadata, slice(None), check)
     rows, numbers = [], [0, 0]
     for key, entry in sorted(metadata.state_dict_metadata.items()):
         if isinstance(entry, TensorStorageMetadata):
@@ -80,7 +80,7 @@ def _show_sharded(path: Path, check: bool, every: bool) -> None:
     _print_rows(rows, every)
     found = manifests(path)
     ranks = f", saved by {plural(found[0].world_size, 'rank')}" if found else ""
-    checked = ", every file as it was saved" if check and found else ""
+    checked = _say_checked(unknown) if check else ""
     print(f"{len(rows)} entries, {numbers[0]:,} elements, {numbers[1]:,} bytes{ranks}{checked}")
 
 
@@ -95,8 +95,17 @@ def _show_full(path: Path, check: bool, every: bool) -> None:
     _print_rows(rows, every)
     total = sum(stored.nbytes for stored in found.tensors.values())
     numel = sum(stored.numel for stored in found.tensors.values())
-    checked = ", every file as it was saved" if check and found.sums else ""
+    unknown = sorted({file.name for file in found.files.values() if file not in found.sums})
+    checked = _say_checked(unknown) if check else ""
     print(f"{len(found.tensors)} entries, {numel:,} elements, {total:,} bytes{checked}")
+
+
+def _say_checked(unknown: Sequence[str]) -> str:
+    """What ``--verify`` found, where some files have no checksum and nothing is wrong."""
+    if not unknown:
+        return ", every file as it was saved"
+    more = f" and {plural(len(unknown) - 1, 'other file')}" if len(unknown) > 1 else ""
+    return f", without a checksum of {unknown[0]}{more}"
 
 
 def _print_rows(rows: Sequence[Sequence[str]], every: bool) -> None:

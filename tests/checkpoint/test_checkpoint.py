@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -547,3 +548,27 @@ def test_show_and_convert_without_a_process_group(
     assert "__1_0.distcp" in capsys.readouterr().err
     assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 2
     shutil.rmtree(tmp_path / "f")
+
+
+def test_show_says_of_what_it_has_no_checksum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of torch's own checkpoints there is none; nor where somebody removed the list of them."""
+    run_ranks(save, 3, tmp_path / "c")
+    assert main(["checkpoint", "convert", str(tmp_path / "c"), str(tmp_path / "f")]) == 0
+    next((tmp_path / "c").rglob("manifest.json")).unlink()
+    index = next((tmp_path / "f").glob("*.index.json"))
+    kept = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": kept["weight_map"]}))
+    for folder in "cf":
+        capsys.readouterr()
+        assert main(["checkpoint", "show", "--verify", str(tmp_path / folder)]) == 0
+        assert "without a checksum of " in capsys.readouterr().out
+        assert main(["checkpoint", "show", str(tmp_path / folder)]) == 0
+        assert "checksum" not in capsys.readouterr().out
+
+
+def test_an_empty_path_is_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "show", ""])
+    assert ended.value.code == 2 and "an empty text" in capsys.readouterr().err
