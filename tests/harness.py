@@ -125,7 +125,8 @@ class _Rank:
 
 if DEVICE == "cpu":
     # Without a GPU, torch notes the stack of every call that seeds, reading files, for later.
-    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda call, **_: None
+    for module in (torch.cuda.random, torch.xpu.random):
+        setattr(module, "_lazy_call", lambda call, **_: None)  # noqa: B010
 
 
 def _train() -> None:

@@ -25,6 +25,7 @@ from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, find_state
+from fsdp_compose.scopes.open_scope import Scope
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import STATE_KEY, close_dtensor, gather_part, give_back_hooks, untag
 
@@ -55,6 +56,11 @@ def undo(module: M) -> M:
             raise RuntimeError(
                 f"undo: unit {unit.name!r} is inside its forward or backward; call undo between a "
                 "backward that reduced and the next forward."
+            )
+        if isinstance(unit.opened, Scope):
+            raise RuntimeError(
+                f"undo: unit {unit.name!r} is inside a scope of gathered, which would close none "
+                "of its units afterwards; leave the scope first."
             )
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)  # clears what a failed step left

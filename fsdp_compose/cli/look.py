@@ -129,7 +129,7 @@ def _build_from_config(path: Path) -> nn.Module:
     except ImportError as error:
         raise UserError("a config.json needs transformers: pip install transformers.") from error
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path.parent))
+        config = transformers.AutoConfig.from_pretrained(str(path))
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:

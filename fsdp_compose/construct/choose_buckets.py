@@ -13,7 +13,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, check_fusable, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
-from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.construct.check_slots import check_weights, refuse_tensor_parallel
 from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
@@ -141,6 +141,11 @@ def _check_nesting(plan: UnitPlan, item: Found) -> None:
 def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
     """Raise for a parameter that is not a dense tensor in memory of its own."""
     kind, where = type(param), f"fully_shard: parameter {name!r} of unit {plan.name!r}"
+    if entry_of(param) is not None or not param.is_leaf:
+        raise RuntimeError(
+            f"{where} is sharded, and shown whole now: by a scope (gathered, unshard), or in a "
+            "forward or backward; call fully_shard outside of them, from the inside out."
+        )
     if nn.parameter.is_lazy(param):
         raise ValueError(
             f"{where} is an {kind.__name__}, which has no shape yet; run one forward of the model "

@@ -178,7 +178,7 @@ def _plan_units(
     start, clean = policy.start(root), name_cleaner(root)
     choice = _PolicyWalk(options, start, policy.leaves, ignored, {id(root)}, clean)
     choice.visit_children("", root)
-    if not choice.plans:
+    if not choice.plans and not choice.names_units:
         raise ValueError(matches_nothing(policy.description, root))
     return choice.plans
 
@@ -194,6 +194,7 @@ class _PolicyWalk:
     seen: set[int]
     clean: Callable[[str], str]
     plans: list[UnitPlan] = field(default_factory=list)
+    names_units: bool = False  # submodules that are units already
 
     def visit_children(self, name: str, module: nn.Module) -> int:
         """Choose inside ``module``; returns the parameter elements that no unit took."""
@@ -208,9 +209,10 @@ class _PolicyWalk:
 
     def visit(self, name: str, module: nn.Module) -> int:
         numel = self.visit_children(name, module)
-        if find_state(module) is not None:
-            return 0
         decision = self.decide(self.clean(f"{name}.")[:-1], module, numel)
+        if find_state(module) is not None:
+            self.names_units |= bool(decision)
+            return 0
         if not decision:
             return numel
         overrides = decision if isinstance(decision, dict) else {}

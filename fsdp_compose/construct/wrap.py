@@ -132,10 +132,12 @@ def near(name: str, known: list[str]) -> str:
 
 def matches_nothing(description: str, root: nn.Module) -> str:
     """Message: a policy found no unit."""
-    kinds = sorted({type(m).__name__ for m in root.modules()} - {type(root).__name__})
+    inside = [module for module in root.modules() if module is not root]
+    kinds = sorted({type(m).__name__ for m in inside} - {type(root).__name__})
+    largest = max((sum(p.numel() for p in m.parameters()) for m in inside), default=0)
     return (
         f"fully_shard: units={description} matches no submodule of {type(root).__name__}; it has "
-        f"submodules of classes {kinds}."
+        f"submodules of classes {kinds}, of up to {largest:,} parameter elements."
     )
 
 

@@ -219,7 +219,6 @@ def _reduce_now(
         mirror = route.bucket.history.mirror
         if mirror is not None:
             mirror.settle()
-            task.mirrors.append(mirror)
         for entry, grad in _reduce_route(route, grads).items():
             results[entry] = results[entry] + grad if entry in results else grad
     if node is not None and node.ends_pass:

@@ -25,6 +25,7 @@ from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_ord
 from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.inner_gradients import guard_hooks
 from fsdp_compose.core.guards.kept_views import guard_after_error, guard_everywhere, note_users
+from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
@@ -103,8 +104,7 @@ def end_task(engine: Engine, task_id: int) -> None:
             )
             land(engine)
             accumulate(task.results)
-            for mirror in task.mirrors:
-                mirror.settle()
+            settle_plain_gradients(engine.units)  # of units that did not run, too
     except BaseException:
         engine.tasks[task_id], task.callback = task, None  # it is over; the error may hold it
         show_leaves(task)

@@ -28,7 +28,7 @@ from fsdp_compose.base.torch_private import graph_task_id, untraced
 from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.base.weak_set import OrderedWeakSet
-from fsdp_compose.buckets.bucket import Bucket, Entry, Mirror, Slot
+from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.buckets.gather import channels_of
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
@@ -336,7 +336,6 @@ class Task:
     packed: list[Bucket] = field(default_factory=list)  # to reduce when it ends, or before
     consumed: list[Any] = field(default_factory=list)
     """Readers of graphs over earlier backwards that it was the last to run; see ``Graphs``."""
-    mirrors: list[Mirror] = field(default_factory=list)  # of gradients that are not slices
     results: dict[Entry, torch.Tensor] = field(default_factory=dict)
     """Gradients with a graph over them, for ``.grad`` at its end (create_graph)."""
 

@@ -257,9 +257,8 @@ def restore_modules(scopes: dict[Unit, Scope]) -> dict[int, torch.Tensor]:
     for unit, scope in scopes.items():
         if unit.opened is not scope:
             raise RuntimeError(
-                f"gathered: unit {unit.name!r} was undone inside the scope, or scopes over it were "
-                "not left in the reverse order of entry. Leave the scope that was entered last "
-                "first, and call undo outside of scopes."
+                f"gathered: scopes over unit {unit.name!r} were not left in the reverse order of "
+                "entry. Leave the scope that was entered last first."
             )
     fulls: dict[int, torch.Tensor] = {}
     for unit, scope in scopes.items():

@@ -337,6 +337,29 @@ def test_a_policy_counts_without_what_is_ignored() -> None:
     assert units_with(wrap.by_size(block - WIDTH), model, ignored=ignored) == {"blocks.0"}
 
 
+def test_units_of_before_are_matched_too() -> None:
+    """Two towers that were sharded by a policy, and the model around them by the same one."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(lambda: nn.ModuleDict({"image": Tower(2), "text": Tower(1)}))
+        for tower in model.values():
+            fully_shard(tower, units=wrap.by_class({Block}))
+        before = units(model)
+        fully_shard(model, units=wrap.by_class({Block}))
+        assert units(model)[: len(before)] == before
+
+    run_ranks(ranks)
+
+
+def test_the_error_says_how_large_submodules_are() -> None:
+    """A default of a policy may be too large for a small model."""
+    model, sample = Tower(2), torch.ones(1, WIDTH)
+    largest = sum(p.numel() for p in model.blocks.parameters())
+    text = rf"min_numel=1000000\) matches no submodule.*of up to {largest:,} parameter elements"
+    with pytest.raises(ValueError, match=text):
+        fully_shard(model, units=wrap.by_execution_order(sample))
+
+
 class Stored(nn.Module):
     """Parameters in containers, which nothing calls, and layers that something does."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, ShardedWeightError
+from fsdp_compose.__main__ import main
 
 from harness import rank_errors, run_ranks
 from models import assert_at_rest, whole
@@ -497,3 +498,18 @@ def _continue(model: nn.Module, tokens: Tensor) -> Tensor:
         "cache" if "cache" in accepted else "past_key_values": cache,
     }
     return model(**rest, logits_to_keep=1).logits
+
+
+def test_plan_reads_the_configuration_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the one beside it that is called config.json."""
+    sizes = {"config.json": 32, "small.json": 8}
+    for name, width in sizes.items():
+        config = hf.tf.GPT2Config(n_embd=width, n_layer=1, n_head=2, vocab_size=64)
+        (tmp_path / name).write_text(config.to_json_string())
+    heads = []
+    for name in sizes:
+        assert main(["plan", str(tmp_path / name), "--world-size", "2"]) == 0
+        heads.append(capsys.readouterr().out.splitlines()[0])
+    assert heads[0] != heads[1]

@@ -13,7 +13,7 @@ def warn_of_change(engine: Engine, change: Change | None, outermost: Unit | None
     if change is None or engine.schedule.eval_order is not None:
         return
     outermost = outermost or engine.schedule.active[0]
-    if "order" in outermost.checks.warned:
+    if "order" in outermost.checks.warned or not outermost.prefetch.forward:
         return
     outermost.checks.warned.add("order")
     expected, found = change.expected.name, change.found and change.found.name
