@@ -556,7 +556,14 @@ def test_show_says_of_what_it_has_no_checksum(
     """Of torch's own checkpoints there is none; nor where somebody removed the list of them."""
     run_ranks(save, 3, tmp_path / "c")
     assert main(["checkpoint", "convert", str(tmp_path / "c"), str(tmp_path / "f")]) == 0
-    next((tmp_path / "c").rglob("manifest.json")).unlink()
+    manifest = next((tmp_path / "c").rglob("manifest.json"))
+    content = json.loads(manifest.read_text())
+    gone, _ = content["files"].popitem()
+    manifest.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert main(["checkpoint", "show", "--verify", str(tmp_path / "c")]) == 0
+    assert capsys.readouterr().out.endswith(f"without a checksum of {gone}\n")
+    manifest.unlink()
     index = next((tmp_path / "f").glob("*.index.json"))
     kept = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": kept["weight_map"]}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -39,7 +40,9 @@ from fsdp_compose.simulation import (
     RunOtherUnit,
     SimulationError,
 )
+from fsdp_compose.simulation.simulate import _may_freeze as may_freeze
 
+from harness import run_ranks
 from models import Tower, by_block, data, seeded, square
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -493,3 +496,16 @@ def test_ctrl_c_ends_every_rank() -> None:
         timer.join()
     assert [t for t in threading.enumerate() if t.name.startswith("rank ")] == []
     assert simulate(dist.get_rank, 2) == [0, 1]
+
+
+def test_what_the_caller_set_aside_stays_so() -> None:
+    """What there is already is set aside for the ranks, and taken back, but not from the caller."""
+
+    def alone(rank: int) -> None:
+        for ours in (True, False):
+            (gc.unfreeze if ours else gc.freeze)()
+            may_freeze.cache_clear()
+            assert all(simulate(gc.get_freeze_count, 2))
+            assert (gc.get_freeze_count() == 0) is ours
+
+    run_ranks(alone, 1, init=False)
