@@ -90,6 +90,7 @@ class Process:
         installed: what ``once`` has called.
         clock: time, sleep and threads.
         simulated: the network of the simulation that this rank is in.
+        has_set_aside: whether the caller of a simulation froze objects (``gc.freeze``) before one.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -104,6 +105,7 @@ class Process:
     installed: set[Callable[[], object]] = field(default_factory=set)
     clock: Clock = Clock()
     simulated: Any = None
+    has_set_aside: bool = False
 
 
 here = Process()

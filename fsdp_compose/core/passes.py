@@ -104,7 +104,8 @@ def end_task(engine: Engine, task_id: int) -> None:
             )
             land(engine)
             accumulate(task.results)
-            settle_plain_gradients(engine.units)  # of units that did not run, too
+            # The outermost run settles those of units that did not run, too.
+            settle_plain_gradients(task.units if engine.tasks else engine.units)
     except BaseException:
         engine.tasks[task_id], task.callback = task, None  # it is over; the error may hold it
         show_leaves(task)

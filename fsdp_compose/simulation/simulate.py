@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args
@@ -253,7 +252,10 @@ class _Run:
 def _prepared(run: _Run) -> Iterator[None]:
     """Scope in which torch's groups are the simulation's, and after which all is as before."""
     before, threads = own.caller(), torch.get_num_threads()
-    freezes = _may_freeze()
+    # What there is already is set aside, so that no rank looks through it; not where the caller did
+    # so first, since that would be undone. Once there is some, Python would count it in each call.
+    here.has_set_aside = here.has_set_aside or gc.get_freeze_count() > 0
+    freezes = not here.has_set_aside
     hook = register_module_forward_pre_hook(run.run_other_unit) if run.strays else None
     try:
         torch.set_num_threads(1)
@@ -270,15 +272,6 @@ def _prepared(run: _Run) -> Iterator[None]:
         before.enter()
         if hook is not None:
             hook.remove()
-
-
-@functools.cache
-def _may_freeze() -> bool:
-    """Whether what there is already is set aside, so that no rank looks through it.
-
-    Not where the caller did so first: it would be undone. Asked once, since Python counts objects.
-    """
-    return not gc.get_freeze_count()
 
 
 def _check(size: int, seed: int, faults: Sequence[Fault]) -> None:

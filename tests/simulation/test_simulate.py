@@ -40,7 +40,6 @@ from fsdp_compose.simulation import (
     RunOtherUnit,
     SimulationError,
 )
-from fsdp_compose.simulation.simulate import _may_freeze as may_freeze
 
 from harness import run_ranks
 from models import Tower, by_block, data, seeded, square
@@ -502,9 +501,11 @@ def test_what_the_caller_set_aside_stays_so() -> None:
     """What there is already is set aside for the ranks, and taken back, but not from the caller."""
 
     def alone(rank: int) -> None:
-        for ours in (True, False):
-            (gc.unfreeze if ours else gc.freeze)()
-            may_freeze.cache_clear()
+        gc.unfreeze()
+        here.has_set_aside = False
+        for ours in (True, True, False, False):
+            if not ours:
+                gc.freeze()
             assert all(simulate(gc.get_freeze_count, 2))
             assert (gc.get_freeze_count() == 0) is ours
 
