@@ -16,6 +16,7 @@ from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.codecs import encode_parts
+from fsdp_compose.comm.heads import meet_alone
 
 
 def versions_of(bucket: Bucket) -> tuple[int, ...]:
@@ -247,12 +248,15 @@ def keep_part(bucket: Bucket) -> None:
 
 
 def gather_flat(
-    bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, caller: comm.Caller | None = None
+    bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, call: str
 ) -> torch.Tensor:
     """A new buffer with the ``shard`` of every rank, in ``dtype``.
 
     Args:
-        caller: what compares the ranks ahead of the data; None: nothing does.
+        call: what every rank calls that needs it; "" in a step, where the unit was noted.
+
+    Raises:
+        RuntimeError: on every rank, where one does something else; on gloo.
     """
     group = bucket.mesh.shard
     full = shard.new_empty(bucket.layout.numel, dtype=dtype)
@@ -260,6 +264,9 @@ def gather_flat(
         whole = full.view(torch.uint8)
         full.view(group.size, -1)[group.rank].copy_(shard)
         parts = cut_by_rank(whole, group.size)
-        part, purpose = parts[group.rank], purpose_of(bucket)
+        part, purpose, caller = parts[group.rank], purpose_of(bucket), bucket.users.caller
+        if call:
+            purpose, caller = f"{purpose} for {call}", None
+            meet_alone(group, purpose)
         comm.gather_parts(whole, parts, part, group, purpose, caller).wait()
     return full

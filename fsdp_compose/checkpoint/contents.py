@@ -193,7 +193,8 @@ def visit_full(
 def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
     """Gather every rank's ``shard``, cut as the bucket is, on the device that communicates."""
     with torch.no_grad():
-        return gather_flat(bucket, shard.detach().to(bucket.mesh.device), shard.dtype)
+        shard = shard.detach().to(bucket.mesh.device)
+        return gather_flat(bucket, shard, shard.dtype, "a state dict")
 
 
 def view_full(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:

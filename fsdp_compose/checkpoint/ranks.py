@@ -112,7 +112,11 @@ def meet_ranks(
     if is_new:
         known.pop(ranks, None)
         known[ranks] = gloo_group(key, me, len(ranks), patience)
-    return Group(known[ranks], me, len(ranks), "gloo", ranks, what, f"{key}/left")
+    group = Group(known[ranks], me, len(ranks), "gloo", ranks, what, f"{key}/left")
+    if is_new:  # a rank that leaves with an error would end it for those that still connect
+        with attend_call(group):
+            gather_objects(None, group)
+    return group
 
 
 def _finish_saves() -> None:

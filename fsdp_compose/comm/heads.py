@@ -3,23 +3,28 @@
 A head is a small message that goes point to point before data, between ranks of one host through a
 pipe (comm/mail.py). Where heads differ, the ranks run different units. The buffers behind them
 never meet, since their tags are made of the heads, and the receiver says so instead of waiting for
-ever or reading what is not meant for it.
+ever or reading what is not meant for it. Collectives that no step issues (a state dict, a scope, a
+norm) have heads too: a rank that calls one alone, while others run units, meets theirs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import takewhile
+from threading import get_ident
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.process import here
 from fsdp_compose.comm.flags import Flags
 from fsdp_compose.comm.mail import ROW, Letter
-from fsdp_compose.comm.messages import post_pairs, wait_for
+from fsdp_compose.comm.messages import is_point_to_point, post_pairs, wait_for
 from fsdp_compose.comm.shared_memory import Offer, segments_of
 
 Head = tuple[int, ...]
@@ -50,6 +55,9 @@ class Caller(Protocol):
 
     def head(self) -> Head:
         """What this rank is doing, in eight integers; equal on ranks that do the same."""
+
+    def alone(self, purpose: str, kind: str) -> AbstractContextManager[Head]:
+        """Scope of a collective that no step issues; its head, which is equal for one ``kind``."""
 
     def disagree(self, group: Group, meets: int) -> NoReturn:
         """A rank of ``group`` does something else, as every rank of it knows; tell the others.
@@ -219,6 +227,42 @@ def send_heads(
         data, others = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
         heads.flag_works = [group.pg.send([data], r, _flag_tag(epoch, mine)) for r in others]
     return heads
+
+
+_callers: weakref.WeakKeyDictionary[Any, weakref.ref[Caller]] = weakref.WeakKeyDictionary()
+"""By process group, who compares what the ranks of it run."""
+
+
+def answer_for(caller: Caller, groups: Iterable[Group]) -> None:
+    """Let ``caller`` also compare the collectives over ``groups`` that no step issues.
+
+    Of several over one group the first does, which is the same one on every rank.
+    """
+    for group in groups:
+        if group.pg is not None and (group.pg not in _callers or _callers[group.pg]() is None):
+            _callers[group.pg] = weakref.ref(caller)
+
+
+def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
+    """Before a collective that no step issues: raise unless every rank of the group calls it.
+
+    On gloo, over groups that units are sharded over; elsewhere nothing is compared. Nor is it in a
+    call that its ranks attend (``messages.attend_call``): they have met, and may leave it early.
+
+    Args:
+        purpose: what every rank does, in the infinitive.
+        kind: of what may meet here, as what is about to be done tells them apart; "" for the same.
+
+    Raises:
+        RuntimeError: on every rank, where one does something else; says what each does.
+    """
+    if group.pg is None or not is_point_to_point(group) or get_ident() in here.calls:
+        return
+    known = _callers.get(group.pg)
+    caller = None if known is None else known()
+    if caller is not None:
+        with caller.alone(purpose, kind or purpose) as head:
+            send_heads(caller, head, group, purpose).check()
 
 
 def tag_behind(caller: Caller, head: Head, group: Group) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import all_reduce
+from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.comm.messages import gather_objects, is_point_to_point
 
 _MULTIPLE = 8  # of numbers in a message, so that a sum and a maximum, of more numbers, meet
@@ -41,6 +42,7 @@ def reduce_alike(
     if not compares(tensor, group):
         return all_reduce(tensor.clone(), group, op, purpose=what)
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    meet_alone(group, what, "reduce a few numbers")
     kind = torch.float64 if flat.is_floating_point() else torch.int64
     number = _number(what, group.size)
     check = (number, number**2) if op == "sum" else (number, -number)

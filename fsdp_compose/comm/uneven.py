@@ -10,6 +10,7 @@ from fsdp_compose.base.group import Call, Group
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.collectives import gather_parts
+from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.comm.messages import wait_for
 from fsdp_compose.comm.transports import transport_of
 
@@ -34,9 +35,14 @@ def move_pieces(
 def all_gather_uneven(
     local: torch.Tensor, lengths: Sequence[int], group: Group, purpose: str = "gather a tensor"
 ) -> torch.Tensor:
-    """Concatenate one-dimensional pieces of known ``lengths`` in rank order, on every rank."""
+    """Concatenate one-dimensional pieces of known ``lengths`` in rank order, on every rank.
+
+    Raises:
+        RuntimeError: on every rank, where one does something else; on gloo.
+    """
     if group.pg is None:
         return local.clone()
+    meet_alone(group, purpose)
     width = max(lengths)
     whole = local.new_empty(width * group.size).view(torch.uint8)
     parts = cut_by_rank(whole, group.size) if width else [whole] * group.size

@@ -273,7 +273,7 @@ class Spread(torch.autograd.Function):
         pieces = shard.split(bucket.views.splits)
         for entry, piece in zip(given, slices, strict=True):
             pieces[bucket.views.pieces[entry.index]].copy_(piece)
-        full = gather_flat(bucket, shard, dtype)
+        full = gather_flat(bucket, shard, dtype, "gradients of gradients")
         return tuple(
             [full.as_strided(e.spec.shape, e.spec.stride, e.spec.offset).clone() for e in given]
         )

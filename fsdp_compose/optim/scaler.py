@@ -13,6 +13,7 @@ from fsdp_compose.base.mesh import Ranks, check_ranks, group_over
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.gradients import describe, groups_of_several
@@ -73,6 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         for group, home in groups.items():
             flags = [flag.to(home) for flag in found.values()]
             shared = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=home)
+            meet_alone(group, "find overflows in GradScaler")
             comm.all_reduce(shared, group, "max")
             for flag in found.values():
                 flag.copy_(shared)

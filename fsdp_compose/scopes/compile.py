@@ -272,7 +272,7 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
                 bucket,
                 shard_of(bucket).to(bucket.mesh.device),
                 bucket.full.dtype,
-                bucket.users.caller,
+                "",
             )
             for bucket in unit.gathered
         ]

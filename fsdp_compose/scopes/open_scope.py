@@ -122,16 +122,20 @@ def has_full_tensors(unit: Unit, options: ScopeOptions) -> bool:
 
 
 @torch.no_grad()
-def gather_stored(bucket: Bucket) -> torch.Tensor:
-    """A buffer of its own with the whole bucket, in the dtype in which it is stored."""
+def gather_stored(bucket: Bucket, call: str) -> torch.Tensor:
+    """A buffer of its own with the whole bucket, in the dtype in which it is stored.
+
+    Args:
+        call: what every rank calls.
+    """
     shard = shard_of(bucket).to(bucket.mesh.device)
-    return gather_flat(bucket, shard, shard.dtype)
+    return gather_flat(bucket, shard, shard.dtype, call)
 
 
 def _full_parameters(
     bucket: Bucket, here: bool, options: ScopeOptions
 ) -> dict[Entry, torch.Tensor]:
-    flat = gather_stored(bucket)
+    flat = gather_stored(bucket, "gathered")
     if not here:
         return {entry: entry.held for entry in bucket.entries}
     if options.offload_to_cpu:
@@ -152,7 +156,7 @@ def _full_grads(
             given = [e for e, g in local.items() if g is not None and g.dtype == dtype]
             for entry in given:
                 pieces[bucket.views.pieces[entry.index]].copy_(local[entry])
-            flat = gather_flat(bucket, shard, dtype)
+            flat = gather_flat(bucket, shard, dtype, "gathered(with_grads=True)")
             if here:
                 flat = flat.cpu() if options.offload_to_cpu else flat
                 found.update((e, full_tensor(flat, e)) for e in given)

@@ -13,6 +13,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
@@ -81,7 +82,7 @@ def iter_full(
             else:
                 if bucket is not last or flat is None:
                     flat = last = None
-                    flat, last = gather_stored(bucket), bucket
+                    flat, last = gather_stored(bucket, "iter_full"), bucket
                 tensor = flat.as_strided(spec.shape, spec.stride, spec.offset)
             if spec.parallel is not None:
                 tensor = spec.parallel.assemble(tensor)
@@ -101,6 +102,7 @@ def _gather_parameter(bucket: Bucket, entry: Entry) -> torch.Tensor:
     full = torch.empty(spec.numel, dtype=shard_of(bucket).dtype, device=bucket.mesh.device)
     full[spec.start : spec.stop].copy_(to_local(entry.param))
     start = 0
+    meet_alone(group, f"gather {spec.fqn!r} for iter_full")
     for rank, length in enumerate(spec.lengths):
         if length:
             comm.broadcast(full[start : start + length].view(torch.uint8), group, rank)

@@ -17,7 +17,7 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose.__main__ import main
-from fsdp_compose.checkpoint import SAFETENSORS, files, full
+from fsdp_compose.checkpoint import SAFETENSORS, files, full, ranks
 from fsdp_compose.checkpoint.formats import export, safetensors
 
 from harness import rank_errors, run_ranks
@@ -377,3 +377,22 @@ def test_a_second_process_group_saves(tmp_path: Path) -> None:
 
     run_ranks(run, 2, init=False)
     assert loaded(tmp_path / "dcp", fc.load_checkpoint) == 2
+
+
+def test_no_rank_leaves_before_all_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that raises at once would close the connection that another is still making."""
+    connect, times = ranks.gloo_group, []
+
+    def connect_slowly(key: str, rank: int, *others: Any) -> Any:
+        group = connect(key, rank, *others)
+        time.sleep(0.3 * (rank == 0))
+        times.append(time.monotonic())
+        return group
+
+    def meet(rank: int) -> list[float]:
+        assert ranks.meet_ranks("save_full", sharded(), None, None).size == 2
+        return [*times, time.monotonic()]
+
+    monkeypatch.setattr(ranks, "gloo_group", connect_slowly)
+    found = run_ranks(meet, 2)
+    assert min(left for _, left in found) >= max(connected for connected, _ in found)

@@ -23,7 +23,7 @@ import contextlib
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -36,9 +36,11 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.heads import answer_for
 from fsdp_compose.core.guards.compared_steps import Settings, Steps
 from fsdp_compose.core.guards.guessed_use import Guess, make_guess, settle, sum_up
 from fsdp_compose.core.guards.rank_differences import (
+    ALONE,
     LATE,
     STEPPED,
     Event,
@@ -147,6 +149,9 @@ class Log:
     is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
     steps: Steps = field(default_factory=Steps)  # since the ranks last compared
+
+    def __post_init__(self) -> None:
+        answer_for(self, self.groups)
 
     @property
     def place(self) -> tuple[int, int, Sequence[int]]:
@@ -346,6 +351,17 @@ class Log:
         """The message that goes ahead of the next collective: the event and the hash so far."""
         code = self.events[-1][0] if self.events else 0
         return (code, self.hash, len(self.events), 0, 0, 0, 0, 0)
+
+    @contextlib.contextmanager
+    def alone(self, purpose: str, kind: str) -> Iterator[comm.Head]:
+        """Scope of a collective that no step issues, the last event of this rank while it lasts."""
+        event = (code_of(ALONE, kind), ALONE, "", purpose)
+        self.events.append(event)
+        try:
+            yield (event[0], 0, 0, 0, 0, 0, 0, 0)
+        finally:
+            if self.events and self.events[-1] is event:  # ranks that differ forget all events
+                self.events.pop()
 
     def disagree(self, group: Group, meets: int) -> NoReturn:
         """Raise where a message ahead of data differed, which only the ranks of ``group`` know.

@@ -161,7 +161,8 @@ def _gather_apart(unit: Unit, entries: list[Entry], stored: bool) -> dict[Entry,
             members = [entry for entry in bucket.entries if entry in wanted]
             if members:
                 dtype = shard_of(bucket).dtype if stored else bucket.full.dtype
-                flat = gather_flat(bucket, shard_of(bucket).to(bucket.mesh.device), dtype)
+                shard = shard_of(bucket).to(bucket.mesh.device)
+                flat = gather_flat(bucket, shard, dtype, "functional_call")
                 fulls.update((e, full_tensor(flat, e)) for e in members)
     if torch.is_inference_mode_enabled():
         return fulls

@@ -16,6 +16,8 @@ STEPPED = "stepped"
 WRITE = "write"
 EDIT = "edit"
 CHANGE = "change"
+ALONE = "call"
+"""Of a collective that no step issues; its purpose is what the rank was to do."""
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
     "into a sharded one would be lost. Write the parameter outside of forward, after "
@@ -33,6 +35,11 @@ _CHANGING = (
     "use gathered(module, writeback=True, rank0_only=True)); p.normal_() and torch.randn_like(p) "
     "draw the same on all; all-reduce what gradients are divided by, such as a count of tokens. "
     "Then load a checkpoint on every rank."
+)
+_ALONE = (
+    "Call what is computed over all ranks (full_tensor, state dicts, gathered, p.sum(), p.norm(), "
+    "grad_norm, clip_grad_norm_) on every rank, for the same tensors, with the same arguments and "
+    "in the same order, also where only rank 0 uses the result."
 )
 _REDUCING = (
     "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
@@ -201,6 +208,8 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
         for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
     )
     differing = [event for events in lists for event in events[position : position + 1]]
+    if any(event[1] == ALONE for event in differing):
+        return f"ranks do different things at the same time: {found}. {_ALONE}"
     if any(event[1] == WRITE for event in differing):
         return f"ranks write different weights in step {step}: {found}. {_WRITING}"
     if any(event[1] == CHANGE for event in differing):
@@ -226,6 +235,8 @@ def _number(events: Sequence[Event], position: int) -> int:
 def _describe(event: Event) -> str:
     """What a rank was doing; ``{}`` is the ending of the verb."""
     _, verb, unit, purpose = event
+    if verb == ALONE:
+        return f"want{{}} to {purpose}"
     return f"{verb}{{}} unit {unit!r} ({purpose})"
 
 

@@ -1,0 +1,146 @@
+"""One rank calls alone what needs all ranks, while the others train: every rank raises at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fsdp_compose as fc
+
+from harness import rank_errors, run_ranks, simulate_ranks
+from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
+
+
+def enter(model: Tower) -> None:
+    with fc.gathered(model):
+        pass
+
+
+CALLS: dict[str, tuple[Callable[[Tower], object], str]] = {
+    "full_tensor": (lambda m: m.head.weight.full_tensor(), "gather 'head.weight'"),
+    "gradient": (lambda m: m.head.weight.grad.full_tensor(), "gather 'head.weight'"),
+    "sum": (lambda m: m.head.weight.sum(), "take the sum of 'head.weight'"),
+    "norm": (lambda m: m.head.weight.norm(), "take the norm of order 2 of 'head.weight'"),
+    "clip": (lambda m: fc.clip_grad_norm_(m, 1.0), "take "),
+    "gathered": (enter, "gather unit 'Tower' for gathered"),
+    "state_dict": (lambda m: fc.state_dict(m, "full"), "gather unit 'Tower' for a state dict"),
+    "iter_full": (lambda m: deque(fc.iter_full(m)), "gather unit 'Tower' for iter_full"),
+    "by rank": (lambda m: deque(fc.iter_full(m, bucket_bytes=1)), "for iter_full"),
+    "apply": (lambda m: fc.apply(m, lambda part: None), "draw random numbers in apply on cpu"),
+    "undo": (lambda m: fc.undo(m), "for undo"),
+}
+
+
+def train(model: Tower, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    square(model, data(0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run_alone(rank: int) -> list[str]:
+    """What the ranks say, call by call; each is followed by steps that are right."""
+    model = by_block(seeded(Tower))
+    optimizer = sgd(model.parameters())
+    texts = []
+    for call, _ in CALLS.values():
+        train(model, optimizer, rank)
+        square(model, data(0, rank)).backward()
+        with pytest.raises(RuntimeError) as raised:
+            call(model) if rank == 1 else square(model, data(0, rank)).backward()
+        texts.append(str(raised.value))
+        optimizer.zero_grad()
+    train(model, optimizer, rank)
+    return texts
+
+
+@pytest.mark.parametrize("run", [run_ranks, simulate_ranks])
+def test_every_rank_says_what_each_does(run: Callable[..., list[list[str]]]) -> None:
+    first, second = run(run_alone, 2)
+    assert first == second
+    for (name, (_, purpose)), text in zip(CALLS.items(), first, strict=True):
+        assert text.startswith("ranks do different things at the same time: rank 0 gathers"), name
+        assert purpose in text and "rank 1 wants to " in text, (name, text)
+        assert "on every rank" in text, name
+
+
+def test_different_calls_are_named() -> None:
+    """Neither is part of a step, and one is of the other's kind."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        with pytest.raises(RuntimeError, match="wants to gather 'head.bias'"):
+            (model.head.weight if rank else model.head.bias).full_tensor()
+        enter(model) if rank else fc.state_dict(model, "full")
+
+    for text in rank_errors(ranks, 2):
+        assert "rank 0 wants to gather unit 'Tower' for a state dict" in str(text)
+        assert "where rank 1 wants to gather unit 'Tower' for gathered" in str(text)
+
+
+@pytest.mark.parametrize("alone", [0, 3])
+def test_ranks_of_other_groups_are_told(alone: int) -> None:
+    """Those that share no group with the rank that calls alone, too; then all can go on."""
+
+    def ranks(rank: int) -> str:
+        strategy = fc.ShardingStrategy.HYBRID_SHARD
+        model = by_block(seeded(Tower), mesh=mesh_of_replicas(2, 2), strategy=strategy)
+        optimizer = sgd(model.parameters())
+        train(model, optimizer, rank)
+        with pytest.raises(RuntimeError, match="at the same time") as raised:
+            model.head.weight.sum() if rank == alone else train(model, optimizer, rank)
+        optimizer.zero_grad()
+        train(model, optimizer, rank)
+        return str(raised.value)
+
+    texts = simulate_ranks(ranks, 4)
+    assert any(f"rank {alone} wants to take the sum" in text for text in texts)
+
+
+def test_a_scope_that_one_rank_enters_again() -> None:
+    """Its forward failed there, and the others are in their backward."""
+
+    def ranks(rank: int) -> str:
+        model = by_block(seeded(Tower))
+        optimizer = sgd(model.parameters())
+
+        def run(x: torch.Tensor) -> None:
+            with fc.gathered(model):
+                loss = square(model, x)
+            loss.backward()
+
+        with pytest.raises(RuntimeError, match="at the same time") as raised:
+            if rank == 1:
+                with pytest.raises(RuntimeError, match="shapes"):
+                    run(data(0, rank)[:, :1])
+            run(data(0, rank))
+        optimizer.zero_grad()
+        train(model, optimizer, rank)
+        return str(raised.value)
+
+    for text in simulate_ranks(ranks):
+        assert "rank 1 wants to gather unit 'Tower' for gathered" in text
+
+
+def test_calls_on_every_rank_are_right_in_a_step() -> None:
+    """Between a forward and its backward, and in hooks inside both."""
+
+    def ranks(rank: int) -> list[torch.Tensor]:
+        model = by_block(seeded(Tower))
+        bias, seen = model.head.bias, []
+        model.blocks[1].register_forward_hook(lambda *_: seen.append(bias.full_tensor()))
+        model.blocks[0].up.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(p.grad.norm())
+        )
+        for _ in range(2):
+            loss = square(model, data(0, rank))
+            seen.append(model.blocks[0].up.weight.detach().sum())
+            loss.backward()
+        return [torch.as_tensor(value).clone() for value in seen]
+
+    first, second = run_ranks(ranks, 2)
+    assert len(first) == 6
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
