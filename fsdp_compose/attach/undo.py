@@ -15,6 +15,7 @@ from fsdp_compose.buckets.entries import forget_entry
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.guards.cast_buffers import convert_buffers
+from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -71,6 +72,7 @@ def undo(module: M) -> M:
     check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
         check_slots(unit)
+    compare_records(units, "undo")
     # Parameters that were made in inference mode could not be trained after it.
     with torch.inference_mode(False), torch.no_grad():
         _restore_units(units)

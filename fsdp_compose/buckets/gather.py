@@ -247,9 +247,7 @@ def keep_part(bucket: Bucket) -> None:
     bucket.inner.stamp = stamp_of(bucket)
 
 
-def gather_flat(
-    bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, call: str
-) -> torch.Tensor:
+def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, call: str) -> torch.Tensor:
     """A new buffer with the ``shard`` of every rank, in ``dtype``.
 
     Args:

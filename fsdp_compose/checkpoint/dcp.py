@@ -38,7 +38,12 @@ from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write
 from fsdp_compose.checkpoint.metadata import read_metadata, verify
 from fsdp_compose.checkpoint.model import state_dict, write
 from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
-from fsdp_compose.checkpoint.optimizer.members import OptimLike, Targets, list_members
+from fsdp_compose.checkpoint.optimizer.members import (
+    OptimLike,
+    Targets,
+    list_members,
+    unchanged_by_errors,
+)
 from fsdp_compose.checkpoint.optimizer.read import Found, read_optim
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.optimizer.write import (
@@ -61,6 +66,8 @@ from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name
+from fsdp_compose.core.guards.compared_records import compare_records
+from fsdp_compose.core.state import iter_units
 from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
@@ -135,6 +142,7 @@ def _save(
     call = describe_call("save_checkpoint", path=path, asynchronous=asynchronous, checksum=checksum)
     stages.agree(describe_call("save_checkpoint", has_optim=optim is not None))
     with SharedErrors(group, facts=call):
+        compare_records(iter_units(module), "save_checkpoint")
         found = None if optim is None else read_optim(module, optim)
     state: dict[str, Any] = {}
     with SharedErrors(group):
@@ -313,11 +321,12 @@ def _load(
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
     values = {name: source.values[key] for name, key in staged.items()}
-    with SharedErrors(group):
-        write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
-    with SharedErrors(group):
-        if targets is not None:
-            write_optim(targets, given)
+    with unchanged_by_errors(targets or []):
+        with SharedErrors(group):
+            if targets is not None:
+                write_optim(targets, given)
+        with SharedErrors(group):
+            write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
     if remembered is None:
         fits = not comm_hooks.remembers(module)
     else:

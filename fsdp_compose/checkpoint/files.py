@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
@@ -39,6 +40,7 @@ except ImportError:  # not on Windows
 
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
+_logger = logging.getLogger("fsdp_compose")
 FOLDER = "data-"
 PATIENCE = 60.0
 """Seconds that a commit waits for another process's to the same folder."""
@@ -150,17 +152,31 @@ class CommittingWriter(FileSystemWriter):
             self._remove_others()
 
     def _remove_others(self) -> None:
-        for entry in self.root.iterdir():
-            if entry.name.startswith(FOLDER) and entry != self.folder:
-                shutil.rmtree(entry, ignore_errors=True)
-            elif _TORCH_FILE.fullmatch(entry.name):
-                entry.unlink(missing_ok=True)
+        with tidying(self.root):
+            for entry in list(self.root.iterdir()):
+                if entry.name.startswith(FOLDER) and entry != self.folder:
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif _TORCH_FILE.fullmatch(entry.name):
+                    with tidying(self.root):
+                        entry.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove what a save that failed has written, unless it was committed after all."""
         with contextlib.suppress(OSError, RuntimeError), committing(self.root):
             if not _refers_to(self.root, self.folder.name):
                 shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def tidying(root: Path) -> Iterator[None]:
+    """Scope after a commit: the save has succeeded, and what fails now is a warning in the log."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        _logger.warning(
+            "%s: the save is complete and its files are the ones that are read; what they replace "
+            "could not be removed: %s: %s", root, type(error).__name__, error,
+        )  # fmt: skip
 
 
 def _refers_to(root: Path, folder: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages
 from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
+from fsdp_compose.core.guards.compared_records import compare_records
+from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 from fsdp_compose.sharded.chunks import storage_dims
 
@@ -100,7 +102,12 @@ def save_full(
     check_timeout("save_full", timeout)
     group = meet_ranks("save_full", module, process_group, timeout)
     with attend_call(group):
-        _save(Path(path).absolute(), module, format, max_file_bytes, dtype, group)
+        _save(_find_root(path), module, format, max_file_bytes, dtype, group)
+
+
+def _find_root(path: PathLike) -> Path:
+    with _saving(Path(path)):  # there may be no working directory any more
+        return Path(path).absolute()
 
 
 def _save(
@@ -121,13 +128,15 @@ def _save(
         "save_full", path=root, format=file_format.suffix, max_file_bytes=max_bytes, dtype=dtype
     )
     with SharedErrors(group, facts=call):
+        compare_records(iter_units(module), "save_full")
         _check_dtype(dtype)
         found = contents_of(module).values
         values = {name: value for name, value in found.items() if name not in stages.earlier}
         outlines = _outlines(values, buffer_dtypes(module), dtype)
     with SharedErrors(group):
         files = plan_files(stages.gather(outlines), max_bytes, file_format)
-        root.mkdir(parents=True, exist_ok=True)
+        with _saving(root):
+            root.mkdir(parents=True, exist_ok=True)
     token = broadcast_object(uuid.uuid4().hex[:8], [group])
     export = Export(root, file_format, [file for part in files for file in part], token)
     writer = _Writer(export, files[stages.mine], stages)
@@ -137,6 +146,17 @@ def _save(
     finally:
         writer.close()
         export.discard()
+
+
+@contextlib.contextmanager
+def _saving(root: Path, wanted: type[Exception] = OSError) -> Iterator[None]:
+    """Scope whose errors say that nothing was saved, and are of the class that is documented."""
+    try:
+        yield
+    except wanted as error:
+        raise RuntimeError(
+            f"save_full: {root} was not saved: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_format(where: str, file_format: object) -> None:
@@ -232,11 +252,10 @@ class _Writer:
     def _try(self, act: Callable[[], object]) -> None:
         if self.problem is None:
             try:
-                act()
-            except Exception as error:
-                self.problem = RuntimeError(
-                    f"save_full: {self.export.root} was not saved: {type(error).__name__}: {error}"
-                )
+                with _saving(self.export.root, Exception):
+                    act()
+            except RuntimeError as error:
+                self.problem = error
 
     def commit(self) -> None:
         """Give all ranks' files their names in the folder, or raise what any rank met."""
@@ -254,7 +273,8 @@ class _Writer:
             all_sums.update(found)
         with SharedErrors(self.group):
             if self.group.rank == 0:
-                self.export.commit(all_sums)
+                with _saving(self.export.root):
+                    self.export.commit(all_sums)
 
     def close(self) -> None:
         """Leave the scopes of files that an error left half written."""

@@ -44,6 +44,7 @@ from fsdp_compose.checkpoint.values import (
 )
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner, named_leaves
+from fsdp_compose.core.guards.compared_records import compare_records, forget_records
 from fsdp_compose.core.state import find_state, iter_units
 from fsdp_compose.sharded import is_sharded
 
@@ -145,6 +146,7 @@ def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> Order
     for _, leaf in named_leaves(module):
         if is_sharded(leaf):
             find_entry(leaf)  # raises for copies of parts of a unit; a hook's slices are no leaves
+    compare_records(iter_units(module), "state_dict")
     visit_full(contents.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
@@ -278,16 +280,9 @@ def write(
                 f"know the names that they want, and what fits was loaded. Torch says: {error}\n"
                 "Pass strict=False to leave out what does not fit."
             ) from error
-    forget_steps(module)
+    forget_records(iter_units(module))
     clean = name_cleaner(module)
     return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
-
-
-def forget_steps(module: nn.Module) -> None:
-    """After every rank has loaded weights: it does not matter any more which ranks had stepped."""
-    for unit in iter_units(module):
-        for log in unit.links.logs:
-            log.steps.forget_loaded(unit.name)
 
 
 @dataclass(frozen=True)

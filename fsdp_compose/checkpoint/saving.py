@@ -87,6 +87,6 @@ def start_saving(path: Path, write: Callable[[], None]) -> Saving:
 
     saving._outcome = outcome
     saving._thread = here.clock.thread(target=run, name=f"save {path}")
-    here.saves.append(saving._thread)
     saving._thread.start()
+    here.saves.append(saving._thread)
     return saving

@@ -34,7 +34,6 @@ from fsdp_compose.checkpoint.model import (
     buffer_dtypes,
     changes_keys_on_load,
     find_unreadable,
-    forget_steps,
     is_first,
     match,
     prepare,
@@ -45,6 +44,7 @@ from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.added_parameters import is_ignored
+from fsdp_compose.core.guards.compared_records import compare_records, forget_records
 from fsdp_compose.core.guards.replaced_parameters import check_place, replaced
 from fsdp_compose.core.guards.units import get_state, require_units
 from fsdp_compose.core.state import Unit, find_state, iter_units
@@ -168,6 +168,7 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
         if unit.modules[0]() is module:
             state_dict.update((prefix + k, v) for k, v in local.local_values(unit).items())
     else:
+        compare_records([unit], "state_dict")
         keep = not wanted.rank0_only or is_first(module)
         _gather(unit, places, prefix, state_dict, wanted.cpu_offload, keep)
         _finish_full(module, prefix, state_dict, wanted.cpu_offload, keep)
@@ -292,7 +293,7 @@ def before_load(
     raise_on_all(matched.problem or unreadable, groups, matched.facts, "load_state_dict")
     if matched.local is not None:
         _raw_shards[module] = matched.local
-    forget_steps(module)
+    forget_records(iter_units(module))
     clean = name_cleaner(module)
     for key in given:
         if clean(key) not in matched.unexpected:

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         (_show if args.action == "show" else _convert)(args)
+    except BrokenPipeError:  # the reader of our output has closed it
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         print(f"fsdp-compose checkpoint: {error}", file=sys.stderr)
         return 1

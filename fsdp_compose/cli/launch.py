@@ -25,6 +25,8 @@ from typing import IO
 __all__ = ["free_port", "launch"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MOMENT = 1.0
+"""Seconds in which a rank ends whose connections are closed already."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +188,33 @@ def _supervise(ranks: _Ranks) -> int:
             return 128 + event.signum
         ranks.running.discard(event.rank)
         if event.code != 0:
+            event = _find_cause(ranks, event)
             rest = f"; terminating {_names(ranks.running)}" if ranks.running else ""
             _say(f"rank {event.rank} {_how_it_ended(event.code)}{rest}")
             _stop(ranks, signal.SIGTERM)
             return event.code if event.code > 0 else 128 - event.code
     return 0
+
+
+def _find_cause(ranks: _Ranks, first: _Exited) -> _Exited:
+    """The rank that failed, where another ended before it because it was going.
+
+    An exception ends a process with code 1, also one about a rank that closed its connections and
+    has not ended yet. So a rank that ends with another code in the next moment is the cause.
+    """
+    deadline = time.monotonic() + _MOMENT
+    found = first
+    while found.code == 1 and ranks.running:
+        try:
+            event = ranks.events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            break
+        if isinstance(event, _Signalled):
+            ranks.events.put(event)
+            break
+        ranks.running.discard(event.rank)
+        found = event if event.code not in (0, 1) else found
+    return found
 
 
 def _stop(ranks: _Ranks, signum: signal.Signals) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from fsdp_compose.construct.wrap import Policy, by_class, by_name
 from fsdp_compose.report import Plan, plan, plot_memory, plot_plan, plot_shards
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MOST_RANKS = 1 << 20
 _INPUTS = {**_DTYPES, "long": torch.int64, "int": torch.int32, "bool": torch.bool}
 
 
@@ -88,7 +90,7 @@ def _build(name: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = make if isinstance(make, nn.Module) else make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{attribute}() raised {type(error).__name__}: {error}; name a function without "
             "arguments that returns a module and can be built on the meta device."
@@ -105,8 +107,8 @@ def _load(place: str) -> Any:
     if path.suffix != ".py":
         try:
             return importlib.import_module(place)
-        except ImportError as error:
-            raise UserError(f"{place}: cannot be imported: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise _explain(place, error) from error
     if not path.is_file():
         raise UserError(f"{path} does not exist.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -115,9 +117,16 @@ def _load(place: str) -> Any:
     sys.modules[path.stem] = source
     try:
         spec.loader.exec_module(source)
-    except Exception as error:
-        raise UserError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _explain(path, error) from error
     return source
+
+
+def _explain(place: object, error: BaseException) -> UserError:
+    advice = ""
+    if isinstance(error, SystemExit):
+        advice = '; keep what a script runs below `if __name__ == "__main__":`'
+    return UserError(f"{place}: cannot be imported: {type(error).__name__}: {error}{advice}")
 
 
 def _build_from_config(path: Path) -> nn.Module:
@@ -160,6 +169,8 @@ def _world(text: str) -> int | tuple[int, int]:
             f"--world-size is {text!r}; wanted ranks, as 64, or replicas x shards, 8x8."
         )
     numbers = [int(part) for part in parts]
+    if math.prod(numbers) > _MOST_RANKS:
+        raise UserError(f"--world-size is {text!r}; wanted at most {_MOST_RANKS:,} ranks.")
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 

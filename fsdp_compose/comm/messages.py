@@ -232,20 +232,21 @@ def raise_on_all(
             continue
         errors = [error for error, _ in reports]
         problem = problem or first_error(zip(group.ranks, errors, strict=True))
-        problem = problem or difference([fact for _, fact in reports], group.ranks)
+        problem = problem or difference([fact for _, fact in reports], group.ranks, what)
     if problem is not None:
         problem.__dict__[ON_ALL_RANKS] = True
         raise problem
 
 
-def difference(facts: Sequence[object], ranks: Sequence[int]) -> Exception | None:
+def difference(facts: Sequence[object], ranks: Sequence[int], what: str = "") -> Exception | None:
     """The error where not all of ``ranks`` have the same; None where they do."""
     for rank, fact in zip(ranks, facts, strict=True):
         if fact != facts[0]:
+            lone = ", or what rank 0 alone has with broadcast_from_rank0=True"
             return RuntimeError(
                 f"the ranks were given different things: rank {ranks[0]} has {facts[0]!s}, rank "
-                f"{rank} has {fact!s}. Pass the same on every rank, or, to load_state_dict, what "
-                "rank 0 alone has with broadcast_from_rank0=True."
+                f"{rank} has {fact!s}. Pass the same on every rank"
+                f"{lone if what.startswith('load_') else ''}."
             )
     return None
 

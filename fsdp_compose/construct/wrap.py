@@ -134,6 +134,11 @@ def matches_nothing(description: str, root: nn.Module) -> str:
     """Message: a policy found no unit."""
     inside = [module for module in root.modules() if module is not root]
     kinds = sorted({type(m).__name__ for m in inside} - {type(root).__name__})
+    if not inside:
+        return (
+            f"fully_shard: units={description} matches no submodule, as {type(root).__name__} has "
+            "none; leave units= out, and it is one unit."
+        )
     largest = max((sum(p.numel() for p in m.parameters()) for m in inside), default=0)
     return (
         f"fully_shard: units={description} matches no submodule of {type(root).__name__}; it has "

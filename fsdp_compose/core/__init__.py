@@ -24,6 +24,7 @@ Files, each importing only from those above it:
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
     guards/kept_tensors         backwards that begin at a tensor made inside a forward
     guards/kept_views           views of a gathered weight that outlive its release
+    guards/compared_records     what was done to weights is compared before they leave the run
     guards/replicas             copies of a parameter on several ranks are compared
     guards/saved_tensors        saved-tensor hooks get activations, not gathered weights
     guards/unread_weights       units whose backward reads no weight stay released in it

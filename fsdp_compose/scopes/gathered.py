@@ -334,7 +334,8 @@ def find_problem(
             return (
                 f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
                 f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, "
-                "put the new one there outside the scope and call fsdp_compose.refresh(model), or "
+                "put one made of p.full_tensor() there outside the scope, on every rank, and call "
+                "fsdp_compose.refresh(model), or "
                 "change them between undo(model) and fully_shard (resize_token_embeddings)."
             )
         if options.writeback:

@@ -14,10 +14,11 @@ from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import meet_alone
+from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.state import owner_of
+from fsdp_compose.core.state import iter_units, owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
-from fsdp_compose.sharded import to_local
+from fsdp_compose.sharded import is_sharded, to_local
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
@@ -33,7 +34,8 @@ def iter_full(
     A tied parameter comes under each of its names, as in ``state_dict()``; buffers do not come,
     since they are not sharded. The tensors are the caller's own, detached. At any time this holds
     ``bucket_bytes`` or one parameter, whichever is more, besides the tensor yielded. Every rank
-    must run the iteration, and as far as every other.
+    must run the iteration, and as far as every other. Where an optimizer steps between two of them,
+    those after it have its values, or of a bucket that was gathered before, those of before.
 
     Args:
         module: any module.
@@ -41,6 +43,9 @@ def iter_full(
             one by one from the ranks that own them.
         dtype: of floating-point tensors yielded; None leaves them as they are stored.
         device: of the tensors yielded; None leaves them where they are gathered.
+
+    Raises:
+        RuntimeError: on every rank: units were undone or made since the iteration began.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -61,15 +66,23 @@ def iter_full(
         for values, name, index in unit.links.places
     }
     slots = [
-        (f"{prefix}.{name}" if prefix else name, parameter_slots(owner), name)
+        (f"{prefix}.{name}" if prefix else name, parameter_slots(owner), name, is_sharded(value))
         for prefix, owner in module.named_modules(remove_duplicate=False)
         for name, value in parameter_slots(owner).items()
         if value is not None
     ]
+    compare_records(iter_units(module), "iter_full")
     flat: torch.Tensor | None = None
     last: Bucket | None = None
-    for full_name, values, name in slots:
+    for full_name, values, name, was_sharded in slots:
         unit, entry = entries.get((id(values), name), (None, None))
+        is_new = unit is None and is_sharded(values.get(name)) != was_sharded
+        if is_new or (unit is not None and unit not in unit.engine.units):
+            raise RuntimeError(
+                f"iter_full: {full_name!r} was sharded or undone since the iteration began; what "
+                "is left would not be what the rest was. Call fully_shard and undo before it or "
+                "after it."
+            )
         if unit is None or entry is None or isinstance(unit.opened, Scope):
             tensor = values[name].detach()
             if entry is not None and entry.spec.parallel is not None and not entry.spec.is_dtensor:

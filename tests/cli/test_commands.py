@@ -28,6 +28,8 @@ class Block(nn.Sequential):
 def model(): return nn.Sequential(nn.Embedding(100, 64), Block(), Block(), nn.Linear(64, 100))
 def broken(): raise KeyError("no such thing")
 def number(): return 3
+def broken_lines(): raise ValueError("one\\ntwo")
+def leave(): raise SystemExit(3)
 """
 
 
@@ -62,11 +64,19 @@ def test_plan_prints_draws_and_says_whether_it_fits(
 
 WRONG = {
     "names no model; wanted PATH:NAME": ["{file}"],
-    "has no 'modle'; it has Block, broken, model, number": ["{file}:modle"],
+    "has no 'modle'; it has Block, broken, broken_lines, leave, model, number": ["{file}:modle"],
     "broken() raised KeyError": ["{file}:broken"],
     "number() returned int; wanted an nn.Module": ["{file}:number"],
     "no_such.py does not exist": ["no_such.py:model"],
     "cannot be imported": ["no.such.package:model"],
+    ": cannot be imported: ValueError: Empty module name": [":model"],
+    ".: cannot be imported: TypeError": [".:model"],
+    'SystemExit: 3; keep what a script runs below `if __name__ == "__main__":`': [
+        "{folder}/leaves.py:model"
+    ],
+    "leave() raised SystemExit: 3": ["{file}:leave"],
+    "broken_lines() raised ValueError: one two": ["{file}:broken_lines"],
+    "wanted at most 1,048,576 ranks": ["{file}:model", "--world-size", "99999999999"],
     "config.json does not exist": ["config.json"],
     "--world-size is '8x'": ["{file}:model", "--world-size", "8x"],
     "--sample is '8by8'": ["{file}:model", "--sample", "8by8"],
@@ -92,6 +102,7 @@ def test_wrong_plans_are_one_line(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     (file.parent / "bad.py").write_text("def model:")
+    (file.parent / "leaves.py").write_text("raise SystemExit(3)")
     words = [word.format(file=file, folder=file.parent) for word in WRONG[said]]
     assert main(["plan", *words]) == 2
     errors = capsys.readouterr().err
@@ -272,3 +283,26 @@ def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr().err
         assert "no such script: nowhere.py" in said
         assert "no such module: no_such_package.train; it is looked for here" in said
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_output_that_nobody_takes(is_full: bool, file: Path) -> None:
+    """A full disk is one line, and a reader that has seen enough is no error."""
+    saved = file.parent / "saved"
+    fc.save_full(saved, fc.fully_shard(nn.Linear(2, 2)))
+    words = ["plan", f"{file}:model"] if is_full else ["checkpoint", "show", "--all", str(saved)]
+    read, target = os.pipe()
+    os.close(read)
+    if is_full:
+        target = os.open("/dev/full", os.O_WRONLY)
+    script = "import sys; from fsdp_compose.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        stdout=target,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    said = "fsdp-compose: [Errno 28] No space left on device\n" if is_full else ""
+    assert (done.returncode, done.stderr) == (2 if is_full else 0, said)

@@ -239,6 +239,18 @@ def test_a_failing_rank_is_named_and_ends_the_others(script):
     assert not any(alive(int(pid)) for pid in re.findall(r"\d+$", done.stdout, re.MULTILINE))
 
 
+def test_the_rank_that_left_is_named(script):
+    """The other ends first, with the exception about a connection that was closed."""
+    path = script(
+        "if rank == 0: raise RuntimeError('rank 1 does not answer')",
+        "time.sleep(0.4)",
+        "sys.exit(7)",
+    )
+    done = cli("run", "--nproc", "2", path)
+    assert done.returncode == 7
+    assert "rank 1 exited with code 7" in done.stderr and "rank 0 exited" not in done.stderr
+
+
 def test_a_killed_rank_is_named_with_its_signal(script):
     path = script(
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)",

@@ -26,11 +26,11 @@ CALLS: dict[str, tuple[Callable[[Tower], object], str]] = {
     "norm": (lambda m: m.head.weight.norm(), "take the norm of order 2 of 'head.weight'"),
     "clip": (lambda m: fc.clip_grad_norm_(m, 1.0), "take "),
     "gathered": (enter, "gather unit 'Tower' for gathered"),
-    "state_dict": (lambda m: fc.state_dict(m, "full"), "gather unit 'Tower' for a state dict"),
-    "iter_full": (lambda m: deque(fc.iter_full(m)), "gather unit 'Tower' for iter_full"),
-    "by rank": (lambda m: deque(fc.iter_full(m, bucket_bytes=1)), "for iter_full"),
+    "state_dict": (lambda m: fc.state_dict(m, "full"), "call state_dict"),
+    "iter_full": (lambda m: deque(fc.iter_full(m)), "call iter_full"),
+    "verify": (lambda m: fc.verify_replicas(m), "call verify_replicas"),
     "apply": (lambda m: fc.apply(m, lambda part: None), "draw random numbers in apply on cpu"),
-    "undo": (lambda m: fc.undo(m), "for undo"),
+    "undo": (lambda m: fc.undo(m), "call undo"),
 }
 
 
@@ -71,12 +71,12 @@ def test_different_calls_are_named() -> None:
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))
-        with pytest.raises(RuntimeError, match="wants to gather 'head.bias'"):
+        with pytest.raises(RuntimeError, match=r"wants to gather 'head\.bias'"):
             (model.head.weight if rank else model.head.bias).full_tensor()
         enter(model) if rank else fc.state_dict(model, "full")
 
     for text in rank_errors(ranks, 2):
-        assert "rank 0 wants to gather unit 'Tower' for a state dict" in str(text)
+        assert "rank 0 wants to call state_dict" in str(text)
         assert "where rank 1 wants to gather unit 'Tower' for gathered" in str(text)
 
 
@@ -111,10 +111,10 @@ def test_a_scope_that_one_rank_enters_again() -> None:
                 loss = square(model, x)
             loss.backward()
 
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="shapes"):
+                run(data(0, rank)[:, :1])
         with pytest.raises(RuntimeError, match="at the same time") as raised:
-            if rank == 1:
-                with pytest.raises(RuntimeError, match="shapes"):
-                    run(data(0, rank)[:, :1])
             run(data(0, rank))
         optimizer.zero_grad()
         train(model, optimizer, rank)

@@ -25,7 +25,14 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.checkpoint.files import Sum, committing, json_of, sync_folder, write_durably
+from fsdp_compose.checkpoint.files import (
+    Sum,
+    committing,
+    json_of,
+    sync_folder,
+    tidying,
+    write_durably,
+)
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Stored
 from fsdp_compose.checkpoint.metadata import check_relative
 from fsdp_compose.comm.messages import to_bytes
@@ -77,7 +84,8 @@ class Export:
             else:
                 self._commit_several(sums)
             sync_folder(self.root)
-            self._remove_replaced()
+            with tidying(self.root):
+                self._remove_replaced()
 
     def _commit_single(self, total: Sum) -> None:
         (file,) = self.files
@@ -88,7 +96,8 @@ class Export:
             self._write_index({file.name: single}, {single: total}, replaced)
         os.replace(self.temporary(file), target)
         sync_folder(self.root)
-        self._write_index({file.name: single}, {single: total}, None)
+        with tidying(self.root):  # an index that names both files is right as well
+            self._write_index({file.name: single}, {single: total}, None)
 
     def _commit_several(self, sums: Mapping[str, Sum]) -> None:
         names = {file.name: file.name for file in self.files}
@@ -123,7 +132,8 @@ class Export:
             index = json_of(self.root / self.format.index)
             kept.update(str(name) for name in index["weight_map"].values())
         for entry in leftovers(self.root, self.format, kept):
-            remove(entry)
+            with tidying(self.root):
+                remove(entry)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ so that whoever hands them out need not tell this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -58,6 +59,42 @@ class Part:
     @property
     def spec(self) -> ShardSpec | None:
         return None if self.entry is None else self.entry.spec
+
+
+@contextlib.contextmanager
+def unchanged_by_errors(targets: Targets) -> Iterator[None]:
+    """Scope that all ranks leave alike: by an error the optimizers are as they were before it."""
+    before = [(optim, optim.state, optim.param_groups) for optim, _ in targets]
+    try:
+        yield
+    except BaseException:
+        for optim, state, groups in before:  # torch's load_state_dict makes others of both
+            optim.state, optim.param_groups = state, groups
+        raise
+
+
+def is_state(value: object) -> bool:
+    """Whether it is a dictionary such as an optimizer's ``state_dict()`` gives."""
+    if not isinstance(value, Mapping):
+        return False
+    return isinstance(value.get("state"), Mapping) and isinstance(
+        value.get("param_groups"), list | tuple
+    )
+
+
+def load_plain(optim: Optimizer, plain: dict[str, Any]) -> None:
+    """Have an optimizer load state by numbers.
+
+    Raises:
+        RuntimeError: it cannot read it.
+    """
+    try:
+        optim.load_state_dict(plain)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"load_optim_state_dict: {type(optim).__name__} cannot read the state, and is "
+            f"unchanged: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,10 @@ from fsdp_compose.checkpoint.optimizer.members import (
     OptimLike,
     Part,
     Targets,
+    is_state,
     list_members,
+    load_plain,
+    unchanged_by_errors,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
     find_object,
@@ -123,7 +126,7 @@ def load_optim_state_dict(
         _check_readable(targets, given)
     if WORLD not in given:  # there each rank's file is its own
         agree_on_given(given, parts_of(targets), groups)
-    with SharedErrors(*groups, what="load_optim_state_dict"):
+    with unchanged_by_errors(targets), SharedErrors(*groups, what="load_optim_state_dict"):
         write_optim(targets, given)
 
 
@@ -158,7 +161,7 @@ def _write(targets: Targets, given: Mapping[str, Any]) -> None:
     for one, plain in ready:
         watch_optimizer(one)
         with checked_state():
-            one.load_state_dict(plain)
+            load_plain(one, plain)
         params = [p for group in one.param_groups for p in group["params"]]
         for number, values in plain["state"].items():
             own = one.state.get(params[number], {})
@@ -180,7 +183,7 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
     """Give state canonical names, whatever names or numbers it has."""
     if isinstance(state_dict, Mapping) and is_by_key(state_dict):
         state_dict = join_keys(state_dict)
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+    if not is_state(state_dict):
         raise TypeError(
             f"load_optim_state_dict: got a {type(state_dict).__name__}"
             + (f" with {sorted(map(str, state_dict))[:5]}" if isinstance(state_dict, dict) else "")

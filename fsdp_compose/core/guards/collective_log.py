@@ -37,7 +37,7 @@ from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import answer_for
-from fsdp_compose.core.guards.compared_steps import Settings, Steps
+from fsdp_compose.core.guards.compared_steps import Settings, Steps, number_of, texts_of
 from fsdp_compose.core.guards.guessed_use import Guess, make_guess, settle, sum_up
 from fsdp_compose.core.guards.rank_differences import (
     ALONE,
@@ -258,8 +258,7 @@ class Log:
         """Send this rank's event and hash to all ranks of the groups."""
         is_compared = code == _END and self.steps.are_compared
         settings = [*self.steps.settings.values()] if is_compared else []
-        number = hash(tuple([one.number for one in settings])) & _MASK if settings else 0
-        values = [code, self.hash, here.is_debugging + 2 * (self.doubts > 0), number]
+        values = [code, self.hash, here.is_debugging + 2 * (self.doubts > 0), number_of(settings)]
         streams = self.streams
         if streams.device.type != "cpu" or not all(map(comm.is_point_to_point, self.groups)):
             rank = self.groups[0].ranks[self.groups[0].rank]
@@ -321,10 +320,7 @@ class Log:
         Raises:
             RuntimeError: a parameter was stepped in other ways; names it, the ranks and the ways.
         """
-        mine: dict[tuple[str, str], dict[str, str]] = {}
-        for settings in comparison.settings:
-            for place, texts in settings.by_parameter().items():
-                mine[place] = mine.get(place, {}) | texts
+        mine = texts_of(comparison.settings)
         reports = [(self.groups[0].ranks[self.groups[0].rank], mine)]
         for group in self.groups:
             reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_compose.core.guards.rank_differences import CHANGE, Event
@@ -18,6 +18,20 @@ class Settings:
     number: int  # follows from them
     by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
     """Their texts, by (unit, parameter) and name."""
+
+
+def number_of(settings: Sequence[Settings]) -> int:
+    """A number that follows from all of them; 0 where there are none."""
+    return hash(tuple([one.number for one in settings])) & _MASK if settings else 0
+
+
+def texts_of(settings: Iterable[Settings]) -> dict[tuple[str, str], dict[str, str]]:
+    """Their texts, by (unit, parameter) and name."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for one in settings:
+        for place, texts in one.by_parameter().items():
+            found[place] = found.get(place, {}) | texts
+    return found
 
 
 @dataclass(eq=False)
@@ -44,10 +58,15 @@ class Steps:
             del self.writes.found[place]
 
     def take_writes(self) -> list[Event]:
+        """As ``list_writes``; they are forgotten."""
+        events = self.list_writes()
+        self.writes.found.clear()
+        return events
+
+    def list_writes(self) -> list[Event]:
         """What was written, as events, in one order on every rank."""
         events: list[Event] = []
         for _, (number, unit, what, text) in sorted(self.writes.found.items()):
             code = number << 2 & _MASK | 2
             events.append((code, CHANGE, unit, f"{what}, last by {text}; checksum {code:016x}"))
-        self.writes.found.clear()
         return events

@@ -1,0 +1,86 @@
+"""Before weights leave the run, ranks compare what was done to them since the last step ended.
+
+The end of a step compares whether all ranks stepped, with what settings, and what else they wrote.
+A checkpoint that is saved in between would keep parts of different weights for ever, and what the
+last step of a run did wrong would never be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any, TypeVar
+
+from fsdp_compose.comm.heads import meet_alone
+from fsdp_compose.comm.messages import gather_objects, raise_on_all
+from fsdp_compose.core.guards.collective_log import Log, code_of
+from fsdp_compose.core.guards.compared_steps import number_of, texts_of
+from fsdp_compose.core.guards.rank_differences import (
+    STEPPED,
+    explain,
+    explain_settings,
+    explain_stepped,
+)
+from fsdp_compose.core.state import Unit
+
+T = TypeVar("T", bound="tuple[Any, ...]")
+
+
+def compare_records(units: Iterable[Unit], call: str) -> None:
+    """Raise on every rank where some did other things to the parameters of ``units``.
+
+    Every rank must call it. Inside a step nothing is compared: its end does that. What is compared
+    stays to be compared there too.
+
+    Args:
+        call: what every rank calls.
+
+    Raises:
+        RuntimeError: optimizers stepped on some ranks alone, or with other settings, or something
+            was written on some ranks; names the parameter and the ranks.
+    """
+    logs = dict.fromkeys(log for unit in units for log in unit.links.logs)
+    found = sorted(logs, key=lambda log: log.place)
+    problem: Exception | None = None
+    for log in found:
+        for group in log.groups:
+            meet_alone(group, f"call {call}")
+        if text := _find_difference(log, call):
+            problem = problem or RuntimeError(f"{call}: {text}")
+    groups = dict.fromkeys(group for log in found for group in log.groups)
+    if len(groups) > 1:  # ranks that share one of them with those that differ
+        raise_on_all(problem, groups, what=call)
+    elif problem is not None:
+        raise problem
+
+
+def forget_records(units: Iterable[Unit]) -> None:
+    """After every rank has loaded weights: it does not matter any more which ranks had stepped."""
+    for unit in units:
+        for log in unit.links.logs:
+            log.steps.forget_loaded(unit.name)
+
+
+def _find_difference(log: Log, call: str) -> str | None:
+    steps, mine = log.steps, log.groups[0].ranks[log.groups[0].rank]
+    events = steps.list_writes()
+    if steps.parameter is not None:
+        events.append((code_of(STEPPED), STEPPED, *steps.parameter))
+    settings = [*steps.settings.values()] if steps.are_compared else []
+    reports = _gather(log, (mine, bool(log.events), events, number_of(settings)), call)
+    if any(is_inside for _, is_inside, _, _ in reports):
+        return None
+    done = [(rank, events) for rank, _, events, _ in reports]
+    if len({tuple(number for number, *_ in events) for _, events in done}) > 1:
+        return explain_stepped(log.step, done) or explain(log.step, done)
+    if len({number for *_, number in reports}) > 1:
+        return explain_settings(log.step, _gather(log, (mine, texts_of(settings)), call))
+    return None
+
+
+def _gather(log: Log, mine: T, call: str) -> list[T]:
+    """What every rank of the log's groups has, by rank, which comes first in it."""
+    reports = [mine]
+    for group in log.groups:
+        reports = [r for part in gather_objects(reports, group, call) for r in part]
+    return sorted(reports, key=itemgetter(0))

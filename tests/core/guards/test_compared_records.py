@@ -1,0 +1,154 @@
+"""Ranks that did other things to the weights save nothing: they would keep parts of each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_compose as fc
+
+from harness import run_ranks, simulate_ranks
+from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
+
+Optimizer = torch.optim.Optimizer
+
+
+def leave_out(model: Tower, optimizer: Optimizer, rank: int) -> None:
+    if rank == 0:
+        optimizer.step()
+
+
+def write(model: Tower, optimizer: Optimizer, rank: int) -> None:
+    if rank == 0:
+        with torch.no_grad():
+            model.head.weight.zero_()
+
+
+def other_rate(model: Tower, optimizer: Optimizer, rank: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    optimizer.step()
+
+
+def clear_one(model: Tower, optimizer: Optimizer, rank: int) -> None:
+    if rank == 0:
+        model.first.weight.grad = None
+    optimizer.step()
+
+
+def scale_one(model: Tower, optimizer: Optimizer, rank: int) -> None:
+    if rank == 0:
+        model.head.weight.grad.mul_(2)
+    optimizer.step()
+
+
+DONE: dict[str, tuple[Callable[[Tower, Optimizer, int], None], str]] = {
+    "leave out": (leave_out, "optimizer.step() was left out on rank 1"),
+    "write": (write, "ranks wrote in their own ways"),
+    "other rate": (other_rate, "had settings that differ between ranks"),
+    "clear one": (clear_one, "had settings that differ between ranks"),
+    "scale one": (scale_one, "ranks wrote in their own ways"),
+}
+
+CALLS: dict[str, Callable[[Tower, Optimizer, Path], Any]] = {
+    "save_checkpoint": lambda m, o, path: fc.save_checkpoint(path / "a", m),
+    "save_full": lambda m, o, path: fc.save_full(path / "b", m),
+    "state_dict": lambda m, o, path: fc.state_dict(m),
+    "iter_full": lambda m, o, path: deque(fc.iter_full(m)),
+    "verify_replicas": lambda m, o, path: fc.verify_replicas(m),
+    "undo": lambda m, o, path: fc.undo(m),
+}
+
+
+def train(model: Tower, rank: int, step: Callable[[], object]) -> None:
+    square(model, data(0, rank)).backward()
+    step()
+
+
+def ask(call: str, model: Tower, optimizer: Optimizer, path: Path) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        CALLS[call](model, optimizer, path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("done", DONE)
+def test_no_weights_leave_that_ranks_made_differently(done: str, tmp_path: Path) -> None:
+    """Every call says what was done, and so does the next step."""
+    act, text = DONE[done]
+
+    def ranks(rank: int) -> list[str]:
+        model = by_block(seeded(Tower))
+        optimizer = sgd(model.parameters())
+        train(model, rank, optimizer.step)
+        optimizer.zero_grad()
+        train(model, rank, lambda: act(model, optimizer, rank))
+        texts = [ask(call, model, optimizer, tmp_path) for call in CALLS]
+        with pytest.raises(RuntimeError) as raised:
+            square(model, data(0, rank)).backward()
+        return [*texts, str(raised.value)]
+
+    for texts in simulate_ranks(ranks):
+        for call, found in zip(CALLS, texts, strict=False):
+            assert f"{call}: " in found and text in found, (call, found)
+        assert text in texts[-1] or "cleared on some ranks only" in texts[-1]
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_torchs_own_state_dict_compares_too() -> None:
+    def ranks(rank: int) -> str:
+        model = by_block(seeded(Tower))
+        optimizer = sgd(model.parameters())
+        train(model, rank, lambda: leave_out(model, optimizer, rank))
+        with fc.state_dict_type(model, "full"), pytest.raises(RuntimeError) as raised:
+            model.state_dict()
+        return str(raised.value)
+
+    for text in run_ranks(ranks, 2):
+        assert text.startswith("state_dict: optimizer.step() was left out on rank 1"), text
+
+
+@pytest.mark.parametrize("rank_alone", [1, 2])
+def test_ranks_of_other_groups_save_nothing_either(rank_alone: int, tmp_path: Path) -> None:
+    def ranks(rank: int) -> list[str]:
+        strategy = fc.ShardingStrategy.HYBRID_SHARD
+        model = by_block(seeded(Tower), mesh=mesh_of_replicas(2, 2), strategy=strategy)
+        optimizer = sgd(model.parameters())
+        train(model, rank, lambda: rank == rank_alone or optimizer.step())
+        return [ask(call, model, optimizer, tmp_path) for call in CALLS]
+
+    for texts in simulate_ranks(ranks, 4):
+        assert all(f"left out on rank {rank_alone} before" in text for text in texts), texts
+
+
+def test_what_all_ranks_did_alike_is_saved(tmp_path: Path) -> None:
+    """Between steps, between a forward and its backward, and in the middle of accumulating."""
+
+    def ranks(rank: int) -> list[Tensor]:
+        model = by_block(seeded(Tower))
+        optimizer = sgd(model.parameters())
+        found = []
+        for step in range(3):
+            with fc.no_sync(model) if step == 1 else nullcontext():
+                loss = square(model, data(step, rank))
+                found.append(fc.state_dict(model)["head.weight"])
+                loss.backward()
+            fc.save_full(tmp_path / "saved", model)
+            with torch.no_grad():
+                model.first.bias.add_(1)
+            if step != 1:
+                optimizer.step()
+            fc.verify_replicas(model)
+            found.append(fc.state_dict(model)["head.weight"])
+        deque(fc.iter_full(model))
+        fc.undo(model)
+        return [*found, model.head.weight.detach()]
+
+    first, second = run_ranks(ranks, 2)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
