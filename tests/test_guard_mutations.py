@@ -13,6 +13,7 @@ import fsdp_compose as fc
 from fsdp_compose.attach.entrances import ANSWERS
 from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import forward, passes
+from fsdp_compose.core.guards import compared_records
 from fsdp_compose.core.guards.kept_tensors import watch_forwards
 from fsdp_compose.optim import clip, slice_step, step_guard, step_plan
 from fsdp_compose.scopes import compile as compiling
@@ -203,6 +204,27 @@ def check_planned_step(rank: int) -> None:
     assert assert_steps_agree(change) == [True, True, False, True, False]
 
 
+def check_stepped_alike(rank: int) -> None:
+    """Weights that one rank alone has stepped are not gathered into a state dict."""
+    model = fc.fully_shard(seeded(Block))
+    optimizer = sgd(model.parameters())
+    square(model, data(0, rank)).backward()
+    if rank:
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="left out on rank 0"):
+        fc.state_dict(model)
+
+
+def check_stepped_with_one_rate(rank: int) -> None:
+    """Nor are those that were stepped with other learning rates."""
+    model = fc.fully_shard(seeded(Block))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    square(model, data(0, rank)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="had settings that differ"):
+        fc.state_dict(model)
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     "zeros for what a compiled graph never used": (give_zeros, check_compiled_unused),
     "own gradients in scopes": (give_own, check_asked_in_scope),
@@ -233,6 +255,14 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
         check_planned_step,
     ),
     "reductions not compared": (no_numbers, check_blend),
+    "steps not compared before weights leave": (
+        lambda: setattr(compared_records, "explain_stepped", lambda step, reports: None),
+        check_stepped_alike,
+    ),
+    "settings not compared before weights leave": (
+        lambda: setattr(compared_records, "number_of", lambda settings: 0),
+        check_stepped_with_one_rate,
+    ),
     "gradients of a skipped step kept": (
         lambda: setattr(skippable._State, "restore", lambda self: None), check_skipped,
     ),

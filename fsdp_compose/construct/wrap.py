@@ -140,9 +140,11 @@ def matches_nothing(description: str, root: nn.Module) -> str:
             "none; leave units= out, and it is one unit."
         )
     largest = max((sum(p.numel() for p in m.parameters()) for m in inside), default=0)
+    itself = f" The {type(root).__name__} itself is a unit where units= is left out."
     return (
         f"fully_shard: units={description} matches no submodule of {type(root).__name__}; it has "
         f"submodules of classes {kinds}, of up to {largest:,} parameter elements."
+        f"{itself if type(root).__name__ in description else ''}"
     )
 
 

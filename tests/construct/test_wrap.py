@@ -392,3 +392,13 @@ def test_a_list_with_a_forward_is_a_unit() -> None:
     model = _callable()
     fully_shard(model.blocks)
     assert {unit.name for unit in units(model)} == {"_Called"}
+
+
+def test_a_policy_that_names_the_model_itself() -> None:
+    """It is a unit already, whatever is in it."""
+    with pytest.raises(
+        ValueError, match=r"as Linear has none; leave units= out, and it is one unit"
+    ):
+        fully_shard(nn.Linear(2, 2), units=wrap.by_class({nn.Linear}))
+    with pytest.raises(ValueError, match=r"elements\. The Tower itself is a unit where units= is"):
+        fully_shard(Tower(), units=wrap.by_class({Tower}))
