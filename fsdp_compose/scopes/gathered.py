@@ -414,7 +414,8 @@ def agree_with_rank0(units: list[Unit], options: ScopeOptions, failed: bool) -> 
         if not failed and bool(flag.item()):
             raise RuntimeError(
                 "gathered: the scope failed on rank 0, whose parameters are the ones to be written "
-                "back with rank0_only; nothing was written. See the error of rank 0."
+                "back with rank0_only; nothing was written. See the error of rank 0; then every "
+                "rank may enter it again."
             )
 
 

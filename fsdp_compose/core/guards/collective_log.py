@@ -375,7 +375,8 @@ class Log:
             self.steps.failures += 1
             raise RuntimeError(
                 f"rank {meets - _FAILED} failed inside a scope of gathered(writeback=True) or "
-                "apply(), for whose end this rank waits; nothing was written. See its error."
+                "apply(), for whose end this rank waits; nothing was written. See its error; then "
+                "every rank may begin it again."
             )
         if meets == DISCARDED and self.is_skippable:
             self.unmet.add(group)
