@@ -128,6 +128,34 @@ def test_ranks_of_other_groups_save_nothing_either(rank_alone: int, tmp_path: Pa
         assert all(f"left out on rank {rank_alone} before" in text for text in texts), texts
 
 
+def test_units_over_other_groups_are_compared_too(tmp_path: Path) -> None:
+    """Each of two meshes has a list of its own, and the ranks of both hear of either."""
+
+    def ranks(rank: int) -> list[str]:
+        model = seeded(Tower)
+        hybrid = fc.ShardingStrategy.HYBRID_SHARD
+        for block in model.blocks:
+            fc.fully_shard(block, mesh=mesh_of_replicas(2, 2), strategy=hybrid)
+        fc.fully_shard(model)
+        optimizer = sgd(model.parameters())
+        texts = []
+        for part in (model.head, model.blocks[1].up):
+            train(model, rank, optimizer.step)
+            optimizer.zero_grad()
+            if rank == 3:
+                with torch.no_grad():
+                    part.weight.zero_()
+            texts.append(ask("state_dict", model, optimizer, tmp_path))
+            with pytest.raises(RuntimeError):
+                square(model, data(0, rank)).backward()
+            optimizer.zero_grad()
+        return texts
+
+    for head, block in simulate_ranks(ranks, 4):
+        assert "wrote in their own ways" in head and "head.weight" in head
+        assert "wrote in their own ways" in block and "blocks.1.up.weight" in block
+
+
 def test_what_all_ranks_did_alike_is_saved(tmp_path: Path) -> None:
     """Between steps, between a forward and its backward, and in the middle of accumulating."""
 
