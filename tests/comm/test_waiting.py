@@ -36,7 +36,7 @@ CALLS: dict[str, tuple[Callable[[nn.Module, Path], Any], str]] = {
     "forward": (lambda model, path: model(torch.ones(2, 4)).sum().backward(), "gather unit"),
     "norm": (lambda model, path: model[0].weight.norm(), "take the norm of order 2 of '0.weight'"),
     "full_tensor": (lambda model, path: model[0].weight.full_tensor(), "gather '"),
-    "state_dict": (lambda model, path: fc.state_dict(model), "gather unit"),
+    "state_dict": (lambda model, path: fc.state_dict(model), "call state_dict"),
     "save": (lambda model, path: fc.save_checkpoint(path, model), "save_checkpoint"),
     "save_full": (lambda model, path: fc.save_full(path, model), "save_full"),
     "fully_shard": (lambda model, path: sharded(), "compare notes in fully_shard"),

@@ -29,8 +29,7 @@ T = TypeVar("T", bound="tuple[Any, ...]")
 def compare_records(units: Iterable[Unit], call: str) -> None:
     """Raise on every rank where some did other things to the parameters of ``units``.
 
-    Every rank must call it. Inside a step nothing is compared: its end does that. What is compared
-    stays to be compared there too.
+    Every rank must call it. What is compared is compared again when the next step ends.
 
     Args:
         call: what every rank calls.
@@ -67,10 +66,8 @@ def _find_difference(log: Log, call: str) -> str | None:
     if steps.parameter is not None:
         events.append((code_of(STEPPED), STEPPED, *steps.parameter))
     settings = [*steps.settings.values()] if steps.are_compared else []
-    reports = _gather(log, (mine, bool(log.events), events, number_of(settings)), call)
-    if any(is_inside for _, is_inside, _, _ in reports):
-        return None
-    done = [(rank, events) for rank, _, events, _ in reports]
+    reports = _gather(log, (mine, events, number_of(settings)), call)
+    done = [(rank, events) for rank, events, _ in reports]
     if len({tuple(number for number, *_ in events) for _, events in done}) > 1:
         return explain_stepped(log.step, done) or explain(log.step, done)
     if len({number for *_, number in reports}) > 1:

@@ -18,7 +18,6 @@ from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import renew_bucket
-from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.state import Unit, iter_units
 from fsdp_compose.sharded import part_of, to_local
 
@@ -48,9 +47,7 @@ def verify_replicas(module: nn.Module) -> None:
             ranks hold what.
     """
     check_module("verify_replicas", module)
-    units = list(iter_units(module))
-    compare_records(units, "verify_replicas")
-    verify_units(units, "verify_replicas")
+    verify_units(iter_units(module), "verify_replicas")
 
 
 def verify_units(units: Iterable[Unit], caller: str) -> None:
