@@ -137,10 +137,11 @@ def test_calls_on_every_rank_are_right_in_a_step() -> None:
             loss = square(model, data(0, rank))
             seen.append(model.blocks[0].up.weight.detach().sum())
             loss.backward()
+        seen.append(bias.full_tensor())
         assert not any(log.events for unit in units(model) for log in unit.links.logs)
         return [torch.as_tensor(value).clone() for value in seen]
 
     first, second = run_ranks(ranks, 2)
-    assert len(first) == 6
+    assert len(first) == 7
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
