@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import takewhile
 from threading import get_ident
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
@@ -229,18 +230,23 @@ def send_heads(
     return heads
 
 
-_callers: weakref.WeakKeyDictionary[Any, weakref.ref[Caller]] = weakref.WeakKeyDictionary()
-"""By process group, who compares what the ranks of it run."""
+_callers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
+"""By process group, who compares what the ranks of it run; ``_nobody`` where several do."""
+
+
+def _nobody() -> Literal[False]:
+    return False
 
 
 def answer_for(caller: Caller, groups: Iterable[Group]) -> None:
     """Let ``caller`` also compare the collectives over ``groups`` that no step issues.
 
-    Of several over one group the first does, which is the same one on every rank.
+    Where another one answers for one of them, none does: they would tell other ranks of it.
     """
     for group in groups:
-        if group.pg is not None and (group.pg not in _callers or _callers[group.pg]() is None):
-            _callers[group.pg] = weakref.ref(caller)
+        if group.pg is not None:
+            known = _callers.get(group.pg, lambda: None)
+            _callers[group.pg] = weakref.ref(caller) if known() is None else _nobody
 
 
 def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
@@ -258,11 +264,15 @@ def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
     """
     if group.pg is None or not is_point_to_point(group) or get_ident() in here.calls:
         return
-    known = _callers.get(group.pg)
-    caller = None if known is None else known()
+    caller: Caller | None = _callers.get(group.pg, _nobody)() or None
     if caller is not None:
         with caller.alone(purpose, kind or purpose) as head:
-            send_heads(caller, head, group, purpose).check()
+            if not send_heads(caller, head, group, purpose).check():
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} was to {purpose}, but the ranks have ended this step "
+                    "in different ways, and the error that said so was caught. Let it leave the "
+                    "step."
+                )
 
 
 def tag_behind(caller: Caller, head: Head, group: Group) -> int:

@@ -145,3 +145,28 @@ def test_calls_on_every_rank_are_right_in_a_step() -> None:
     assert len(first) == 7
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_call_after_a_discard_waits_for_nothing() -> None:
+    """In a step that another rank skips, until the error that said so leaves the step."""
+
+    def ranks(rank: int) -> list[str]:
+        model = by_block(seeded(Tower))
+        errors: list[RuntimeError] = []
+        with fc.skippable_step(model) as step:
+            square(model, data(0, rank))
+            if rank == 1:
+                raise ValueError("a bad batch")
+            for _ in range(2):
+                try:
+                    model.head.weight.norm()
+                except RuntimeError as error:
+                    errors.append(error)
+            raise errors[0]
+        assert step.skipped
+        train(model, sgd(model.parameters()), rank)
+        return [str(error) for error in errors]
+
+    found = run_ranks(ranks, 2, timeout=20)[0]
+    assert "discards this step" in found[0]
+    assert "was to take the norm of order 2 of 'head.weight', but" in found[1]

@@ -38,4 +38,4 @@ def note_added(entries: Sequence[Entry], were_there: Sequence[bool]) -> None:
     added = sorted(e.spec.fqn for e, is_there in zip(entries, were_there, strict=True) if is_there)
     number = zlib.crc32(f"{bucket.entries[0].spec.unit} {added}".encode())
     number += 0 if before is None else before.number
-    log.steps.settings[id(bucket)] = Settings(number, lambda: texts)
+    log.steps.settings[id(bucket)] = Settings(number, lambda: texts, is_of_step=False)

@@ -45,6 +45,7 @@ from fsdp_compose.core.guards.rank_differences import (
     STEPPED,
     Event,
     Frozen,
+    differ_in_writes,
     explain,
     explain_added,
     explain_frozen,
@@ -249,9 +250,12 @@ class Log:
 
     def _forget(self) -> None:
         """Begin a step: what the last one did is compared, or never will be."""
-        self.events, self.hash = [], 0
+        self._forget_events()
         self.steps.writes.found.clear()
         self.steps.forget()
+
+    def _forget_events(self) -> None:
+        self.events, self.hash = [], 0
         self.guesses, self.doubts = [], 0
 
     def _compare(self, code: int) -> _Pending:
@@ -412,15 +416,18 @@ class Log:
     ) -> NoReturn:
         """Exchange the events over ``groups``, and raise with what differs first."""
         reports = self._exchange(groups, events)
+        done = [(rank, events) for rank, events, _ in reports]
+        if explain_stepped(step, done) or differ_in_writes(done):  # which is told, and forgotten
+            self._forget()
         self.start_over([*{*groups, *self.channels}] if groups is self.groups else groups)
         if discards := {
-            r: done[-1][3] for r, done, _ in reports if done and done[-1][1] == DISCARD
+            r: events[-1][3] for r, events, _ in reports if events and events[-1][1] == DISCARD
         }:
             raise StepDiscarded(discards)
-        if text := explain_stepped(step, [(rank, done) for rank, done, _ in reports]):
+        if text := explain_stepped(step, done):
             raise RuntimeError(text)
         frozen = explain_frozen(step, [(rank, names) for rank, _, names in reports])
-        text = frozen or explain(step, [(rank, done) for rank, done, _ in reports])
+        text = frozen or explain(step, done)
         raise RuntimeError(f"{text} {LATE}" if late else text)
 
     def _exchange(self, groups: Sequence[Group], events: list[Event]) -> list[Report]:
@@ -456,8 +463,12 @@ class Log:
         self.events.append((_DISCARDED, DISCARD, "", reason))
 
     def start_over(self, groups: Sequence[Group]) -> None:
-        """Forget the step's events; what was sent over ``groups`` for them is never read."""
-        self._forget()
+        """Forget the step's events; what was sent over ``groups`` for them is never read.
+
+        What was stepped and written before it is compared when the next step ends.
+        """
+        self.steps.recall()
+        self._forget_events()
         self.pending, self.is_stepwise = None, True
         self.disagreements += 1
         for group in groups:

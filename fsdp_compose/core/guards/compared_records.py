@@ -41,15 +41,21 @@ def compare_records(units: Iterable[Unit], call: str) -> None:
     logs = dict.fromkeys(log for unit in units for log in unit.links.logs)
     found = sorted(logs, key=lambda log: log.place)
     problem: Exception | None = None
+    shared: list[Log] = []  # with ranks that compare others as well, and may differ there
     for log in found:
         for group in log.groups:
             meet_alone(group, f"call {call}")
-        if text := _find_difference(log, call):
+        text, is_one_of_several = _find_difference(log, len(found) > 1, call)
+        if text:
             problem = problem or RuntimeError(f"{call}: {text}")
-    groups = dict.fromkeys(group for log in found for group in log.groups)
-    if len(groups) > 1:  # ranks that share one of them with those that differ
-        raise_on_all(problem, groups, what=call)
-    elif problem is not None:
+        if is_one_of_several:
+            shared.append(log)
+    for log in shared:
+        try:
+            raise_on_all(problem, log.groups, what=call)
+        except RuntimeError as error:
+            problem = error
+    if problem is not None:
         raise problem
 
 
@@ -60,19 +66,21 @@ def forget_records(units: Iterable[Unit]) -> None:
             log.steps.forget_loaded(unit.name)
 
 
-def _find_difference(log: Log, call: str) -> str | None:
+def _find_difference(log: Log, has_others: bool, call: str) -> tuple[str | None, bool]:
+    """What differs, and whether some rank of the log ``has_others``."""
     steps, mine = log.steps, log.groups[0].ranks[log.groups[0].rank]
     events = steps.list_writes()
     if steps.parameter is not None:
         events.append((code_of(STEPPED), STEPPED, *steps.parameter))
     settings = [*steps.settings.values()] if steps.are_compared else []
-    reports = _gather(log, (mine, events, number_of(settings)), call)
-    done = [(rank, events) for rank, events, _ in reports]
+    reports = _gather(log, (mine, events, number_of(settings), has_others), call)
+    done = [(rank, events) for rank, events, _, _ in reports]
+    text = None
     if len({tuple(number for number, *_ in events) for _, events in done}) > 1:
-        return explain_stepped(log.step, done) or explain(log.step, done)
-    if len({number for *_, number in reports}) > 1:
-        return explain_settings(log.step, _gather(log, (mine, texts_of(settings)), call))
-    return None
+        text = explain_stepped(log.step, done) or explain(log.step, done)
+    elif len({number for _, _, number, _ in reports}) > 1:
+        text = explain_settings(log.step, _gather(log, (mine, texts_of(settings)), call))
+    return text, any(found for *_, found in reports)
 
 
 def _gather(log: Log, mine: T, call: str) -> list[T]:

@@ -18,6 +18,7 @@ class Settings:
     number: int  # follows from them
     by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
     """Their texts, by (unit, parameter) and name."""
+    is_of_step: bool = True  # not of what a backward adds to
 
 
 def number_of(settings: Sequence[Settings]) -> int:
@@ -42,11 +43,13 @@ class Steps:
     settings: dict[int, Settings] = field(default_factory=dict)  # by optimizer's or bucket's id
     are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
     writes: Writes = field(default_factory=Writes)  # outside of those steps
+    noted: Writes = field(default_factory=Writes)  # those that are events of the step under way
     failures: int = 0  # of other ranks in scopes, that this one was told of and is still inside
 
     def forget(self) -> None:
-        """Forget the steps, not what was written."""
+        """Forget the steps and writes that the ranks have compared; not what was written since."""
         self.parameter, self.settings, self.writes.are_noted = None, {}, True
+        self.noted.found.clear()
 
     def forget_loaded(self, unit: str) -> None:
         """After every rank has loaded a unit: which had stepped, or written it, is no matter.
@@ -57,9 +60,22 @@ class Steps:
         for place in [place for place in self.writes.found if place[0] in (unit, "")]:
             del self.writes.found[place]
 
+    def recall(self) -> None:
+        """Compare what made the weights at the end of another step, as this one ends early.
+
+        What was done to gradients is forgotten: they are cleared, or are those of before the step.
+        """
+        self.settings = {key: one for key, one in self.settings.items() if one.is_of_step}
+        self.writes.are_noted = True
+        _add(self.writes, self.noted)
+        self.noted.found.clear()
+        for place in [place for place in self.writes.found if place[1].startswith("gradient")]:
+            del self.writes.found[place]
+
     def take_writes(self) -> list[Event]:
         """As ``list_writes``; they are forgotten."""
         events = self.list_writes()
+        _add(self.noted, self.writes)
         self.writes.found.clear()
         return events
 
@@ -70,3 +86,9 @@ class Steps:
             code = number << 2 & _MASK | 2
             events.append((code, CHANGE, unit, f"{what}, last by {text}; checksum {code:016x}"))
         return events
+
+
+def _add(total: Writes, more: Writes) -> None:
+    for place, (number, unit, what, text) in more.found.items():
+        before = total.found.get(place)
+        total.found[place] = number + (before[0] if before else 0), unit, what, text

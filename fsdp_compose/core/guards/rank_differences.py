@@ -180,6 +180,20 @@ def explain_settings(
     )
 
 
+def differ_in_writes(reports: Sequence[tuple[int, list[Event]]]) -> bool:
+    """Whether what the ranks did differently first is a write between steps; as of ``explain``."""
+    return any(event[1] == CHANGE for event in _find_first(reports)[1])
+
+
+def _find_first(reports: Sequence[tuple[int, list[Event]]]) -> tuple[int, list[Event]]:
+    """Where the ranks differ first among their collectives, and what those did that did any."""
+    lists = [_list_collectives(events) for _, events in reports]
+    length = max(map(len, lists))
+    same = (len({_number(events, i) for events in lists}) == 1 for i in range(length))
+    position = next((i for i, is_same in enumerate(same) if not is_same), length)
+    return position, [event for events in lists for event in events[position : position + 1]]
+
+
 def _list_collectives(events: Sequence[Event]) -> list[Event]:
     """The events that are collectives; whether an optimizer had stepped is none."""
     return [event for event in events if event[1] != STEPPED]
@@ -192,10 +206,7 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
         reports: (rank, its events since the ranks last agreed), by rank.
     """
     reports = [(rank, _list_collectives(events)) for rank, events in reports]
-    lists = [events for _, events in reports]
-    length = max(map(len, lists))
-    same = (len({_number(events, i) for events in lists}) == 1 for i in range(length))
-    position = next((i for i, is_same in enumerate(same) if not is_same), length)
+    position, differing = _find_first(reports)
     kinds: dict[int, tuple[str, list[int]]] = {}
     for rank, events in reports:
         text = _describe(events[position]) if position < len(events) else "end{} the step"
@@ -207,7 +218,6 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
         _name(ranks) + " " + text.replace("{}", "s" if len(ranks) == 1 else "", 1)
         for text, (_, ranks) in zip(texts, kinds.values(), strict=True)
     )
-    differing = [event for events in lists for event in events[position : position + 1]]
     if any(event[1] == ALONE for event in differing):
         return f"ranks do different things at the same time: {found}. {_ALONE}"
     if any(event[1] == WRITE for event in differing):

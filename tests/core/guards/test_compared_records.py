@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsdp_compose as fc
 
@@ -181,3 +182,72 @@ def test_what_all_ranks_did_alike_is_saved(tmp_path: Path) -> None:
     first, second = run_ranks(ranks, 2)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+def test_ranks_with_units_over_other_groups_too(tmp_path: Path) -> None:
+    """A part over some ranks alone is compared among them, and all hear of it."""
+
+    def ranks(rank: int) -> list[str]:
+        found = []
+        for call in CALLS:
+            if call == "save_full":
+                continue  # it refuses what some ranks alone hold
+            model, some = nn.Module(), dist.new_group([0, 1])
+            model.all = by_block(seeded(Tower))
+            if rank < 2:
+                model.some = by_block(seeded(Tower), mesh=some)
+            found.append(type(CALLS[call](model, None, tmp_path / call)).__name__)
+            if call == "undo":
+                continue
+            if rank == 1:
+                with torch.no_grad():
+                    model.some.head.weight.zero_()
+            with pytest.raises(RuntimeError, match="wrote in their own ways"):
+                CALLS[call](model, None, tmp_path / call)
+        return found
+
+    results = run_ranks(ranks, 3, timeout=40)
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("how", ["alone", "skipped"])
+def test_an_error_in_between_hides_nothing(how: str, tmp_path: Path) -> None:
+    """A call on one rank alone that is caught, and a step that is skipped, come before the save."""
+
+    def ranks(rank: int) -> list[str]:
+        model = by_block(seeded(Tower))
+        optimizer = sgd(model.parameters())
+        train(model, rank, lambda: leave_out(model, optimizer, rank))
+        optimizer.zero_grad()
+        if how == "alone":
+            with pytest.raises(RuntimeError, match="at the same time"):
+                model.head.weight.norm() if rank else square(model, data(0, rank))
+        else:
+            with fc.skippable_step(model) as step:
+                loss = square(model, data(0, rank))
+                if rank == 1:
+                    raise ValueError("a bad batch")
+                loss.backward()
+            assert step.skipped
+        return [ask(call, model, optimizer, tmp_path) for call in CALLS]
+
+    for texts in run_ranks(ranks, 2):
+        assert all("left out on rank 1" in text for text in texts), texts
+
+
+def test_gradients_of_a_skipped_step_are_forgotten(tmp_path: Path) -> None:
+    """What one rank alone did to them is undone with the step."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optimizer = sgd(model.parameters())
+        with fc.skippable_step(model) as step:
+            square(model, data(0, rank)).backward()
+            if rank == 0:
+                model.first.weight.grad.fill_(torch.nan)
+            step.check(model.first.weight.grad.sum())
+        assert step.skipped
+        train(model, rank, optimizer.step)
+        fc.save_full(tmp_path, model)
+
+    run_ranks(ranks, 2)
