@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -378,6 +379,7 @@ def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
             if isinstance(submodule, torch.jit.ScriptModule):
                 _check_script(plan, name, submodule)
                 continue
+            _check_plain(plan, name, submodule)
             for key, param in parameter_slots(submodule).items():
                 if param is None or id(param) in plan.ignored.params:
                     continue
@@ -387,6 +389,20 @@ def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
                 item.slots.append(Slot.of(submodule, key))
     taken.update(id(module) for module in plan.modules)
     plan.found = list(found.values())
+
+
+def _check_plain(plan: UnitPlan, name: str, module: nn.Module) -> None:
+    """Raise for a module that torch's own FSDP has sharded: its parameters are slices by now."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
+        is_wrapper = isinstance(module, fsdp.FullyShardedDataParallel)
+        whose = "FullyShardedDataParallel" if is_wrapper else "fully_shard"
+        what = f"contains {name!r}, which" if name else "is what"
+        raise ValueError(
+            f"fully_shard: unit {plan.name!r} {what} torch.distributed.fsdp's {whose} has sharded. "
+            "Shard the plain module here instead, without that call, or pass it in ignored= to "
+            "leave it to torch."
+        )
 
 
 def _check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:

@@ -171,7 +171,9 @@ class _Ledger:
                 self._count_gather(i)
                 if self._is_encoded(i):
                     self.is_encoded[i] = True
-                    self.change(encoded=self.buckets[i].encoded_buffer_bytes)
+                    own = self.buckets[i].encoded_bytes or 0  # before it is in its place
+                    self.change(encoded=self.buckets[i].encoded_buffer_bytes + own)
+                    self.change(encoded=-own)
                     if not self.buckets[i].point_to_point:
                         self._decode(i)  # at once, in the order of the stream
 
@@ -239,7 +241,7 @@ class _Ledger:
         if bucket.ranks == 1 or not bucket.full_bytes:
             return
         ranks = bucket.spread if self.is_spread[i] and bucket.spread else bucket.gather_ranks
-        if bucket.fused > 1 and i not in self.refreshed:
+        if bucket.fused > 1 and bucket.trained_numel and i not in self.refreshed:
             self.refreshed.add(i)
             copied = bucket.weight_copy_bytes
             moved = copied - copied // bucket.fused

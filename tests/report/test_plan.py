@@ -19,6 +19,7 @@ from fsdp_compose import (
     ShardingStrategy,
     fully_shard,
 )
+from fsdp_compose.comm.codecs import bf16_codec
 from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.report import TrafficReport, count_traffic, plan
@@ -70,6 +71,12 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
         {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 1)},
         Model,
     ),
+    "hybrid optimizer, frozen": (
+        4,
+        {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2)},
+        lambda: Model("first blocks.0 blocks.1 blocks.2 blocks.3"),
+    ),
+    "gathers in bf16": (2, {"mp_policy": MixedPrecision(gather_codec=bf16_codec())}, Model),
     "reshard": (2, {"reshard_after_forward": True}, Model),
     "no reshard": (2, {"reshard_after_forward": False}, Model),
     "spread over 2 of 4": (4, {"reshard_after_forward": 2}, Model),
