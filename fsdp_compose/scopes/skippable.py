@@ -263,6 +263,7 @@ class _Links:
         """Clear the failed pass; whatever is still under way is never read."""
         for log in self.logs:
             log.start_over([group for one, group in self.unsettled() if one is log])
+            log.steps.forget_all()  # some ranks may have ended the step, and compared it
         for engine in self.engines:
             recover(engine)
             forget_orders(engine)  # some ranks may have run the step to its end

@@ -251,8 +251,7 @@ class Log:
     def _forget(self) -> None:
         """Begin a step: what the last one did is compared, or never will be."""
         self._forget_events()
-        self.steps.writes.found.clear()
-        self.steps.forget()
+        self.steps.forget_all()
 
     def _forget_events(self) -> None:
         self.events, self.hash = [], 0
@@ -465,7 +464,8 @@ class Log:
     def start_over(self, groups: Sequence[Group]) -> None:
         """Forget the step's events; what was sent over ``groups`` for them is never read.
 
-        What was stepped and written before it is compared when the next step ends.
+        What was stepped and written before it is compared when the next step ends. No rank has done
+        that yet: one that found a difference has told all groups of it before they could agree.
         """
         self.steps.recall()
         self._forget_events()

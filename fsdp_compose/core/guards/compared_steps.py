@@ -51,6 +51,11 @@ class Steps:
         self.parameter, self.settings, self.writes.are_noted = None, {}, True
         self.noted.found.clear()
 
+    def forget_all(self) -> None:
+        """Forget what was written since, too."""
+        self.writes.found.clear()
+        self.forget()
+
     def forget_loaded(self, unit: str) -> None:
         """After every rank has loaded a unit: which had stepped, or written it, is no matter.
 
