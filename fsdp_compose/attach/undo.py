@@ -132,7 +132,7 @@ def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:
 def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
     """Gather the parameters of a bucket, or those of ``only``, and make them plain again."""
     shard = shard_of(bucket)
-    full = gather_flat(bucket, shard, shard.dtype, "undo")
+    full = gather_flat(bucket, shard, shard.dtype, "undo or refresh")
     entries = bucket.entries if only is None else only
     if bucket.history.mirror is not None:
         bucket.history.mirror.unwatch(entries)

@@ -38,9 +38,9 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
+_logger = logging.getLogger("fsdp_compose")
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
-_logger = logging.getLogger("fsdp_compose")
 FOLDER = "data-"
 PATIENCE = 60.0
 """Seconds that a commit waits for another process's to the same folder."""

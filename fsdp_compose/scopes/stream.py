@@ -35,7 +35,7 @@ def iter_full(
     since they are not sharded. The tensors are the caller's own, detached. At any time this holds
     ``bucket_bytes`` or one parameter, whichever is more, besides the tensor yielded. Every rank
     must run the iteration, and as far as every other. Where an optimizer steps between two of them,
-    those after it have its values, or of a bucket that was gathered before, those of before.
+    later ones have the new values, except those of a bucket that was gathered before the step.
 
     Args:
         module: any module.

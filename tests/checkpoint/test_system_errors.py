@@ -162,7 +162,7 @@ def test_state_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
         for group in saved["param_groups"]:
             group["lr"] = 0.7
         before = [(part.state, part.param_groups) for part in parts]
-        with pytest.raises(RuntimeError, match=r"AdamW cannot read the state.*float"):
+        with pytest.raises(RuntimeError, match=r"AdamW cannot read the state that.*float"):
             fc.load_optim_state_dict(model, parts, saved)
         for part, (state, groups) in zip(parts, before, strict=True):
             assert part.state is state and part.param_groups is groups
@@ -172,6 +172,15 @@ def test_state_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
         for part in parts:
             part.step()
         fc.load_optim_state_dict(model, parts, fc.optim_state_dict(model, parts))
+        fc.save_checkpoint(tmp_path, model, parts)
+        before = model[0].weight.full_tensor() + 1
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "__setstate__", lambda *_: float("no number"))
+            with pytest.raises(RuntimeError, match="AdamW cannot read the state that"):
+                fc.load_checkpoint(tmp_path, model, parts)
+        assert torch.equal(model[0].weight.full_tensor(), before)
 
     run_ranks(ranks, 2)
 

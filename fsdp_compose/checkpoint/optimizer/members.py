@@ -92,7 +92,7 @@ def load_plain(optim: Optimizer, plain: dict[str, Any]) -> None:
         optim.load_state_dict(plain)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(
-            f"load_optim_state_dict: {type(optim).__name__} cannot read the state, and is "
+            f"{type(optim).__name__} cannot read the state that was to be loaded, and is "
             f"unchanged: {type(error).__name__}: {error}"
         ) from error
 
