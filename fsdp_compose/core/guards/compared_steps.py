@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fsdp_compose.core.guards.rank_differences import CHANGE, Event
 from fsdp_compose.sharded import Writes
+from fsdp_compose.sharded.writes import GRADIENT
 
 _MASK = (1 << 62) - 1
 
@@ -74,7 +75,7 @@ class Steps:
         self.writes.are_noted = True
         _add(self.writes, self.noted)
         self.noted.found.clear()
-        for place in [place for place in self.writes.found if place[1].startswith("gradient")]:
+        for place in [place for place in self.writes.found if place[1].startswith(GRADIENT)]:
             del self.writes.found[place]
 
     def take_writes(self) -> list[Event]:
