@@ -60,6 +60,24 @@ def fsdp2(model: Llama, mesh: DeviceMesh, *, reshard_after_forward: bool | None)
     return model
 
 
+def fsdp2_split(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    """The embedding and the head are units of their own; the head stays for its backward."""
+    precision = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    ends: list[nn.Module] = [model.norm, model.head]
+    torch_fsdp.fully_shard(model.embedding, mesh=mesh, mp_policy=precision)
+    torch_fsdp.fully_shard(ends, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    return fsdp2(model, mesh, reshard_after_forward=None)
+
+
+def ours_split(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    """As ``fsdp2_split``."""
+    precision = fsdp_compose.MixedPrecision(torch.bfloat16, torch.float32)
+    ends: list[nn.Module] = [model.norm, model.head]
+    fsdp_compose.fully_shard(model.embedding, mesh=mesh, mp_policy=precision)
+    fsdp_compose.fully_shard(ends, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    return ours(model, mesh, strategy="FULL_SHARD")
+
+
 def ours(
     model: Llama, mesh: DeviceMesh, *, strategy: str, static_buffers: bool = False
 ) -> nn.Module:
@@ -83,8 +101,10 @@ SIDES: dict[str, Callable[[Llama, DeviceMesh], nn.Module]] = {
     "plain": plain,
     "FSDP1": fsdp1,
     "FSDP2": partial(fsdp2, reshard_after_forward=None),
+    "FSDP2 split": fsdp2_split,
     "FSDP2 kept": partial(fsdp2, reshard_after_forward=False),
     "ours": partial(ours, strategy="FULL_SHARD"),
+    "ours split": ours_split,
     "ours kept": partial(ours, strategy="SHARD_GRAD_OP"),
     "ours static": partial(ours, strategy="FULL_SHARD", static_buffers=True),
     "ours captured": partial(ours, strategy="FULL_SHARD", static_buffers=True),
@@ -407,8 +427,9 @@ def report(options: argparse.Namespace, cells: list[Cell]) -> list[str]:
         f"{options.steps} steps a round, {options.rounds} rounds. Worlds above 1 are one rank of "
         "the fake process group, whose collectives take no time; the copies there are mostly "
         "that group's. The plain side is one process without sharding, its weights in bfloat16 "
-        "beside float32 copies; what a side adds is counted from it. In a world of one FSDP1 "
-        "shards nothing, and keeps its weights gathered. Memory is what torch's allocator gave "
+        "beside float32 copies; what a side adds is counted from it. Split sides have the "
+        "embedding in a unit of its own, and the norm and the head in another. In a world of one "
+        "FSDP1 shards nothing, and keeps its weights gathered. Memory is what torch's allocator gave "
         'out, and "asked" the peak of what it was asked for, before it rounds up; where that is '
         "more, its two counters disagree. The captured side replays forward "
         "and backward as one CUDA graph; elsewhere than on CUDA it is the static one again."

@@ -25,6 +25,7 @@ from fuzz_operations import (
 )
 from fuzz_programs import HYBRID, Case, LeafModule, OnPurpose, build, nodes
 from fuzz_twin import square_losses
+from harness import DEVICE
 from models import seeded, square
 
 
@@ -446,5 +447,8 @@ def _fail_in_backward(run: Run, n: int, seed: int) -> None:
     with contextlib.suppress(OnPurpose):
         run.twin.own_loss(seed).backward()
     target.fail_backward = False
+    if DEVICE != "cpu":  # a thread of autograd's may have the weights shown a moment longer
+        with fc.no_sync(run.twin.model):
+            pass
     for model in run.both:
         model.zero_grad()

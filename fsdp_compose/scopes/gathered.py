@@ -28,7 +28,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_at_rest
 from fsdp_compose.core.guards.replicas import sum_bytes
-from fsdp_compose.core.guards.scope_parameters import hide
+from fsdp_compose.core.guards.scope_parameters import give_gradient, hide
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.scopes.compared_edits import EditComparison
@@ -427,7 +427,7 @@ def _write_back(
         for entry in bucket.entries:
             tensor = scope.tensors[position[entry]]
             if options.with_grads:
-                entry.param.grad = tensor.grad
+                give_gradient(entry, tensor.grad)
             if entry not in changes and _is_as_before(entry, position[entry], scope):
                 continue
             if options.rank0_only:

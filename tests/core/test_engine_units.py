@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from fsdp_compose.buckets.gather import channels_of
 from fsdp_compose.core.gathering import announce
 from fsdp_compose.core.schedule import Hold
 
-from harness import simulate_ranks, single_process
+from harness import run_ranks, simulate_ranks, single_process
 from models import Tower, assert_at_rest, by_block, data, seeded, square, two_blocks, units
 
 
@@ -121,6 +123,23 @@ def test_a_backward_that_fails_in_its_end_is_cleared() -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+def test_recomputation_does_not_move_forwards() -> None:
+    """A device's thread recomputes in backward; the caller's still clears what fails in it."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        engine = units(model)[0].engine
+        x = data(0, rank).requires_grad_()
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(x.square().mean().backward).result()
+        assert engine.thread == get_ident()
+        assert_at_rest(model)
+
+    run_ranks(ranks, 1)
 
 
 def fail(*_: Any) -> None:

@@ -14,7 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compose import GradScaler, MixedPrecision, Offload, Prefetch, ShardingStrategy, accumulate
+from fsdp_compose import (
+    GradScaler,
+    MixedPrecision,
+    Offload,
+    Prefetch,
+    ShardingStrategy,
+    accumulate,
+    gathered,
+)
 from fsdp_compose.base.group import Call, Group, Started, Transport
 from fsdp_compose.comm.transports import AT_ONCE
 from fsdp_compose.sharded.draws import find_generator, in_state
@@ -108,6 +116,29 @@ def test_an_overflow_on_the_host_is_never_missed(offload: Offload, is_fused: boo
             optim.zero_grad()
             assert scaler.get_scale() == before * (0.5 if step % 2 else 1.0)
         assert all(p.full_tensor().isfinite().all() for p in model.parameters())
+
+    run_ranks(check, 1, backend=BACKEND)
+
+
+@pytest.mark.parametrize("offload", [Offload(params=True), Offload(optimizer=True, grads=True)])
+def test_gradients_set_in_scopes_reach_the_host(offload: Offload) -> None:
+    """In a scope parameters lie on the GPU, and so do the gradients that they are given there."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower).float(), offload_policy=offload)
+        square(model, data(0, rank).float()).backward()
+        wanted = [p.grad.full_tensor().cpu() / 2 for p in model.parameters() if p.grad is not None]
+        with gathered(model, with_grads=True, writeback=True):
+            for p in model.parameters():
+                assert p.grad is not None and p.grad.device == p.device
+                p.grad.mul_(0.5)
+        found = [p.grad.full_tensor().cpu() for p in model.parameters() if p.grad is not None]
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+        with gathered(model):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+        assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
+        assert all(p.grad is not None and p.grad.device == p.device for p in model.parameters())
 
     run_ranks(check, 1, backend=BACKEND)
 

@@ -49,7 +49,8 @@ def check_caller(unit: Unit) -> None:
     """
     engine = unit.engine
     if not engine.schedule.active:
-        engine.thread = get_ident()
+        if graph_task_id() == -1:  # else a device's thread may recompute it
+            engine.thread = get_ident()
     elif engine.thread != get_ident() and is_foreign(engine):
         if is_in_call(sys._current_frames().get(engine.thread)):
             raise RuntimeError(

@@ -66,6 +66,15 @@ class Layer:
     is_outdated: bool = False  # it is from before a step: the parameter holds its shard meanwhile
 
 
+def give_gradient(entry: Entry, grad: torch.Tensor | None) -> None:
+    """Set the shard's gradient to one that lies where the unit computes; that of offloaded
+    shards lies on the host.
+    """
+    if isinstance(grad, torch.Tensor) and entry.param.device.type == "cpu":
+        grad = grad.to(entry.param.device)
+    entry.param.grad = grad
+
+
 class _Whole(_Base):
     """How a parameter answers while its object holds a full tensor."""
 
@@ -96,7 +105,7 @@ class _Whole(_Base):
         if entry.layers[-1].own_grad:
             call_raw(set_grad, (), (self, value))
         else:
-            entry.param.grad = value
+            give_gradient(entry, value)
 
     @grad.deleter
     def grad(self) -> None:
