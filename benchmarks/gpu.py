@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -402,7 +403,12 @@ def run_world(world: int, options: argparse.Namespace) -> list[Cell]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh(options.device, (world,))
-        return [run_cell(size, world, mesh, options) for size in options.sizes]
+        cells = []
+        for size in options.sizes:
+            cells.append(run_cell(size, world, mesh, options))
+            for row in cells[-1].rows():  # what was measured, should the run be cut off
+                print(*row, sep=" | ", file=sys.stderr, flush=True)
+        return cells
     finally:
         dist.destroy_process_group()
 
@@ -429,8 +435,8 @@ def report(options: argparse.Namespace, cells: list[Cell]) -> list[str]:
         "that group's. The plain side is one process without sharding, its weights in bfloat16 "
         "beside float32 copies; what a side adds is counted from it. Split sides have the "
         "embedding in a unit of its own, and the norm and the head in another. In a world of one "
-        "FSDP1 shards nothing, and keeps its weights gathered. Memory is what torch's allocator gave "
-        'out, and "asked" the peak of what it was asked for, before it rounds up; where that is '
+        "FSDP1 shards nothing, and keeps its weights gathered. Memory is what torch's allocator "
+        'gave out, and "asked" the peak of what it was asked for, before it rounds up; where that is '
         "more, its two counters disagree. The captured side replays forward "
         "and backward as one CUDA graph; elsewhere than on CUDA it is the static one again."
     )
