@@ -437,7 +437,8 @@ def report(options: argparse.Namespace, cells: list[Cell]) -> list[str]:
         "embedding in a unit of its own, and the norm and the head in another. In a world of one "
         "FSDP1 shards nothing, and keeps its weights gathered. Memory is what torch's allocator "
         'gave out, and "asked" the peak of what it was asked for, before it rounds up; where '
-        "that is more, its two counters disagree. The captured side replays forward and backward as one CUDA graph; elsewhere than on CUDA it is the static one again."
+        "that is more, its two counters disagree. The captured side replays forward and backward "
+        "as one CUDA graph; elsewhere than on CUDA it is the static one again."
     )
     sections = [about, common.table(headers, body), "\n".join(failures)]
     if strays:
