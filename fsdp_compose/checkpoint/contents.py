@@ -21,7 +21,8 @@ from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replaced_parameters import check_place
-from fsdp_compose.core.state import Unit, iter_units, owner_of
+from fsdp_compose.core.guards.units import units_holding
+from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.scopes.open_scope import Scope
 from fsdp_compose.sharded import is_sharded
 
@@ -72,7 +73,7 @@ class Contents:
 
 def contents_of(module: nn.Module) -> Contents:
     """Walk ``module`` as its own ``state_dict`` does; parameters are leaves even while gathered."""
-    require_written(iter_units(module))
+    require_written(units_holding(module))
     with without_our_hooks():
         native = module.state_dict(keep_vars=True)
     check_declared(native)
@@ -123,7 +124,7 @@ def gathered_leaves(module: nn.Module) -> dict[int, nn.Parameter]:
         RuntimeError: a parameter was replaced by a tensor since it was sharded.
     """
     found: dict[int, nn.Parameter] = {}
-    for unit in iter_units(module):
+    for unit in units_holding(module):
         for values, name, index in unit.links.places:
             leaf = unit.entries[index].param
             if values.get(name) is not leaf and isinstance(values.get(name), torch.Tensor):

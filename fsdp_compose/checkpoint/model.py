@@ -6,9 +6,8 @@ gathers one bucket at a time. Loading checks everything on every rank before any
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.base.arguments import check_flag, check_flags, check_module
+from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import has_foreign_load_hooks
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint import local
@@ -30,7 +30,13 @@ from fsdp_compose.checkpoint.contents import (
     visit_full,
     without_our_hooks,
 )
-from fsdp_compose.checkpoint.ranks import device_of, groups_of, refuse_left_out
+from fsdp_compose.checkpoint.given import Facts, facts_of
+from fsdp_compose.checkpoint.ranks import (
+    device_of,
+    groups_of,
+    refuse_broadcast,
+    refuse_left_out,
+)
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
     describe_unreadable,
@@ -38,14 +44,14 @@ from fsdp_compose.checkpoint.values import (
     gather_whole,
     mark_ready,
     needs_gather,
-    sample_bytes,
     show_whole,
     whole_shape,
 )
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner, named_leaves
 from fsdp_compose.core.guards.compared_records import compare_records, forget_records
-from fsdp_compose.core.state import find_state, iter_units
+from fsdp_compose.core.guards.units import units_holding
+from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 
 Kind: TypeAlias = Literal["full", "sharded", "local"]
@@ -146,7 +152,7 @@ def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> Order
     for _, leaf in named_leaves(module):
         if is_sharded(leaf):
             find_entry(leaf)  # raises for copies of parts of a unit; a hook's slices are no leaves
-    compare_records(iter_units(module), "state_dict")
+    compare_records(units_holding(module), "state_dict")
     visit_full(contents.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
@@ -208,7 +214,7 @@ def load_state_dict(
 
     Raises:
         RuntimeError: keys, shapes or layouts do not fit, or a value is on the meta device or
-            sparse, on any rank.
+            sparse, on any rank; or rank 0's values would replace other ranks' experts.
         TypeError: ``state_dict`` is no dictionary.
         ValueError: two keys mean the same parameter.
 
@@ -223,6 +229,7 @@ def load_state_dict(
     contents = contents_to_load(module)
     groups = groups_of(module)
     if broadcast_from_rank0:
+        refuse_broadcast("load_state_dict(broadcast_from_rank0=True)", module, groups)
         state_dict = broadcast_state(
             "load_state_dict", state_dict, groups, contents.values.get, device_of(module)
         )
@@ -280,7 +287,7 @@ def write(
                 f"know the names that they want, and what fits was loaded. Torch says: {error}\n"
                 "Pass strict=False to leave out what does not fit."
             ) from error
-    forget_records(iter_units(module))
+    forget_records(units_holding(module))
     clean = name_cleaner(module)
     return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
 
@@ -294,7 +301,7 @@ class Matched:
     unexpected: list[str]
     problem: Exception | None
     local: dict[str, Any] | None = None  # raw shards that fit the model
-    facts: object = None  # what must be the same on all ranks
+    facts: Callable[[Group], Facts] | None = None  # what must be the same on a group's ranks
 
 
 def match(
@@ -340,36 +347,7 @@ def match(
             f"load_state_dict: the state does not fit {type(module).__name__}, which is unchanged:"
             f"{list_problems(problems)}"
         )
-    gathers = sum(needs_gather(v, _spec(current[n])) for n, v in values.items())
-    facts = Facts(len(given), gathers, _sample(values, current))
-    return Matched(values, missing, unexpected, problem, raw_shards, facts)
-
-
-class Facts(NamedTuple):
-    """What must be the same on all ranks, or gathers in loading would hang, or weights be mixed.
-
-    Each rank cuts its slices out of what it was given: two files would be stitched into one model.
-    ``sampled`` is a checksum over some elements of each value that is to be cut.
-    """
-
-    keys: int
-    gathers: int
-    sampled: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.keys} entries ({self.gathers} of them to gather), values of sharded "
-            f"parameters with checksum {self.sampled:08x}"
-        )
-
-
-def _sample(values: Mapping[str, Any], current: Mapping[str, Any]) -> int:
-    """A checksum over elements of the plain values that sharded parameters take."""
-    found = 0
-    for name in sorted(values):
-        if is_sharded(current[name]) and type(values[name]) in (Tensor, nn.Parameter):
-            found = zlib.crc32(sample_bytes(values[name]), found)
-    return found
+    return Matched(values, missing, unexpected, problem, raw_shards, facts_of(values, current))
 
 
 def _is_raw(key: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import check_surroundings
-from fsdp_compose.core.state import iter_units, owner_of
+from fsdp_compose.core.guards.units import units_holding
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded
 
 
@@ -43,7 +44,7 @@ def groups_of(module: nn.Module) -> list[Group]:
     Those that tensor parallelism split them over come last.
     """
     found: dict[tuple[int, ...], Group] = {}
-    buckets = [bucket for unit in iter_units(module) for bucket in unit.gathered]
+    buckets = [bucket for unit in units_holding(module) for bucket in unit.gathered]
     for bucket in buckets:
         for group in bucket.mesh.groups:
             found.setdefault(group.ranks, group)
@@ -56,7 +57,7 @@ def groups_of(module: nn.Module) -> list[Group]:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where ``module``'s sharded parameters are communicated."""
-    return next((unit.engine.streams.device for unit in iter_units(module)), torch.device("cpu"))
+    return next((unit.engine.streams.device for unit in units_holding(module)), torch.device("cpu"))
 
 
 _control: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = (
@@ -92,7 +93,7 @@ def meet_ranks(
     _finish_saves()
     _require_living(what, module, process_group)
     if not dist.is_initialized():
-        if what.startswith("save") and next(iter_units(module), None) is None:
+        if what.startswith("save") and not units_holding(module):
             require_group(what)  # the ranks would write over each other's files
         return SELF
     if dist.get_backend() == "fake":
@@ -258,7 +259,7 @@ def refuse_left_out(what: str, module: nn.Module, rank0_only: bool) -> None:
     """
     if not rank0_only:
         return
-    for entry in held_by_fewer(entry for unit in iter_units(module) for entry in unit.entries):
+    for entry in held_by_fewer(entry for unit in units_holding(module) for entry in unit.entries):
         raise RuntimeError(
             f"{what}: rank0_only=True gives what rank 0 holds, and {entry.spec.fqn!r} (unit "
             f"{entry.spec.unit!r}) is cut over {owner_of(entry).mesh.size} ranks, fewer than "
@@ -268,6 +269,26 @@ def refuse_left_out(what: str, module: nn.Module, rank0_only: bool) -> None:
             "of one parameter. If the other ranks hold the same values, say so with "
             f"set_gradient_divide_factor(module, {owner_of(entry).mesh.size})."
         )
+
+
+def refuse_broadcast(what: str, module: nn.Module, groups: Sequence[Group]) -> None:
+    """Raise, on every rank, where rank 0's value of a name would replace another parameter's.
+
+    Args:
+        what: the function that was told to load what rank 0 has.
+
+    Raises:
+        RuntimeError: naming a parameter that other ranks hold another one under the name of.
+    """
+    for name, known in _find_holders(module, groups, what).items():
+        if len(known) > 1:
+            one, other = (str(sorted(ranks)) for ranks in known[:2])
+            raise RuntimeError(
+                f"{what}: {name!r} is one parameter on ranks {one} and another on ranks {other}, "
+                "such as experts, and rank 0 has the values of one of them. Let every rank load "
+                "its own, without broadcast_from_rank0, or use load_checkpoint; if they hold the "
+                f"same values, say so with set_gradient_divide_factor(module, {len(known[0])})."
+            )
 
 
 def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) -> None:
@@ -283,21 +304,7 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
         RuntimeError: naming the parameter.
     """
     check_surroundings(module, what)
-    leaves = {name: leaf_of(param) for name, param in parameters_by_name(module).items()}
-    entries = {name: find_entry(leaf) for name, leaf in leaves.items() if is_sharded(leaf)}
-    homes: dict[str, set[int]] = {}
-    fewer = set(held_by_fewer(entries.values()))
-    for name, entry in entries.items():
-        if entry in fewer:
-            groups = owner_of(entry).mesh.groups
-            homes[name] = {dist.get_rank(), *(rank for one in groups for rank in one.ranks)}
-    holders: dict[str, list[set[int]]] = {}  # apart from each other
-    for found in gather_objects(homes, group):
-        for name, home in found.items():
-            known = holders.get(name, [])
-            apart = [ranks for ranks in known if ranks.isdisjoint(home)]
-            holders[name] = [*apart, home.union(*(r for r in known if not r.isdisjoint(home)))]
-    for name, known in holders.items():
+    for name, known in _find_holders(module, [group]).items():
         if everywhere or len(known) > 1:
             one, *others = [str(sorted(ranks)) for ranks in known]
             another = f", and another by ranks {others[0]}" if others else ""
@@ -309,3 +316,31 @@ def check_names(what: str, module: nn.Module, group: Group, everywhere: bool) ->
                 "hold the same values, say so with "
                 f"set_gradient_divide_factor(module, {len(known[0])})."
             )
+
+
+def _find_holders(
+    module: nn.Module, groups: Sequence[Group], what: str = ""
+) -> dict[str, list[set[int]]]:
+    """The ranks of parameters that fewer hold than others, by name; sets apart hold others.
+
+    Args:
+        what: as for ``gather_objects``.
+    """
+    leaves = {name: leaf_of(param) for name, param in parameters_by_name(module).items()}
+    entries = {name: find_entry(leaf) for name, leaf in leaves.items() if is_sharded(leaf)}
+    homes: dict[str, set[int]] = {}
+    fewer = set(held_by_fewer(entries.values()))
+    for name, entry in entries.items():
+        if entry in fewer:
+            own = owner_of(entry).mesh.groups
+            homes[name] = {dist.get_rank(), *(rank for one in own for rank in one.ranks)}
+    reports = [homes]
+    for group in groups:  # in turn, rows before columns
+        reports = [report for found in gather_objects(reports, group, what) for report in found]
+    holders: dict[str, list[set[int]]] = {}
+    for found in reports:
+        for name, home in found.items():
+            known = holders.get(name, [])
+            apart = [ranks for ranks in known if ranks.isdisjoint(home)]
+            holders[name] = [*apart, home.union(*(r for r in known if not r.isdisjoint(home)))]
+    return holders

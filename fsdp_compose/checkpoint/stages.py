@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.checkpoint.contents import Contents, contents_of, visit_full
 from fsdp_compose.checkpoint.model import IncompatibleKeys, changes_keys_on_load, match
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
@@ -29,7 +30,9 @@ from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.core.guards.collective_log import code_of
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.replicas import checksum
-from fsdp_compose.core.state import find_state, iter_units
+from fsdp_compose.core.guards.scope_parameters import leaf_of
+from fsdp_compose.core.guards.units import units_holding
+from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded, to_local
 
 
@@ -128,7 +131,7 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     if group.size == 1:
         return Stages(group, ((0,),), 0)
     peers = sorted({rank for other in groups_of(module) for rank in other.ranks})
-    has_units = any(True for _ in iter_units(module))
+    has_units = bool(units_holding(module))
     copies = _copies_beside(module) if saves else {}
     sums = {ranks: code_of(sorted(found.items())) for ranks, found in copies.items()}
     names, of_fewer = _names_of_fewer(module)
@@ -176,14 +179,20 @@ def _names_of_fewer(module: nn.Module) -> tuple[set[str], list[str]]:
     buffers = module.named_buffers(remove_duplicate=False)
     clean = name_cleaner(module)
     names = {clean(name) for name, _ in chain(params, buffers)}
-    entries = held_by_fewer(entry for unit in iter_units(module) for entry in unit.entries)
-    units = {id(unit) for unit in iter_units(module) if not set(entries).isdisjoint(unit.entries)}
+    holding = units_holding(module)
+    entries = set(held_by_fewer(entry for unit in holding for entry in unit.entries))
+    units = {id(unit) for unit in holding if not entries.isdisjoint(unit.entries)}
+    own = {
+        clean(name)
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if entry_of(leaf_of(param)) in entries
+    }
     paths = tuple(
         clean(f"{path}.")
         for path, submodule in module.named_modules(remove_duplicate=False)
         if (state := find_state(submodule)) is not None and id(state.unit) in units
     )
-    return names, [name for name in names if name.startswith(paths)]
+    return names, [name for name in names if name.startswith(paths) or name in own]
 
 
 Copies: TypeAlias = "dict[tuple[int, ...], dict[tuple[str, int, int], int]]"
@@ -196,7 +205,7 @@ def _copies_beside(module: nn.Module) -> Copies:
     compared.
     """
     found: Copies = {}
-    for unit in iter_units(module):
+    for unit in units_holding(module):
         for bucket in unit.buckets:
             for entry in bucket.entries:
                 parallel = entry.spec.parallel

@@ -222,11 +222,13 @@ def raise_on_all(
     Args:
         problem: what this rank found.
         what: as for ``gather_objects``.
-        facts: picklable and small; its text is shown where two ranks differ.
+        facts: picklable and small; its text is shown where two ranks differ. A function is called
+            with each group.
     """
     for group in groups:
+        fact = facts(group) if callable(facts) else facts
         try:
-            reports = gather_objects((describe_error(problem), facts), group, what)
+            reports = gather_objects((describe_error(problem), fact), group, what)
         except CallsDiffer as error:  # which ranks of the other groups are told as well
             problem = problem or error
             continue

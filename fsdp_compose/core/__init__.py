@@ -13,13 +13,13 @@ Files, each importing only from those above it:
     guards/captured             units have anchors of the stream that a CUDA graph is captured on
     guards/exported_memory      what NumPy and the like read of weights is left to them
     guards/inner_gradients      gradients that forwards and hooks use while weights are gathered
-    guards/units                the error for a module that is no unit and contains none
     guards/moved_parameters     copies moved parameters back into their flat shards
     guards/gathered_memory      whether tensors lie in memory that a release frees
     guards/trained_entries      which parameters train now: not those frozen since the forward
     guards/weight_versions      whether weights were written since they were gathered
     guards/recurrent_weights    the second list of parameters that recurrent modules read
     guards/scope_parameters     a parameter inside a scope: same object, whole values
+    guards/units                the units of a module, or of what it is a part of
     gathering                   gathers and releases units, and sets what their modules read
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
     guards/kept_tensors         backwards that begin at a tensor made inside a forward

@@ -16,7 +16,8 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.state import iter_units, owner_of
+from fsdp_compose.core.guards.units import units_holding
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
 from fsdp_compose.sharded import is_sharded, to_local
 
@@ -71,7 +72,7 @@ def iter_full(
         for name, value in parameter_slots(owner).items()
         if value is not None
     ]
-    compare_records(iter_units(module), "iter_full")
+    compare_records(units_holding(module), "iter_full")
     flat: torch.Tensor | None = None
     last: Bucket | None = None
     for full_name, values, name, was_sharded in slots:

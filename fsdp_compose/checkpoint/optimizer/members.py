@@ -22,7 +22,7 @@ from fsdp_compose.checkpoint.values import whole_shape
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
-from fsdp_compose.core.state import iter_units
+from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.optim.owner_step import OwnerOptimizer
 from fsdp_compose.sharded import ShardSpec, is_sharded
 
@@ -182,7 +182,7 @@ def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
             if pieces is None:
                 pieces = {
                     shard_of(bucket).untyped_storage().data_ptr(): bucket
-                    for unit in iter_units(module)
+                    for unit in units_holding(module)
                     for bucket in unit.gathered
                     if shard_of(bucket).numel()
                 }

@@ -52,7 +52,7 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     is_one_number,
 )
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
-from fsdp_compose.checkpoint.ranks import device_of, groups_of
+from fsdp_compose.checkpoint.ranks import device_of, groups_of, refuse_broadcast
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
     describe_unreadable,
@@ -474,6 +474,7 @@ def _broadcast_state(module: nn.Module, state_dict: Any, targets: Targets) -> di
     first = all(group.rank == 0 for group in groups)
     given: Any = None
     call = "load_optim_state_dict(broadcast_from_rank0=True)"
+    refuse_broadcast(call, module, groups)
     with SharedErrors(*groups, what=call):
         given = _name_parameters(module, targets, state_dict) if first else None
     frame = broadcast_object(

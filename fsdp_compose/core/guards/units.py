@@ -1,11 +1,20 @@
-"""Find the units of a module, or its own, or say that it has none."""
+"""Find the units of a module, its own, or those around it, or say that it has none."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_module
-from fsdp_compose.core.state import Unit, _FSDPState, find_state, iter_units
+from fsdp_compose.buckets.entries import entry_of
+from fsdp_compose.core.guards.scope_parameters import leaf_of
+from fsdp_compose.core.state import (
+    Unit,
+    _FSDPState,
+    find_state,
+    iter_units,
+    owner_of,
+    unit_of,
+)
 
 
 def require_units(
@@ -30,6 +39,16 @@ def require_units(
         f"{caller}: {found}; pass a module that fully_shard was called on, or {wanted}. "
         f"{advice}".strip()
     )
+
+
+def units_holding(module: nn.Module) -> list[Unit]:
+    """Units of ``module`` and its submodules, then those around it that hold parameters of it."""
+    found = dict.fromkeys(iter_units(module))
+    for param in module.parameters():
+        entry = entry_of(leaf_of(param))
+        if entry is not None and entry.owner is not None:
+            found.setdefault(unit_of(owner_of(entry)))
+    return list(found)
 
 
 def get_state(module: nn.Module) -> _FSDPState:
