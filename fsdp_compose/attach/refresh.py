@@ -23,13 +23,15 @@ from fsdp_compose.attach.build_unit import (
 )
 from fsdp_compose.attach.undo import restore_parameters
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import MeshLike
 from fsdp_compose.base.policy import INITS, Init
 from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import bind
 from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.construct.choose_buckets import plan_buckets
-from fsdp_compose.construct.compare_ranks import compare_plans
+from fsdp_compose.construct.compare_ranks import compare_plans, count_ranks
 from fsdp_compose.construct.initialise import InitFn
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
@@ -87,6 +89,8 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     """
     units = require_units(module, "refresh")
     clear_failed_steps(units)
+    for group in dict.fromkeys(g for u in units for b in u.gathered for g in b.mesh.groups):
+        meet_alone(group, "call refresh")
     settle_plain_gradients(units)
     problem: Exception | None = None
     survey: list[_Change] = []
@@ -103,8 +107,7 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     plans = [change.plan for change in survey]
     for plan in plans:
         plan.options = replace(plan.options, param_init_fn=param_init_fn)
-    mesh = units[0].options.mesh
-    meta = MetaValues(compare_plans(plans, mesh, problem, [module], "refresh"))
+    metas = _compare(units, plans, problem, module)
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)
         drain(engine)
@@ -117,13 +120,35 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         _give_back(change.unit, read)
     at_home = {e for change in survey for e in change.read if owner_of(e) in change.unit.buckets}
     for change in survey:
-        _apply_change(change, meta, at_home)
+        _apply_change(change, metas[change.unit.options.mesh], at_home)
     for unit in units:
         remember(unit)
     choose_buffers_again(units)
-    if meta.keys:
-        leave_for_loading(meta, units[0].options.mesh, [module])
+    for mesh, meta in metas.items():
+        if meta.keys:
+            leave_for_loading(meta, mesh, [module])
     return module
+
+
+def _compare(
+    units: Sequence[Unit], plans: list[UnitPlan], problem: Exception | None, module: nn.Module
+) -> dict[MeshLike | None, MetaValues]:
+    """Compare the plans over the ranks that each unit is cut over: experts are on fewer ranks.
+
+    The widest mesh comes last, and tells all ranks what others found. Other arguments as for
+    ``compare_plans``.
+    """
+    found: dict[MeshLike | None, MetaValues] = {}
+    *narrow, widest = sorted(dict.fromkeys(u.options.mesh for u in units), key=count_ranks)
+    for mesh in narrow:
+        own = [plan for plan in plans if plan.options.mesh == mesh]
+        try:
+            found[mesh] = MetaValues(compare_plans(own, mesh, problem, (), "refresh"))
+        except Exception as error:
+            problem = problem or error
+    own = [plan for plan in plans if plan.options.mesh == widest]
+    found[widest] = MetaValues(compare_plans(own, widest, problem, [module], "refresh"))
+    return found
 
 
 @dataclass

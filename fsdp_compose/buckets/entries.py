@@ -80,11 +80,6 @@ def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
 _OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device", KEPT))
 
 
-def has_attributes(entry: Entry) -> bool:
-    """Whether the parameter has a class or attributes that its module may read."""
-    return entry.kind is not nn.Parameter or bool(attributes_of(entry.param))
-
-
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:
     """Attributes of a parameter that this library did not set."""
     return {name: value for name, value in param.__dict__.items() if name not in _OURS}

@@ -34,6 +34,7 @@ from fsdp_compose.checkpoint.given import Facts, facts_of
 from fsdp_compose.checkpoint.ranks import (
     device_of,
     groups_of,
+    meet_in,
     refuse_broadcast,
     refuse_left_out,
 )
@@ -227,7 +228,7 @@ def load_state_dict(
     check_flag("load_state_dict", "strict", strict)
     check_flag("load_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
     contents = contents_to_load(module)
-    groups = groups_of(module)
+    groups = meet_in("load_state_dict", module)
     if broadcast_from_rank0:
         refuse_broadcast("load_state_dict(broadcast_from_rank0=True)", module, groups)
         state_dict = broadcast_state(

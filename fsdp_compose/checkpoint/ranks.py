@@ -23,6 +23,7 @@ from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import messages, waiting
+from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.guards.divisors import held_by_fewer
@@ -53,6 +54,14 @@ def groups_of(module: nn.Module) -> list[Group]:
             for group in () if entry.spec.parallel is None else entry.spec.parallel.groups:
                 found.setdefault(group.ranks, group)
     return list(found.values())
+
+
+def meet_in(what: str, module: nn.Module) -> list[Group]:
+    """``groups_of`` the module, over which every rank begins the call: else all raise, on gloo."""
+    groups = groups_of(module)
+    for group in groups:
+        meet_alone(group, f"call {what}")
+    return groups
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -39,7 +39,7 @@ from fsdp_compose.checkpoint.model import (
     prepare,
 )
 from fsdp_compose.checkpoint.optimizer.watch import watch_steps
-from fsdp_compose.checkpoint.ranks import groups_of, refuse_left_out
+from fsdp_compose.checkpoint.ranks import meet_in, refuse_left_out
 from fsdp_compose.checkpoint.values import is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
@@ -282,7 +282,7 @@ def before_load(
     if any(is_ready(value) or id(value) in leaves for value in given.values()):
         return  # an outer unit's hook has converted these values
     versions = getattr(state_dict, "_metadata", None)
-    groups = groups_of(module)
+    groups = meet_in("load_state_dict", module)
     call = load_under_way()
     custom = changes_keys_on_load(call.get("self", module))
     strict = bool(call.get("strict")) and not custom

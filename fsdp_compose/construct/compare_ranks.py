@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -303,6 +304,11 @@ def _find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
             except (TypeError, ValueError, RuntimeError):  # also a mesh without groups
                 continue
     return ()
+
+
+def count_ranks(mesh: MeshLike | None) -> int:
+    """How many ranks compare what is sharded over ``mesh``."""
+    return math.prod(group.size for group in _find_groups(mesh))
 
 
 def _is_ascending(mesh: MeshLike | None) -> bool:

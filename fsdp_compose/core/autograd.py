@@ -28,12 +28,8 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.torch_private import (
-    graph_task_id,
-    node_will_run,
-    plain_apply,
-    untraced,
-)
+from fsdp_compose.base.loops import exhaust
+from fsdp_compose.base.torch_private import graph_task_id, node_will_run, plain_apply, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.buckets.entries import copy_all_attributes
 from fsdp_compose.buckets.gather import gather_flat
@@ -304,8 +300,9 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     read = as_read(unit, tensors) if unit.links.dtensors else tensors
-    if unit.links.with_attributes:
-        copy_all_attributes(read, unit.entries, unit.links.with_attributes)
+    exhaust(map(setattr, read, repeat("__dict__"), unit.links.attributes))
+    if unit.links.of_class:
+        copy_all_attributes(read, unit.entries, unit.links.of_class)
     unit.run.live = Live(read, unit.engine.pass_id, trained, versions)
     return read
 

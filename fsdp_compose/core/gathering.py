@@ -254,7 +254,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     links = unit.links
     unit.run.showing = tensors
-    placed = tensors if links.in_order else map(tensors.__getitem__, links.indices)
+    placed = tensors if links.indices is None else map(tensors.__getitem__, links.indices)
     exhaust(map(setitem, links.tables, links.names, placed))
     if links.recurrent != []:  # None: not looked for yet
         show_recurrent(unit, tensors)

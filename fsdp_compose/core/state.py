@@ -29,7 +29,6 @@ from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
-from fsdp_compose.buckets.entries import has_attributes
 from fsdp_compose.buckets.gather import channels_of
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
 from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
@@ -80,13 +79,13 @@ class Links:
 
     aliases: list[torch.Tensor]  # by entry
     anchor: torch.Tensor  # an empty leaf, at which autograd ends in place of the parameters
-    with_attributes: list[int]  # entries whose parameters have a class or attributes of their own
+    of_class: list[int]  # entries whose parameters have a class of their own
+    attributes: list[dict[str, Any]]  # of each parameter, which its full tensors have too
     dtensors: list[int]  # entries that tensor parallelism split
     places: list[tuple[dict[str, Any], str, int]]  # (values, name, entry) of every slot
     tables: tuple[dict[str, Any], ...]  # first items of ``places``
     names: tuple[str, ...]  # second items of ``places``
-    indices: tuple[int, ...]  # third items of ``places``
-    in_order: bool  # each entry has one place, in the order of the entries
+    indices: tuple[int, ...] | None  # third items of ``places``; None: of each entry, in order
     leaves: list[nn.Parameter]  # by entry: what its modules hold between passes
     heads: frozenset[int]  # ids of its modules
     recurrent: list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] | None = None
@@ -183,13 +182,13 @@ class Unit:
         self.links = Links(
             aliases=[owner_of(entry).aliases[entry.index] for entry in self.entries],
             anchor=self._make_anchor(),
-            with_attributes=[i for i, e in enumerate(self.entries) if has_attributes(e)],
+            of_class=[i for i, e in enumerate(self.entries) if e.kind is not nn.Parameter],
+            attributes=[entry.param.__dict__ for entry in self.entries],
             dtensors=[i for i, e in enumerate(self.entries) if e.spec.is_dtensor],
             places=places,
             tables=tables,
             names=names,
-            indices=indices,
-            in_order=indices == tuple(range(len(self.entries))),
+            indices=None if indices == tuple(range(len(self.entries))) else indices,
             leaves=[entry.held for entry in self.entries],
             heads=frozenset(id(ref()) for ref in self.modules),
         )

@@ -119,7 +119,7 @@ def local_parameters(module: nn.Module) -> list[nn.Parameter]:
         >>> [tuple(param.shape) for param in local_parameters(model)]  # this rank's slices
         [(4,), (2,)]
     """
-    return list(named_local_parameters(module).values())
+    return list(_make_local(module, "local_parameters").values())
 
 
 def named_local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -148,7 +148,11 @@ def named_local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(named_local_parameters(model))
         ['weight', 'bias']
     """
-    _list_buckets(module, "named_local_parameters")
+    return _make_local(module, "named_local_parameters")
+
+
+def _make_local(module: nn.Module, caller: str) -> dict[str, nn.Parameter]:
+    _list_buckets(module, caller)
     found: dict[str, nn.Parameter] = {}
     for name, leaf in _list_leaves(module).items():
         if is_sharded(leaf):

@@ -51,7 +51,7 @@ from fsdp_compose.sharded.tensor import (
     tag_alias,
 )
 from fsdp_compose.sharded.torchstate import view_local
-from fsdp_compose.sharded.views import find_run, take_run, view_as_real, view_runs
+from fsdp_compose.sharded.views import detach_in_place, find_run, take_run, view_as_real, view_runs
 from fsdp_compose.sharded.writes import note_call, note_lists
 
 
@@ -465,6 +465,7 @@ _handle(ops.functions("contiguous", Tensor), _contiguous)
 _handle(ops.functions("data_ptr", Tensor), _data_ptr)
 _handle([torch.nn.functional.pad], _pad)
 _handle(ops.VIEWS, view_runs)
+_handle(ops.functions("detach_", Tensor), detach_in_place)
 _handle(ops.functions("__getitem__", Tensor), take_run)
 _handle(ops.functions("view_as_real", torch), view_as_real)
 _handle([torch.nn.init.constant_], _constant)

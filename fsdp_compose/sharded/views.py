@@ -86,6 +86,12 @@ def flat_spec(spec: ShardSpec) -> ShardSpec | None:
     return replace(spec, shape=torch.Size((spec.numel,)), stride=(1,))
 
 
+def detach_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Detach a gradient, which is a view that torch would refuse, and mostly has no graph."""
+    is_plain = not call_raw(Tensor.requires_grad.__get__, (), (args[0],))  # type: ignore[attr-defined]
+    return args[0] if is_plain else call_raw(func, (), args, kwargs)
+
+
 def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """View complex elements as two real ones each: a slice of the one is a slice of the other."""
     spec = args[0]._shard_spec

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fsdp_compose as fc
@@ -484,3 +484,23 @@ def test_foreign_parameters_are_refused() -> None:
             optim_state_dict(model, [3])  # type: ignore[list-item]
 
     run_ranks(run, 2)
+
+
+def test_state_of_gathered_weights_is_left_out() -> None:
+    """A lookup makes an empty one; what was put there belongs to no parameter."""
+    model = fc.fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen: list[Tensor] = []
+
+    def look(module: Any, *_: object) -> None:
+        seen.append(module.weight)
+        assert not optim.state[module.weight]
+
+    model[0].register_forward_hook(look)
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    assert set(fc.optim_state_dict(model, optim)["state"]) == {"0.weight", "0.bias"}
+    assert len(optim.state) == 2
+    optim.state[seen[0]]["kept"] = torch.ones(())
+    with pytest.raises(ValueError, match=r"entries for a tensor of shape \(2, 2\) that is none of"):
+        fc.optim_state_dict(model, optim)

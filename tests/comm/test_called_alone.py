@@ -30,6 +30,14 @@ CALLS: dict[str, tuple[Callable[[Tower], object], str]] = {
     "iter_full": (lambda m: deque(fc.iter_full(m)), "call iter_full"),
     "apply": (lambda m: fc.apply(m, lambda part: None), "draw random numbers in apply on cpu"),
     "undo": (lambda m: fc.undo(m), "call undo"),
+    "refresh": (lambda m: fc.refresh(m), "call refresh"),
+    "load": (lambda m: fc.load_state_dict(m, fc.state_dict(m, "sharded")), "call load_state_dict"),
+    "load_": (lambda m: m.load_state_dict(m.state_dict()), "call load_state_dict"),
+    "optimizer": (lambda m: fc.optim_state_dict(m, sgd(m.parameters())), "call optim_state_dict"),
+    "load optimizer": (
+        lambda m: fc.load_optim_state_dict(m, o := sgd(m.parameters()), o.state_dict()),
+        "call load_optim_state_dict",
+    ),
 }
 
 

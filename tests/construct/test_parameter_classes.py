@@ -205,3 +205,47 @@ def test_scripted_functions_are_left_alone() -> None:
         square(model, data(0, rank)).backward()
 
     run_ranks(ranks, 2)
+
+
+class Sized(nn.Linear):
+    """Keeps the size of its inputs on its weight, and reads what others set on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.detach().abs().mean()
+        weight: Any = self.weight
+        weight.size_ = 0.9 * weight.size_ + 0.1 * size if hasattr(weight, "size_") else size
+        return nn.functional.linear(x / weight.size_, weight * getattr(weight, "factor", 1.0))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_attributes_set_later_are_shared(grad: bool) -> None:
+    """In a forward and after sharding, in a plain forward and in scopes; in every forward."""
+
+    def train(model: Any) -> list[float]:
+        optim, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            if step == 2:
+                model[0].weight.factor = 0.5
+            with torch.set_grad_enabled(grad):
+                loss = model(torch.full((2, 4), 1.0 + step)).square().mean()
+            if grad:
+                loss.backward()
+                optim.step()
+                optim.zero_grad()
+            found += [loss.item(), float(model[0].weight.size_)]
+        return found
+
+    def ranks(rank: int) -> None:
+        models: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(nn.Sequential(Sized(4, 4), nn.Linear(4, 2)))
+        one_unit(models[1])
+        wanted, found = map(train, models)
+        assert found == pytest.approx(wanted, rel=1e-5)
+        with gathered(models[1]):
+            models[1](torch.full((2, 4), 7.0))
+        models[0](torch.full((2, 4), 7.0))
+        assert models[1][0].weight.size_ == models[0][0].weight.size_
+
+    run_ranks(ranks, 2)

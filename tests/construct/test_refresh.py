@@ -327,3 +327,38 @@ def test_a_flat_optimizer_outlives_a_replaced_head() -> None:
         assert len(parts) == len(twin.optim.param_groups[0]["params"]) + 1
 
     simulate_ranks(check, 2)
+
+
+class Named(nn.Module):
+    """A dense layer and this rank's expert, by its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({str(number): nn.Linear(4, 4)})
+        self.head = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts.values():
+            x = expert(x)
+        return self.head(x)
+
+
+def test_units_are_compared_over_their_own_ranks() -> None:
+    """Experts by number are on one rank each; a new layer beside them is on all."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model: Any = Named(rank)
+        fully_shard(model.experts[str(rank)], mesh="self")
+        fc.set_gradient_divide_factor(model.experts[str(rank)], 2.0)
+        fully_shard(model)
+        torch.manual_seed(1)
+        model.head.append(nn.Linear(4, 4))
+        refresh(model)
+        assert model.head[1].weight.full_tensor().shape == (4, 4)
+        model(torch.ones(2, 4)).sum().backward()
+        model.head.append(nn.Linear(4, 4 + rank))
+        with pytest.raises(ValueError, match="rank 1 shards other units or parameters"):
+            refresh(model)
+
+    run_ranks(ranks, 2)

@@ -27,6 +27,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.optim.plain_parameters import (
     flat_parameters,
+    local_parameters,
     named_local_parameters,
 )
 from fsdp_compose.sharded import to_local
@@ -411,3 +412,9 @@ def test_what_became_plain_again_trains(how: str, way: str) -> None:
         assert torch.equal(head.weight.grad, plain.head.weight.grad)
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("call", [flat_parameters, local_parameters, named_local_parameters])
+def test_what_is_no_unit_is_refused_by_the_caller(call: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{call.__name__}: Linear is not a unit"):
+        call(nn.Linear(2, 2))

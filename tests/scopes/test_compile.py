@@ -6,12 +6,18 @@ for bit, and one process on all the data.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
@@ -39,8 +45,8 @@ from models import (
     seeded,
     square,
     units,
-    whole,
 )
+from tp_models import MLP, mesh_of, whole
 
 # The compiler reads .grad of every input, and hides the warning from all but an "error" filter.
 pytestmark = [
@@ -383,3 +389,31 @@ def test_names_and_state_dicts_have_no_wrappers() -> None:
         assert set(seen) == {name for name, _ in seeded(Line).named_parameters()}
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=["", "fullgraph"])
+def test_blocks_split_by_tensor_parallelism(options: dict[str, Any]) -> None:
+    """Whose hooks are part of the graph; of three dimensions, in steps of several shapes."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of(dp=1, tp=2)
+        torch.manual_seed(0)
+        model = nn.Sequential(MLP(8, 12), MLP(8, 12)).double()
+        plain = copy.deepcopy(model)
+        for block in model:
+            layout = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], layout)
+            fc.fully_shard(block, mesh=mesh["dp"])
+            block.compile(backend="eager", **options)
+        fc.fully_shard(model, mesh=mesh["dp"])
+        pairs = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        for step in range(4):
+            x = torch.randn(2 + step, 5, 8, dtype=torch.float64)
+            for each, optim in zip((model, plain), pairs, strict=True):
+                each(x).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours), theirs.detach())
+
+    run_ranks(ranks, 2)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy, skippable_step
 
-from harness import rank_errors, run_ranks, simulate_ranks
+from harness import rank_errors, run_ranks, simulate_ranks, single_process
 from models import (
     Tower,
     Twin,
@@ -393,3 +393,21 @@ def test_nothing_of_what_failed_is_kept() -> None:
             assert step.skipped is fails and held[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_recurrent_model_that_is_gone_is_passed_over() -> None:
+    """Its unit is there until the collector has run, and its modules are not."""
+    with single_process():
+        gc.disable()
+        try:
+            gone: Any = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
+            fc.fully_shard(gone, units=fc.wrap.by_class({nn.LSTM}))
+            gone(torch.ones(5, 3))[0].sum().backward()
+            del gone
+            model = fc.fully_shard(nn.Linear(3, 3))
+            with skippable_step(model) as step:
+                raise ValueError("a bad batch")
+            assert step.skipped
+            model(torch.ones(1, 3)).sum().backward()
+        finally:
+            gc.enable()

@@ -224,3 +224,20 @@ def test_a_copy_keeps_no_gradient_of_the_original() -> None:
         check(model)
         part = copy.copy(model[0].weight)
         assert KEPT not in part.__dict__ and part.grad is None
+
+
+def test_gradients_may_be_detached_in_place() -> None:
+    """As optimizers of old clear them; a parameter is detached as torch does it."""
+
+    def ranks(rank: int) -> None:
+        model = build()
+        model(torch.ones(1, 4)).sum().backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad.detach_() is p.grad
+            p.grad.zero_()
+            assert not p.grad.full_tensor().any()
+        p.detach_()
+        assert not p.requires_grad
+
+    run_ranks(ranks, 2)

@@ -145,6 +145,8 @@ def list_members(module: nn.Module, optim: OptimLike) -> Targets:
             shards, or two hold the same parameter, whose state has one name.
     """
     found = [(one, _members_of(module, one)) for one in optimizers_of(optim)]
+    for one, groups in found:
+        _forget_gathered(one, {id(member.param) for members in groups for member in members})
     holders: dict[str, Optimizer] = {}
     for one, groups in found:
         for part in (part for members in groups for member in members for part in member.parts):
@@ -157,6 +159,24 @@ def list_members(module: nn.Module, optim: OptimLike) -> Targets:
                     "of its own."
                 )
     return found
+
+
+def _forget_gathered(optim: Optimizer, held: set[int]) -> None:
+    """Remove the empty state of gathered weights, which a hook looked up during a pass.
+
+    Raises:
+        ValueError: there is state of a tensor that the optimizer has no parameter for.
+    """
+    keys: list[Any] = list(optim.state)
+    for key in [key for key in keys if isinstance(key, Tensor) and id(key) not in held]:
+        if optim.state[key]:
+            raise ValueError(
+                f"optimizer state: {type(optim).__name__}.state has entries for a tensor of shape "
+                f"{tuple(key.shape)} that is none of its parameters, such as module.weight inside "
+                "a forward or backward, where it is gathered. Look parameters up before the "
+                "forward, or by name."
+            )
+        del optim.state[key]
 
 
 def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:

@@ -44,7 +44,7 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     tag_owned_state,
     tag_rows,
 )
-from fsdp_compose.checkpoint.ranks import groups_of, refuse_left_out
+from fsdp_compose.checkpoint.ranks import meet_in, refuse_left_out
 from fsdp_compose.checkpoint.values import gather_whole, show_whole
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameter_names
@@ -243,7 +243,7 @@ def _collect(holdings: list[_Holding]) -> Found:
 
 def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
     """Read and merge state so that every rank has the same, or every rank raises; a collective."""
-    groups = groups_of(module)
+    groups = meet_in("optim_state_dict", module)
     holdings: list[_Holding] = []
     with SharedErrors(*groups, what="optim_state_dict"):
         holdings = _read_holdings(module, optim)

@@ -52,7 +52,7 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     is_one_number,
 )
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
-from fsdp_compose.checkpoint.ranks import device_of, groups_of, refuse_broadcast
+from fsdp_compose.checkpoint.ranks import device_of, groups_of, meet_in, refuse_broadcast
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
     describe_unreadable,
@@ -107,7 +107,7 @@ def load_optim_state_dict(
     """
     check_module("load_optim_state_dict", module)
     check_flag("load_optim_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
-    groups = groups_of(module)
+    groups = meet_in("load_optim_state_dict", module)
     targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):
         require_released("load_optim_state_dict", module)

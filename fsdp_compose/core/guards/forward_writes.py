@@ -64,7 +64,7 @@ def find_writes(unit: Unit, training: bool) -> Problem | None:
                 lost = lost or written[0]
     links, shown = unit.links, unit.run.showing
     if shown is not None:
-        placed = shown if links.in_order else map(shown.__getitem__, links.indices)
+        placed = shown if links.indices is None else map(shown.__getitem__, links.indices)
         if not all(map(is_, map(dict.get, links.tables, links.names), placed)):
             lost = lost or _find_replaced(unit)
         if any(map(gradient_hooks, shown)) and (problem := find_hooked(unit, shown)):

@@ -131,9 +131,9 @@ def open_functional_call(
         raise
     shown = [given[i] if i in given else own[entry] for i, entry in enumerate(unit.entries)]
     read = [tensor.to(_dtype_read(unit, index, stored)) for index, tensor in enumerate(shown)]
-    for index in unit.links.with_attributes:
+    for index, entry in enumerate(unit.entries):
         if index not in found and read[index] is not held[index]:
-            copy_attributes(read[index], unit.entries[index])
+            copy_attributes(read[index], entry)
     return read
 
 

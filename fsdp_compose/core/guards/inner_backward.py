@@ -80,10 +80,15 @@ def watch_hooked(unit: Unit) -> None:
         if id(module) in roots:
             continue
         before, after = forward_hook_tables(module)
-        if before and watch_taken not in before.values():
+        if any(map(_may_keep, before.values())) and watch_taken not in before.values():
             module.register_forward_pre_hook(watch_taken, prepend=True)
-        if after and watch_given not in after.values():
+        if any(map(_may_keep, after.values())) and watch_given not in after.values():
             module.register_forward_hook(watch_given, prepend=True)
+
+
+def _may_keep(hook: Any) -> bool:
+    """Whether a hook may keep tensors; tensor parallelism's do not, and compile into one graph."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor.")
 
 
 def unwatch(module: nn.Module) -> None:

@@ -71,9 +71,9 @@ def _enter_scope(unit: Unit, module: nn.Module) -> None:
         with count_writes():
             tensors = [t if stored else t.to(alias.dtype) for t, alias in pairs]
         note_copies(opened, tensors)
-        for index in unit.links.with_attributes:
-            if tensors[index] is not opened.tensors[index]:
-                copy_attributes(tensors[index], unit.entries[index])
+        for entry, tensor, shown in zip(unit.entries, tensors, opened.tensors, strict=True):
+            if tensor is not shown:
+                copy_attributes(tensor, entry)
         install(unit, tensors)
     opened.calls += 1
     return None

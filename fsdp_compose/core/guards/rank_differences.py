@@ -104,7 +104,9 @@ def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> st
         f"optimizer.step() was left out on {_name(without)} before step {step}: parameter {name!r} "
         f"of unit {unit!r}, perhaps among others, was stepped on {_name(list(last))} alone, so the "
         "ranks hold parts of different weights. Load a checkpoint on every rank, and step alike on "
-        "every rank: with fsdp_compose.skippable_step(model) all discard what one cannot use."
+        "every rank: after as many backwards, for which ranks without data left call "
+        "fsdp_compose.participate(model); with fsdp_compose.skippable_step(model) all discard what "
+        "one cannot use."
     )
 
 

@@ -16,7 +16,8 @@ def show_recurrent(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Let the unit's recurrent modules read ``tensors``, by entry, in their second list too."""
     for ref, positions in find_recurrent(unit):
         module = ref()
-        assert isinstance(module, torch.nn.RNNBase)
+        if not isinstance(module, nn.RNNBase):
+            continue  # it is gone, and its unit waits for the collector
         weights = flat_weights(module)
         for position, index in positions:
             weights[position] = tensors[index]

@@ -30,7 +30,8 @@ def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     links = unit.links
     held = links.leaves if unit.opened is None else unit.opened.tensors
     found = map(dict.get, links.tables, links.names)
-    if all(map(is_, found, held if links.in_order else map(held.__getitem__, links.indices))):
+    wanted = held if links.indices is None else map(held.__getitem__, links.indices)
+    if all(map(is_, found, wanted)):
         return []
     return [
         place

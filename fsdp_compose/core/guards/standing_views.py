@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 
+from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.torch_private import next_node_number, plain_apply, untraced
 from fsdp_compose.buckets.entries import copy_all_attributes
 from fsdp_compose.core.autograd import Gather, Versions
@@ -40,8 +42,9 @@ def view_standing(unit: Unit) -> Sequence[torch.Tensor]:
     if unit.links.dtensors:
         with torch.set_grad_enabled(bool(trained)):  # they are made as functions of the views
             read = as_read(unit, read)
-    if unit.links.with_attributes:
-        copy_all_attributes(read, unit.entries, unit.links.with_attributes)
+    exhaust(map(setattr, read, repeat("__dict__"), unit.links.attributes))
+    if unit.links.of_class:
+        copy_all_attributes(read, unit.entries, unit.links.of_class)
     return read
 
 
