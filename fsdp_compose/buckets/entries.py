@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -57,6 +59,7 @@ def entry_of(param: nn.Parameter) -> Entry | None:
 def forget_entry(param: nn.Parameter) -> None:
     """Remove the entry from a parameter that is plain again."""
     param.__dict__.pop(_ENTRY_KEY, None)
+    param.__dict__ = dict(param.__dict__)
 
 
 def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
@@ -82,7 +85,37 @@ _OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device", KE
 
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:
     """Attributes of a parameter that this library did not set."""
-    return {name: value for name, value in param.__dict__.items() if name not in _OURS}
+    return Attributes(param.__dict__)._own()
+
+
+class Attributes(dict[str, Any]):
+    """A parameter's ``__dict__``, which its full tensors have too.
+
+    Copies and pickles of those have what the user set in it alone, as of a plain module's tensors.
+    """
+
+    def __bool__(self) -> bool:
+        return any(name not in _OURS for name in self)
+
+    def items(self) -> Any:
+        return self._own().items()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self._own(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (), None, None, iter(self._own().items())  # weights_only reads it
+
+    def _own(self) -> dict[str, Any]:
+        return {name: self[name] for name in self if name not in _OURS}
+
+
+def share_attributes(entry: Entry) -> dict[str, Any]:
+    """The parameter's ``__dict__``, from now on in a form that full tensors may have as theirs."""
+    param = entry.param
+    if type(param.__dict__) is not Attributes:
+        param.__dict__ = Attributes(param.__dict__)
+    return param.__dict__
 
 
 def copy_all_attributes(

@@ -29,6 +29,7 @@ from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
+from fsdp_compose.buckets.entries import share_attributes
 from fsdp_compose.buckets.gather import channels_of
 from fsdp_compose.comm.collectives import Flags, ReduceScatter
 from fsdp_compose.core.guards.collective_log import Log, code_of, log_key
@@ -183,7 +184,7 @@ class Unit:
             aliases=[owner_of(entry).aliases[entry.index] for entry in self.entries],
             anchor=self._make_anchor(),
             of_class=[i for i, e in enumerate(self.entries) if e.kind is not nn.Parameter],
-            attributes=[entry.param.__dict__ for entry in self.entries],
+            attributes=[*map(share_attributes, self.entries)],
             dtensors=[i for i, e in enumerate(self.entries) if e.spec.is_dtensor],
             places=places,
             tables=tables,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import warnings
 from typing import Any
 
@@ -245,7 +247,57 @@ def test_attributes_set_later_are_shared(grad: bool) -> None:
         assert found == pytest.approx(wanted, rel=1e-5)
         with gathered(models[1]):
             models[1](torch.full((2, 4), 7.0))
-        models[0](torch.full((2, 4), 7.0))
+        models[1](torch.full((2, 4), 9.0))
+        for value in (7.0, 9.0):
+            models[0](torch.full((2, 4), value))
         assert models[1][0].weight.size_ == models[0][0].weight.size_
+        assert set(vars(undo(models[1])[0].weight)) == {"size_", "factor"}
+
+    run_ranks(ranks, 2)
+
+
+class Kept(nn.Linear):
+    """Copies its weight in each way that Python and torch have."""
+
+    copies: tuple[Tensor, ...] = ()
+    attributes: dict[str, Any]
+    kept: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        file, weight = io.BytesIO(), self.weight
+        torch.save(weight, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        self.copies = (loaded, pickle.loads(pickle.dumps(weight)))
+        if weight.is_leaf:
+            self.copies += (copy.deepcopy(weight),)
+        self.attributes = vars(copy.copy(weight))
+        self.kept = [weight]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("attributes", [{}, {"part": "up"}])
+def test_gathered_weights_are_copied_as_plain_ones(attributes: dict[str, str]) -> None:
+    """With what the user set on them, and nothing of how they are sharded."""
+
+    def ranks(rank: int) -> None:
+        model: Any = nn.Sequential(Kept(3, 3), Kept(3, 3))
+        model[1].requires_grad_(False)
+        plain = copy.deepcopy(model)
+        fully_shard(model, init="broadcast")
+        for name, value in attributes.items():
+            setattr(model[1].weight, name, value)
+            setattr(plain[1].weight, name, value)
+        for each in (model, plain):
+            each(torch.ones(1, 3)).sum().backward()
+        assert model[1].attributes == plain[1].attributes == attributes
+        assert len(model[1].copies) == len(plain[1].copies) == 3
+        assert vars(plain[1].copies[0]) == attributes
+        for found in model[1].copies:
+            assert vars(found) == attributes
+            assert not is_sharded(found) and found.shape == (3, 3)
+        with pytest.raises(RuntimeError, match="that was kept from a forward is a view of"):
+            model[1].kept[0].sum()
+        assert "_kept_in" not in vars(model[1].weight)
 
     run_ranks(ranks, 2)

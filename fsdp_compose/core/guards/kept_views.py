@@ -321,6 +321,8 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
     else:
         _forget_standing(unit_of(bucket).engine, value)
     entry = _entry_at(bucket, int(part_of(value).storage_offset()))
+    shared: dict[str, Any] = value.__dict__
+    value.__dict__ = dict(shared.items())  # the parameter's were shared
     value._kept_in = weakref.ref(bucket)
     value._kept_from = (
         f"a tensor of shape {tuple(value.shape)} that was kept from a forward is a view of "

@@ -40,7 +40,7 @@ from fsdp_compose.base.torch_stack import (
     is_in_call,
 )
 from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.buckets.entries import find_entry, give_slice
+from fsdp_compose.buckets.entries import entry_of, find_entry, give_slice
 from fsdp_compose.sharded import EDGE, Handler, ShardedWeightError, part_of, refuse_export
 
 _plain: Any = torch.Tensor
@@ -117,8 +117,10 @@ class _Whole(_Base):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        if self.__dict__:
-            set_trained(find_entry(self), bool(value))
+        own: Any = self
+        entry = entry_of(own)
+        if entry is not None:
+            set_trained(entry, bool(value))
         else:
             call_raw(set_requires_grad, (), (self, value))  # in ``nn.Parameter(p)``
 
