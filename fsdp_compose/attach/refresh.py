@@ -29,7 +29,6 @@ from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import bind
 from fsdp_compose.buckets.entries import find_entry
-from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.compare_ranks import compare_plans, count_ranks
 from fsdp_compose.construct.initialise import InitFn
@@ -89,8 +88,6 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     """
     units = require_units(module, "refresh")
     clear_failed_steps(units)
-    for group in dict.fromkeys(g for u in units for b in u.gathered for g in b.mesh.groups):
-        meet_alone(group, "call refresh")
     settle_plain_gradients(units)
     problem: Exception | None = None
     survey: list[_Change] = []

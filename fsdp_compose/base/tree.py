@@ -62,7 +62,7 @@ def find_tensors(tree: Any) -> tuple[list[torch.Tensor], bool]:
         attributes = getattr(node, "__dict__", None)
         if attributes and id(node) not in seen and _has_open_attributes(node):
             seen.add(id(node))
-            pending.append(dict(attributes))
+            pending.append(dict(attributes.items()))  # of a gathered weight the user's alone
         return False
 
     while pending:

@@ -23,7 +23,7 @@ from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import messages, waiting
-from fsdp_compose.comm.heads import meet_alone
+from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.guards.divisors import held_by_fewer
@@ -59,8 +59,7 @@ def groups_of(module: nn.Module) -> list[Group]:
 def meet_in(what: str, module: nn.Module) -> list[Group]:
     """``groups_of`` the module, over which every rank begins the call: else all raise, on gloo."""
     groups = groups_of(module)
-    for group in groups:
-        meet_alone(group, f"call {what}")
+    meet_to_call(what, groups)
     return groups
 
 

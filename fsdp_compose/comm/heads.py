@@ -275,6 +275,12 @@ def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
                 )
 
 
+def meet_to_call(what: str, groups: Iterable[Group]) -> None:
+    """``meet_alone`` before a call whose ranks tell each other what they call."""
+    for group in groups:
+        meet_alone(group, f"call {what}", "a call of the library's")
+
+
 def tag_behind(caller: Caller, head: Head, group: Group) -> int:
     """The tag of the data that follows ``head``."""
     return _DATA_TAGS | hash((caller.epoch(group), *head)) & (_DATA_TAGS - 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 
@@ -180,3 +181,28 @@ def test_whole_files_of_experts_load_everywhere() -> None:
             fc.load_state_dict(mine, state, strict=False)
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("differs", ["expert", "rank", "dense"])
+def test_experts_are_compared_by_the_ranks_they_are_on(differs: str) -> None:
+    """Two ranks hold each expert; those of other ranks have other values."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fc.fully_shard(model[1], mesh=mesh["edp"])
+        fc.set_gradient_divide_factor(model[1], 4.0)
+        fc.fully_shard(model)
+        state = {name: torch.zeros_like(value) for name, value in fc.state_dict(model).items()}
+        expert = mesh.get_local_rank("ep")
+        state["1.weight"] += expert
+        state["1.bias"] += rank if differs == "rank" else 0
+        state["0.bias"] += rank if differs == "dense" else 0
+        fc.load_state_dict(model, state)
+        assert bool((whole(model[1].weight) == expert).all())
+
+    if differs == "expert":
+        run_ranks(ranks, 4)
+        return
+    for error in rank_errors(ranks, 4):
+        assert "the ranks were given different things" in str(error)

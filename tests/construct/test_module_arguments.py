@@ -43,7 +43,6 @@ BY_PATH = ("save_checkpoint", "load_checkpoint", "save_full", "load_full")
 LISTS_TOO = {"fully_shard", "plan"}  # their errors are in test_option_errors.py
 ALIASES = {
     "get_state_dict_type": "state_dict_type",
-    "local_parameters": "named_local_parameters",
     "set_state_dict_type": "state_dict_type",
     "summon_full_params": "gathered",
 }

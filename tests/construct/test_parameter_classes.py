@@ -22,7 +22,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.sharded import is_sharded
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     WIDTH,
     Tolerance,
@@ -301,3 +301,27 @@ def test_gathered_weights_are_copied_as_plain_ones(attributes: dict[str, str]) -
         assert "_kept_in" not in vars(model[1].weight)
 
     run_ranks(ranks, 2)
+
+
+class Returned(nn.Linear):
+    """Its output has the weight, on which a user keeps something."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.weight
+
+
+def test_a_weight_with_attributes_may_be_returned() -> None:
+    def ranks(rank: int) -> None:
+        model: Any = Returned(3, 3)
+        model.weight.part = {"of": [model.weight.detach()]}
+        plain = copy.deepcopy(model)
+        fully_shard(model, init="broadcast")
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                p.copy_(q.full_tensor())
+        for each in (model, plain):
+            output, weight = each(torch.ones(1, 3))
+            (output.sum() + weight.square().sum()).backward()
+        assert torch.allclose(model.weight.grad.full_tensor(), plain.weight.grad)
+
+    simulate_ranks(ranks)
