@@ -143,6 +143,14 @@ def discard_packed(bucket: Bucket) -> None:
     close_grad_buffer(bucket)
 
 
+def list_waiting(bucket: Bucket) -> list[torch.Tensor]:
+    """Gradients of earlier backwards that are not in ``.grad`` yet, in the forms they wait in."""
+    arriving = bucket.arriving
+    packed = bucket.grads.flat if arriving.packed and bucket.grads is not None else None
+    held = (packed, arriving.partial, arriving.waiting, *arriving.sums.nodes)
+    return [tensor for tensor in held if tensor is not None]
+
+
 def any_waits(bucket: Bucket) -> bool:
     """Whether gradients of earlier backwards are not in ``.grad`` yet."""
     arriving = bucket.arriving

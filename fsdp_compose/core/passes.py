@@ -7,6 +7,7 @@ unit's gradients and one flat buffer exist at a time.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -223,7 +224,7 @@ def show_leaves_after_backward(unit: Unit) -> None:
         run.task = None
 
 
-def recover(engine: Engine) -> None:
+def recover(engine: Engine, restored: Collection[Unit] = ()) -> None:
     """After an exception: release every unit and clear its run.
 
     A backward that failed drops what waits for a later reduction: its own gradients are among it,
@@ -252,5 +253,5 @@ def recover(engine: Engine) -> None:
             if not bucket.arriving.packed:
                 bucket.grads = None  # what others still send or read of it is for nobody
     guard_after_error(engine)
-    if drops:
-        drop_waiting_gradients(units)
+    if drops:  # all but those that the caller puts back
+        drop_waiting_gradients(unit for unit in units if unit not in restored)

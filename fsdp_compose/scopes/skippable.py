@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Ranks, check_ranks, group_of, group_over
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
-from fsdp_compose.buckets.gradients import discard_packed, make_grad_buffer
+from fsdp_compose.buckets.gradients import discard_packed, list_waiting, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
@@ -177,7 +177,7 @@ def skippable_step(
     try:
         with links.postpone_meetings():
             yield step
-            if finite_gradients and not _are_finite(module):
+            if finite_gradients and not _are_finite(module, units):
                 step.discard("a gradient is not finite")
     except StepDiscarded as told:
         step._hear(told)
@@ -195,7 +195,7 @@ def skippable_step(
     stages = [] if pipeline_mesh is None else [group_over(pipeline_mesh, device)]
     _agree(step, links, tensor_parallel_groups([module]), stages)
     if step.skipped:
-        links.forget()
+        links.forget(units)
         before.restore()
         rank, reason = min(step.reasons.items())
         _logger.warning("a step is skipped on every rank: rank %d: %s", rank, reason)
@@ -259,13 +259,17 @@ class _Links:
         """Groups in which the ranks were not told yet that one discards the step."""
         return [(log, group) for (log, group), n in self.epochs.items() if log.epoch(group) == n]
 
-    def forget(self) -> None:
-        """Clear the failed pass; whatever is still under way is never read."""
+    def forget(self, restored: Collection[Unit]) -> None:
+        """Clear the failed pass; whatever is still under way is never read.
+
+        Args:
+            restored: units whose gradients that wait will be put back.
+        """
         for log in self.logs:
             log.start_over([group for one, group in self.unsettled() if one is log])
             log.steps.forget_all()  # some ranks may have ended the step, and compared it
         for engine in self.engines:
-            recover(engine)
+            recover(engine, restored)
             forget_orders(engine)  # some ranks may have run the step to its end
 
 
@@ -304,11 +308,12 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list
     step.skipped = bool(step.reasons)
 
 
-def _are_finite(module: nn.Module) -> bool:
-    """Whether this rank's part of every gradient is finite."""
+def _are_finite(module: nn.Module, units: list[Unit]) -> bool:
+    """Whether this rank's part of every gradient is finite, also of those that wait."""
     with raw():
         found = [get_grad(holder_of(param)) for param in parameter_names(module)]
         grads = [grad for grad in found if grad is not None]
+        grads += (t for unit in units for bucket in unit.buckets for t in list_waiting(bucket))
         return all(bool(torch.isfinite(getattr(g, "_local_tensor", g)).all()) for g in grads)
 
 

@@ -411,3 +411,45 @@ def test_a_recurrent_model_that_is_gone_is_passed_over() -> None:
             model(torch.ones(1, 3)).sum().backward()
         finally:
             gc.enable()
+
+
+WAITING: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "unsharded": (2, "unsharded", {}),
+    "of replicas": (4, "no_all_reduce", {"strategy": ShardingStrategy.HYBRID_SHARD}),
+    "unsharded, of replicas": (4, "unsharded", {"strategy": ShardingStrategy.HYBRID_SHARD}),
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_gradients_that_wait_are_looked_at(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One of three microbatches is not finite; the others are what is stepped."""
+    world, keep, options = WAITING[case]
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2) if world == 4 else None
+        model: Any = fc.fully_shard(nn.Linear(2, 1), mesh=mesh, init="broadcast", **options)
+        skipped = []
+        with fc.accumulate(model, keep=keep):
+            for scale in (1.0, float("inf"), 1.0):
+                with skippable_step(model, finite_gradients=True) as step:
+                    (model(torch.ones(1, 2)).sum() * (scale if rank == 0 else 1.0)).backward()
+                skipped.append(step.skipped)
+        assert skipped == [False, True, False]
+        assert model.bias.grad.full_tensor().item() == pytest.approx(2.0)
+
+    simulate_ranks(ranks, world)
+    assert "are dropped" not in caplog.text
+
+
+def test_sums_of_a_tree_are_looked_at() -> None:
+    """``deterministic=`` adds microbatches up when the last has come."""
+
+    def ranks(rank: int) -> None:
+        model: Any = fc.fully_shard(nn.Linear(2, 1), deterministic=4)
+        for scale, wanted in ((float("inf"), True), (1.0, False), (1.0, False)):
+            with skippable_step(model, finite_gradients=True) as step:
+                (model(torch.ones(1, 2)).sum() * (scale if rank == 0 else 1.0)).backward()
+            assert step.skipped == wanted
+        assert model.bias.grad.full_tensor().item() == pytest.approx(1.0)
+
+    simulate_ranks(ranks)
