@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.process import here
 from fsdp_compose.buckets.bucket import Entry
@@ -60,6 +61,8 @@ def forget_entry(param: nn.Parameter) -> None:
     """Remove the entry from a parameter that is plain again."""
     param.__dict__.pop(_ENTRY_KEY, None)
     param.__dict__ = dict(param.__dict__)
+    if isinstance(param, DTensor):
+        param._is_param = True
 
 
 def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
@@ -115,6 +118,7 @@ def share_attributes(entry: Entry) -> dict[str, Any]:
     param = entry.param
     if type(param.__dict__) is not Attributes:
         param.__dict__ = Attributes(param.__dict__)
+    param.__dict__.pop("_is_param", None)  # its class has it, and full tensors have not
     return param.__dict__
 
 
@@ -130,7 +134,7 @@ def copy_attributes(tensor: torch.Tensor, entry: Entry) -> None:
     """Give a full tensor the parameter's class, and its attributes, which they share."""
     if entry.kind is not nn.Parameter:
         tensor.__class__ = entry.kind
-    is_parameter = "_is_param" in tensor.__dict__  # for isinstance
-    tensor.__dict__ = entry.param.__dict__
-    if is_parameter:
-        tensor._is_param = True
+    if "_is_param" in tensor.__dict__:  # for isinstance
+        tensor.__dict__ = {**attributes_of(entry.param), "_is_param": True}
+    else:
+        tensor.__dict__ = entry.param.__dict__

@@ -335,6 +335,7 @@ class ShardedDTensor(Dispatched, _Sharded, DTensor):  # type: ignore[misc, overr
 
     __slots__ = ()  # what a class must have in common with DTensor to take its place
     _is_parameter = True
+    _is_param = True  # for isinstance(p, nn.Parameter)
     _noted = PARAMETER
 
     device_mesh = DTensor.device_mesh
@@ -426,7 +427,6 @@ def sharded_hook(
 def _build(cls: type, local: Tensor, spec: ShardSpec, requires_grad: bool) -> Any:
     if cls is ShardedDTensor and spec.parallel is not None and spec.is_dtensor:
         twin = make_subclass(ShardedDTensor, local, requires_grad)
-        twin._is_param = True
         set_dtensor_spec(twin, spec.parallel.dtensor)
         return tag(twin, spec)
     if issubclass(cls, torch.nn.Parameter):

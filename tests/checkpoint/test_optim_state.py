@@ -502,5 +502,9 @@ def test_state_of_gathered_weights_is_left_out() -> None:
     assert set(fc.optim_state_dict(model, optim)["state"]) == {"0.weight", "0.bias"}
     assert len(optim.state) == 2
     optim.state[seen[0]]["kept"] = torch.ones(())
-    with pytest.raises(ValueError, match=r"entries for a tensor of shape \(2, 2\) that is none of"):
+    with pytest.raises(ValueError, match=r"entries for a tensor of shape \(2, 2\) that is in none"):
+        fc.optim_state_dict(model, optim)
+    del optim.state[seen[0]]
+    optim.param_groups.clear()
+    with pytest.raises(ValueError, match="parameter '0.weight', that is in none"):
         fc.optim_state_dict(model, optim)

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fsdp_compose import (
     fully_shard,
@@ -42,6 +47,7 @@ from surgery import (
     change_to_packed,
     same,
 )
+from tp_models import mesh_of
 
 
 @pytest.mark.parametrize("shard", [by_block, one_unit])
@@ -325,3 +331,40 @@ def test_a_weight_with_attributes_may_be_returned() -> None:
         assert torch.allclose(model.weight.grad.full_tensor(), plain.weight.grad)
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("way", ["plain", "vmap", "tensor parallel"])
+def test_gathered_weights_are_no_parameters(way: str) -> None:
+    """Also after a transform, which shows them as such; a module may keep one for a while."""
+
+    def ranks(rank: int) -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = None
+        if way == "tensor parallel":
+            meshes = mesh_of(dp=1, tp=2)
+            parallelize_module(
+                model, meshes["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            )
+            mesh = meshes["dp"]
+        fully_shard(model, mesh=mesh, init="broadcast")
+        if way == "vmap":
+            torch.vmap(model)(torch.ones(3, 2, 4))
+        seen: list[bool] = []
+
+        def keep(module: Any, _: Any) -> None:
+            seen.append(isinstance(module.weight, nn.Parameter))
+            module.kept = module.weight
+
+        handle = model[0].register_forward_pre_hook(keep)
+        for grad in (True, False, True):
+            with torch.set_grad_enabled(grad):
+                model(torch.ones(2, 4))
+        assert seen == [False] * 3
+        handle.remove()
+        del model[0].kept
+        assert isinstance(model[0].weight, nn.Parameter)
+        plain = undo(copy.deepcopy(model))
+        assert isinstance(plain[0].weight, nn.Parameter)
+        assert set(dict(plain.named_parameters())) == set(dict(model.named_parameters()))
+
+    run_ranks(ranks, 2)

@@ -170,11 +170,14 @@ def _forget_gathered(optim: Optimizer, held: set[int]) -> None:
     keys: list[Any] = list(optim.state)
     for key in [key for key in keys if isinstance(key, Tensor) and id(key) not in held]:
         if optim.state[key]:
+            what, advice = "", "Look parameters up before the forward, or by name."
+            if is_sharded(key):
+                what = f", parameter {key._shard_spec.fqn!r},"
+                advice = "If its group was removed, delete its state too."
             raise ValueError(
                 f"optimizer state: {type(optim).__name__}.state has entries for a tensor of shape "
-                f"{tuple(key.shape)} that is none of its parameters, such as module.weight inside "
-                "a forward or backward, where it is gathered. Look parameters up before the "
-                "forward, or by name."
+                f"{tuple(key.shape)}{what} that is in none of its groups, as module.weight inside "
+                f"a forward or backward, where it is gathered. {advice}"
             )
         del optim.state[key]
 
