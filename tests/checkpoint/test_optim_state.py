@@ -506,5 +506,5 @@ def test_state_of_gathered_weights_is_left_out() -> None:
         fc.optim_state_dict(model, optim)
     del optim.state[seen[0]]
     optim.param_groups.clear()
-    with pytest.raises(ValueError, match="parameter '0.weight', that is in none"):
+    with pytest.raises(ValueError, match=r"parameter '0.weight', that is in none"):
         fc.optim_state_dict(model, optim)
