@@ -29,6 +29,7 @@ from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import bind
 from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.compare_ranks import compare_plans, count_ranks
 from fsdp_compose.construct.initialise import InitFn
@@ -89,6 +90,8 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     units = require_units(module, "refresh")
     clear_failed_steps(units)
     settle_plain_gradients(units)
+    groups = dict.fromkeys(g for u in units for b in u.gathered for g in b.mesh.groups)
+    meet_to_call("refresh", groups)
     problem: Exception | None = None
     survey: list[_Change] = []
     try:

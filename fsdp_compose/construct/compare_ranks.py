@@ -18,7 +18,6 @@ from fsdp_compose.base.mesh import Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.torch_private import buffer_slots
 from fsdp_compose.buckets.bucket import Slot
-from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.comm.messages import ErrorReport, describe_error, first_error
 from fsdp_compose.construct.choose_buckets import unit_precision
@@ -79,7 +78,6 @@ def compare_plans(
     if groups:
         real = [v for v in values if v.key not in meta]
         structure = [] if problem else [_describe_structure(plan) for plan in plans]
-        meet_to_call(what, groups)
         report = _make_report(problem, structure, plans, real, meta)
         reports = _exchange_reports(report, groups, what)
         problem = problem or _first_problem(reports) or _first_difference(reports)

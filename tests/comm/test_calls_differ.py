@@ -24,7 +24,7 @@ CALLS: dict[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
     "load_optim_state_dict": lambda model, saved: fc.load_optim_state_dict(
         model, sgd(model.parameters()), saved
     ),
-    "fully_shard": lambda model, _: by_block(seeded(Tower)),
+    "refresh": lambda model, _: fc.refresh(model),
 }
 PAIRS = list(permutations(CALLS, 2))
 
@@ -49,11 +49,11 @@ def test_both_calls_are_named(first: str, second: str) -> None:
 def test_real_ranks_in_different_calls() -> None:
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))
-        CALLS["fully_shard" if rank else "load_state_dict"](model, {})
+        CALLS["refresh" if rank else "load_state_dict"](model, {})
 
     errors = rank_errors(ranks, 2, timeout=10)
     assert errors[0] == errors[1]
-    assert "rank 0 calls load_state_dict and rank 1 calls fully_shard at the" in str(errors[0])
+    assert "rank 0 calls load_state_dict and rank 1 calls refresh at the" in str(errors[0])
 
 
 def test_ranks_of_other_groups_are_told() -> None:
