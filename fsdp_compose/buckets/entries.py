@@ -114,7 +114,7 @@ class Attributes(dict[str, Any]):
 
 
 def share_attributes(entry: Entry) -> dict[str, Any]:
-    """The parameter's ``__dict__``, from now on in a form that full tensors may have as theirs."""
+    """Give the parameter a ``__dict__`` that its full tensors may have as theirs; return it."""
     param = entry.param
     if type(param.__dict__) is not Attributes:
         param.__dict__ = Attributes(param.__dict__)

@@ -50,13 +50,14 @@ def facts_of(values: Mapping[str, Any], current: Mapping[str, Any]) -> Callable[
 
     def over(group: Group) -> Facts:
         compared = {n: v for n, v in values.items() if n not in own or group.ranks in own[n]}
-        gathers = sum(needs_gather(v, _spec(current[n])) for n, v in compared.items())
+        gathers = sum(needs_gather(v, spec_or_none(current[n])) for n, v in compared.items())
         return Facts(len(compared), gathers, _sample(compared, current))
 
     return over
 
 
-def _spec(value: Any) -> Any:
+def spec_or_none(value: Any) -> Any:
+    """Find how a value is cut; None where it is plain."""
     return value._shard_spec if is_sharded(value) else None
 
 

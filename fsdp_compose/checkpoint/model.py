@@ -30,7 +30,7 @@ from fsdp_compose.checkpoint.contents import (
     visit_full,
     without_our_hooks,
 )
-from fsdp_compose.checkpoint.given import Facts, facts_of
+from fsdp_compose.checkpoint.given import Facts, facts_of, spec_or_none
 from fsdp_compose.checkpoint.ranks import (
     device_of,
     groups_of,
@@ -355,10 +355,6 @@ def _is_raw(key: str) -> bool:
     return key.rpartition(".")[2] == local.LAYOUT or local.SHARD in key
 
 
-def _spec(value: Any) -> Any:
-    return value._shard_spec if is_sharded(value) else None
-
-
 def _complete_ties(
     current: Mapping[str, Any], names: Mapping[str, str], given: dict[str, Any]
 ) -> None:
@@ -404,7 +400,7 @@ def _find_misfit(name: str, value: Any, current: Any, custom: bool) -> str | Non
     """
     if not isinstance(current, Tensor):
         return None
-    gathers = is_sharded(value) and needs_gather(value, _spec(current))
+    gathers = is_sharded(value) and needs_gather(value, spec_or_none(current))
     lone = describe_lone_slice(value) if gathers else None
     if custom or lone is not None:
         return None if lone is None else f"{name!r} {lone}"

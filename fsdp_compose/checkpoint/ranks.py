@@ -57,7 +57,7 @@ def groups_of(module: nn.Module) -> list[Group]:
 
 
 def meet_in(what: str, module: nn.Module) -> list[Group]:
-    """``groups_of`` the module, over which every rank begins the call: else all raise, on gloo."""
+    """Return ``groups_of`` the module; on gloo raise unless every rank of them begins the call."""
     groups = groups_of(module)
     meet_to_call(what, groups)
     return groups

@@ -276,7 +276,7 @@ def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
 
 
 def meet_to_call(what: str, groups: Iterable[Group]) -> None:
-    """``meet_alone`` before a call whose ranks tell each other what they call."""
+    """Meet, as ``meet_alone`` does, before a call whose ranks tell each other what they call."""
     for group in groups:
         meet_alone(group, f"call {what}", "a call of the library's")
 
