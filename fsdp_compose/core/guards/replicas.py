@@ -18,7 +18,8 @@ from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import renew_bucket
-from fsdp_compose.core.state import Unit, iter_units
+from fsdp_compose.core.guards.units import units_holding
+from fsdp_compose.core.state import Unit
 from fsdp_compose.sharded import part_of, to_local
 
 Copies = dict[tuple[str, str, int, int], int]
@@ -40,14 +41,14 @@ def verify_replicas(module: nn.Module) -> None:
     >>> fc.verify_replicas(model)
 
     Args:
-        module: a module that contains units.
+        module: a module that contains units, or is a part of some.
 
     Raises:
         RuntimeError: on every rank of the unit's mesh, naming the parameter, its unit, and which
             ranks hold what.
     """
     check_module("verify_replicas", module)
-    verify_units(iter_units(module), "verify_replicas")
+    verify_units(units_holding(module), "verify_replicas")
 
 
 def verify_units(units: Iterable[Unit], caller: str) -> None:

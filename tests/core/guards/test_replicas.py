@@ -216,3 +216,18 @@ def test_checksums_take_memory_for_one_piece() -> None:
             replicas.sum_bytes(tensor)
         peaks.append(ledger.peak)
     assert peaks[0] == peaks[1]
+
+
+def test_copies_of_a_part_of_a_unit_are_compared() -> None:
+    def ranks(rank: int) -> None:
+        model = fully_shard(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            strategy=ShardingStrategy.NO_SHARD,
+            init="broadcast",
+        )
+        verify_replicas(model[1])
+        fc.named_local_parameters(model)["1.bias"].data.fill_(float(rank))
+        verify_replicas(model[1])
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "'1.bias'" in text
