@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, to which our output goes
         print(f"fsdp-compose: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

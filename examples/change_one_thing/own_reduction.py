@@ -36,7 +36,10 @@ def reduce_signs(state: Errors, grads: GradBucket) -> Tensor:
     scales = [torch.empty_like(scale) for _ in grads.parts]
     dist.all_gather(scales, scale, group=grads.shard.pg)
     rows = received.view(grads.shard.size, -1) * torch.stack(scales)[:, None]
-    return rows.sum(0) * grads.scale
+    part = rows.sum(0) * grads.scale
+    if grads.replicate.size > 1:  # a hybrid strategy: other ranks hold copies of this part
+        dist.all_reduce(part, group=grads.replicate.pg)
+    return part
 
 
 def main() -> None:

@@ -37,8 +37,9 @@ from fsdp_compose.base.policy import (
     place,
 )
 from fsdp_compose.base.torch_private import hide_from_traces
+from fsdp_compose.comm.meeting import meet_or_differ
 from fsdp_compose.construct.choose_units import plan_shards
-from fsdp_compose.construct.compare_ranks import compare_plans
+from fsdp_compose.construct.compare_ranks import compare_plans, find_groups
 from fsdp_compose.construct.initialise import InitFn, is_on_meta
 from fsdp_compose.construct.plans import Ignored, Options, UnitPlan
 from fsdp_compose.construct.wrap import Policy
@@ -191,6 +192,7 @@ def fully_shard(
             plan.options = replace(plan.options, methods=found)
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
+    meet_or_differ("fully_shard", find_groups(mesh))
     meta = MetaValues(compare_plans(plans, mesh, problem, _listed(modules)))
     for plan in plans:
         for bucket in plan.buckets:

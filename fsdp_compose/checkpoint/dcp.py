@@ -327,17 +327,26 @@ def _load(
                 write_optim(targets, given)
         with SharedErrors(group):
             write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
-    if remembered is None:
-        fits = not comm_hooks.remembers(module)
-    else:
-        fits = comm_hooks.restore(module, remembered)
-    if not fits:
-        warnings.warn(
-            f"{root}: it holds no state of communication hooks for the ranks and units of this "
-            "model, so the hooks of this module keep the state that they have.",
-            stacklevel=3,
-        )
+    problem = _restore_hooks(module, source, remembered)
+    if problem is not None:
+        warnings.warn(f"{root}: {problem}", stacklevel=3)
     return extra
+
+
+def _restore_hooks(module: nn.Module, source: Source, remembered: Any) -> str | None:
+    """Give communication hooks what a checkpoint ``remembered``; says why they are not given it."""
+    if comm_hooks.remembers(module):
+        if remembered is None or not comm_hooks.restore(module, remembered):
+            return (
+                "it holds no state of communication hooks for the ranks and units of this model, "
+                "so the hooks of this module keep the state that they have."
+            )
+    elif source.below(("comm_hooks",)):
+        return (
+            "it holds state of communication hooks, and no hook of this module takes it. To go on "
+            "from it, call register_comm_hook before load_checkpoint."
+        )
+    return None
 
 
 def _request_model(

@@ -108,7 +108,15 @@ class CommittingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except RuntimeError as error:
+            if "inline_container" not in str(error):  # torch's archives, which do not say why
+                raise
+            raise RuntimeError(
+                f"{self.root}: a file could not be written to its end; the disk may be full, or a "
+                f"file may not grow so large. torch says: {error}"
+            ) from error
         names = {result.storage_data.relative_path for result in results}
         sums = {name: Sum.of(self.root / name) for name in names} if self.checksum else {}
         for index, result in enumerate(results):

@@ -117,7 +117,10 @@ def meet_ranks(
     patience = timeout_of(pg)
     me = ranks.index(dist.get_rank())
     known = _control.setdefault(_world(), {})
-    key, is_new = _meet(what, ranks, patience if timeout is None else timeout, ranks in known)
+    told = [group for group in groups if set(group.ranks) <= set(ranks)]
+    if timeout is None or timeout > patience:
+        told, timeout = told if timeout is None else [], timeout or patience
+    key, is_new = _meet(what, ranks, told, timeout, ranks in known)
     if is_new:
         known.pop(ranks, None)
         known[ranks] = gloo_group(key, me, len(ranks), patience)
@@ -169,8 +172,14 @@ def attend_call(group: Group) -> Iterator[None]:
         raise
 
 
-def _meet(what: str, ranks: tuple[int, ...], timeout: float, has_group: bool) -> tuple[str, bool]:
-    """Wait for the other ranks; a name for the meeting, and whether some rank has no group yet."""
+def _meet(
+    what: str, ranks: tuple[int, ...], groups: Sequence[Group], timeout: float, has_group: bool
+) -> tuple[str, bool]:
+    """Wait for the other ranks; a name for the meeting, and whether some rank has no group yet.
+
+    Args:
+        groups: over which ranks that do something else are told, and raise with this one.
+    """
     store, me = default_store(), dist.get_rank()
     turns = _meetings.setdefault(_world(), {})
     place = f"fsdp_compose/{what}/{'.'.join(map(str, ranks))}"
@@ -182,9 +191,10 @@ def _meet(what: str, ranks: tuple[int, ...], timeout: float, has_group: bool) ->
     if store.add(f"{here}/count", 1) == len(ranks):
         store.set(f"{here}/go", uuid.uuid4().hex)
     try:
+        has_come = _meet_in_time(what, groups, timeout)
         with waiting.waiting(f"{what} (every rank must call it)", ranks):
-            has_come = _await_key(f"{here}/go", timeout)
-    except KeyboardInterrupt:
+            has_come = has_come and _await_key(f"{here}/go", timeout)
+    except BaseException:
         _withdraw(here)
         raise
     if not has_come:
@@ -201,6 +211,28 @@ def _meet(what: str, ranks: tuple[int, ...], timeout: float, has_group: bool) ->
         for key in (*ranks, "new", "count", "go", "gone"):
             store.delete_key(f"{here}/{key}")
     return meeting, is_new
+
+
+def _meet_in_time(what: str, groups: Sequence[Group], timeout: float) -> bool:
+    """On gloo raise unless every rank of ``groups`` begins the call; False if some come too late.
+
+    Those that come back to the call, having come too late, still meet.
+    """
+    clock = process.here.clock
+    end = clock.now() + timeout
+
+    def look() -> None:
+        if clock.now() >= end:
+            raise TimeoutError
+
+    try:
+        with messages.looking(look):
+            meet_to_call(what, groups)
+    except (RuntimeError, TimeoutError):  # the group's own wait may end in the same moment
+        if clock.now() < end:
+            raise
+        return False
+    return True
 
 
 def _withdraw(here: str) -> None:

@@ -174,8 +174,9 @@ def _start(ranks: _Ranks, rank: int, command: list[str], env: dict[str, str]) ->
 def _forward(rank: int, source: IO[str], sink: IO[str]) -> None:
     with source:
         for line in source:
-            sink.write(f"[rank {rank}] {line.rstrip()}\n")
-            sink.flush()
+            with suppress(BrokenPipeError):  # as `head` leaves it; ranks still write
+                sink.write(f"[rank {rank}] {line.rstrip()}\n")
+                sink.flush()
 
 
 def _supervise(ranks: _Ranks) -> int:

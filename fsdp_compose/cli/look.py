@@ -154,7 +154,10 @@ def _choose_units(model: nn.Module, wanted: list[str] | None) -> Policy | None:
     if not wanted:
         return None
     kinds = {type(module).__name__: type(module) for module in model.modules()}
-    policies = [by_class(kinds[word]) if word in kinds else by_name(word) for word in wanted]
+    try:
+        policies = [by_class(kinds[word]) if word in kinds else by_name(word) for word in wanted]
+    except ValueError as error:
+        raise UserError(f"--units: {error}") from error
     joined = policies[0]
     for policy in policies[1:]:
         joined = joined | policy

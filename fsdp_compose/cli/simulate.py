@@ -13,7 +13,7 @@ from fsdp_compose.simulation.simulate import SimulationError, run_program
 def run_simulated(
     script: str, args: Sequence[str], ranks: int, seed: int, is_module: bool = False
 ) -> int:
-    """Run ``script`` on simulated ranks; 0, or 1 where a rank failed."""
+    """Run ``script`` on simulated ranks; 0, or the exit code of the first rank that failed."""
     program = as_main(script, args, is_module)
 
     def run() -> None:
@@ -21,13 +21,22 @@ def run_simulated(
             program()
         except SystemExit as end:
             if end.code not in (None, 0):
-                raise RuntimeError(f"the script ended with {end.code!r}") from end
+                raise _Ended(end.code) from None
 
     try:
         run_program(run, ranks, seed, (), has_group=False)
     except SimulationError as error:
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, _Ended):
+            traceback.print_exception(cause)
         print(f"fsdp-compose: {error}", file=sys.stderr)
-        return 1
+        return cause.code if isinstance(cause, _Ended) and isinstance(cause.code, int) else 1
     return 0
+
+
+class _Ended(RuntimeError):
+    """A script called ``sys.exit`` with something that says it failed."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"the script ended with {code!r}")
+        self.code = code

@@ -8,11 +8,11 @@ Files, each importing only from those above it:
     sums         adds up what ranks bring to a sum
     waiting      says for whom and for what a rank waits
     messages     any picklable object between the ranks of a group
-    meeting      ranks that wait for each other in different groups raise
     mail         small messages between ranks of one host
     shared_memory  memory that ranks of one host read of each other
     transports   how tensors travel: shared memory, pairs of ranks, or the group's collectives
     heads        ranks say what they do ahead of data
+    meeting      ranks that wait for each other in different groups raise
     collectives  gather, reduce and exchange over plain tensors and a group
     uneven       tensors of other sizes on each rank
     small_reduce  a few numbers, compared for what they are

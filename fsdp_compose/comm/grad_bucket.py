@@ -50,7 +50,7 @@ class GradBucket:
 def run_hook(
     hook: Callable[..., Any], state: Any, given: GradBucket, over_both: bool
 ) -> torch.Tensor:
-    """What a communication hook makes of ``given``: a flat tensor of this rank's own.
+    """What a communication hook makes of ``given``, flat; it may be memory that the hook keeps.
 
     Args:
         over_both: the bucket is sharded over both groups, so that the hook returns what all
@@ -70,10 +70,7 @@ def run_hook(
             f"the averaged gradient, {wanted} elements in a floating-point dtype."
         )
     grad = grad.reshape(-1)
-    if over_both:
-        return cut_by_rank(grad, given.replicate.size)[given.replicate.rank].clone()
-    is_shared = grad.untyped_storage()._cdata == given.flat.untyped_storage()._cdata
-    return grad.clone() if is_shared and given.shard.size > 1 else grad
+    return cut_by_rank(grad, given.replicate.size)[given.replicate.rank] if over_both else grad
 
 
 def _name_dtype(value: object) -> str:

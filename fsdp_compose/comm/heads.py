@@ -25,7 +25,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.flags import Flags
 from fsdp_compose.comm.mail import ROW, Letter
-from fsdp_compose.comm.messages import is_point_to_point, post_pairs, wait_for
+from fsdp_compose.comm.messages import WaitAside, is_point_to_point, post_pairs, wait_for
 from fsdp_compose.comm.shared_memory import Offer, segments_of
 
 Head = tuple[int, ...]
@@ -88,6 +88,7 @@ class Heads:
     flags: Flags | None = None
     flag_works: Sequence[Any] = ()  # of sending them
     taken: list[torch.Tensor] | None = None  # flags of other ranks, if read before its own turn
+    aside: WaitAside | None = None  # waits for those that arrive, where this rank looks meanwhile
 
     def rows(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived, and those before them."""
@@ -122,6 +123,12 @@ class Heads:
 
     def wait(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived."""
+        if here.looks and get_ident() in here.looks:  # what ends the wait, and it may begin again
+            if self.aside is None or self.aside.failure is not None:
+                self.aside = WaitAside(self.works, self.peers, self.purpose)
+            self.aside.wait()
+            self.works = ()
+            return self.arrived()
         works, self.works = self.works, ()
         wait_for(works, self.peers, self.purpose)
         return self.arrived()
@@ -234,6 +241,10 @@ _callers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDic
 """By process group, who compares what the ranks of it run; ``_nobody`` where several do."""
 
 
+_unanswered: weakref.WeakKeyDictionary[Any, Heads] = weakref.WeakKeyDictionary()
+"""By process group, what this rank ceased to wait for when it met: it may come there again."""
+
+
 def _nobody() -> Literal[False]:
     return False
 
@@ -267,12 +278,20 @@ def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
     caller: Caller | None = _callers.get(group.pg, _nobody)() or None
     if caller is not None:
         with caller.alone(purpose, kind or purpose) as head:
-            if not send_heads(caller, head, group, purpose).check():
-                raise RuntimeError(
-                    f"rank {dist.get_rank()} was to {purpose}, but the ranks have ended this step "
-                    "in different ways, and the error that said so was caught. Let it leave the "
-                    "step."
-                )
+            heads = _unanswered.pop(group.pg, None)
+            if heads is None or heads.purpose != purpose or heads.is_outdated():
+                heads = send_heads(caller, head, group, purpose)
+            try:
+                have_met = heads.check()
+            except BaseException:
+                if not heads.is_outdated():
+                    _unanswered[group.pg] = heads
+                raise
+        if not have_met:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} was to {purpose}, but the ranks have ended this step in "
+                "different ways, and the error that said so was caught. Let it leave the step."
+            )
 
 
 def meet_to_call(what: str, groups: Iterable[Group]) -> None:

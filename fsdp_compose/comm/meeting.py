@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import default_store
+from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.comm.messages import gather_objects, is_point_to_point, looking
 
 LOOK_AFTER = 1.0
@@ -59,12 +60,35 @@ def gather_objects_or_differ(value: Any, group: Group, what: str) -> list[Any]:
     """
     if group.pg is None or not is_point_to_point(group):
         return gather_objects(value, group, what)
-    turns = _turns.setdefault(group.pg if dist.group.WORLD is None else dist.group.WORLD, {})
-    place = _Place(group.pg.group_name, group.ranks, turns)
+    place = _place_of(group)
     with _watched(place, what):
         found = gather_objects(value, group, what)
-    turns[place.name] = place.turn + 1
+    _turns_in(group)[place.name] = place.turn + 1
     return found
+
+
+def meet_or_differ(what: str, groups: Iterable[Group]) -> None:
+    """As ``meet_to_call``, but ranks that wait for each other in two groups raise.
+
+    Raises:
+        ValueError: on every rank of both groups that waits, naming the groups.
+        RuntimeError: on every rank of a group in which some do something else.
+    """
+    for group in groups:
+        if group.pg is not None and is_point_to_point(group):
+            with _watched(_place_of(group), what):
+                meet_to_call(what, (group,))
+
+
+def _place_of(group: Group) -> _Place:
+    assert group.pg is not None
+    return _Place(group.pg.group_name, group.ranks, _turns_in(group))
+
+
+def _turns_in(group: Group) -> dict[str, int]:
+    pg = dist.group.WORLD or group.pg
+    assert pg is not None
+    return _turns.setdefault(pg, {})
 
 
 @contextlib.contextmanager

@@ -335,7 +335,8 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 def looking(look: Callable[[], None]) -> Iterator[None]:
     """Scope in which this thread calls ``look`` now and then while it waits for messages.
 
-    What that raises ends the wait; the group must not be used again.
+    What that raises ends the wait. The rank may come back to a meeting of ``heads.meet_alone``;
+    over the group it must wait for nothing else then.
     """
     here.looks[get_ident()] = look
     try:
@@ -406,26 +407,56 @@ def _wait_attentively(
     Raises:
         RuntimeError: a rank does not answer, or has left.
     """
-    failure: list[BaseException] = []
+    WaitAside(works, peers, purpose).wait(group)
 
-    def wait() -> None:
+
+class WaitAside:
+    """A thread waits for ``works``, so that this one can cease to, and come back to it later."""
+
+    def __init__(self, works: Sequence[Any], peers: Sequence[int], purpose: str) -> None:
+        self.failure: BaseException | None = None
+        self._is_over = False
+        self._waits = works, peers, purpose, _STUCK
+        name = f"wait to {purpose}"
+        self._thread = here.clock.thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            wait_for(works, peers, purpose, _STUCK)  # this thread attends no call
+            wait_for(*self._waits)  # this thread attends no call
         except BaseException as error:
-            failure.append(error)
+            self.failure = error
+        finally:
+            self._is_over = True
 
-    thread = here.clock.thread(target=wait, name=f"wait to {purpose}", daemon=True)
-    thread.start()
-    pause = 0.05
-    while thread.join(pause) or thread.is_alive():
-        pause = min(2 * pause, 1.0)
-        _raise_if_left(group)
-        look = here.looks.get(get_ident())
-        if look is not None:
-            look()
-    if failure:
-        _raise_if_left(group)
-        raise failure[0]
+    def wait(self, group: Group | None = None) -> None:
+        """Return when the works are done; meanwhile look, see ``looking``, and hear Ctrl-C.
+
+        Args:
+            group: of the call that ranks may leave.
+
+        Raises:
+            RuntimeError: a rank does not answer, or has left the call.
+        """
+        pause = 0.05
+        while not self._have_come(pause):
+            pause = min(2 * pause, 1.0)
+            if group is not None:
+                _raise_if_left(group)
+            look = here.looks.get(get_ident())
+            if look is not None:
+                look()
+        if self.failure is not None:
+            if group is not None:
+                _raise_if_left(group)
+            raise self.failure
+
+    def _have_come(self, pause: float) -> bool:
+        """Whether the works are done, within so many seconds."""
+        self._thread.join(pause)
+        if not self._thread.is_alive() and not self._is_over:
+            here.clock.sleep(pause)  # after Ctrl-C in an earlier join Python takes it for ended
+        return self._is_over
 
 
 def _raise_if_left(group: Group) -> None:

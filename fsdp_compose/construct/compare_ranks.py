@@ -71,7 +71,7 @@ def compare_plans(
     """
     values = [] if problem else [value for plan in plans for value in values_of(plan)]
     meta = frozenset(value.key for value in values if value.tensor.is_meta)
-    groups = _find_groups(mesh)
+    groups = find_groups(mesh)
     if len(groups) > 1 and not _is_ascending(mesh):
         found = _find_other_slices(groups)  # whose ranks all send, those with a problem too
         problem = problem or found
@@ -147,7 +147,7 @@ def compare_values(
         Keys of the values that were left unwritten on some rank.
     """
     left = frozenset(unwritten)
-    groups = _find_groups(mesh)
+    groups = find_groups(mesh)
     if groups:
         compared = {key: (total, _list_peers(value)) for key, (total, value) in sums.items()}
         what = {key: value.what for key, (_, value) in sums.items()}
@@ -286,7 +286,7 @@ def _left_alone(plan: UnitPlan, module: torch.nn.Module) -> bool:
     )
 
 
-def _find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
+def find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
     """The groups of more than one rank whose ranks make this call together.
 
     They depend on the argument alone, so that a rank that failed meets the others.
@@ -308,7 +308,7 @@ def _find_groups(mesh: MeshLike | None) -> tuple[Group, ...]:
 
 def count_ranks(mesh: MeshLike | None) -> int:
     """How many ranks compare what is sharded over ``mesh``."""
-    return math.prod(group.size for group in _find_groups(mesh))
+    return math.prod(group.size for group in find_groups(mesh))
 
 
 def _is_ascending(mesh: MeshLike | None) -> bool:

@@ -37,7 +37,7 @@ from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
-from fsdp_compose.sharded import replace_grad, run_gradient_hooks, tag
+from fsdp_compose.sharded import accumulated_by_hooks, replace_grad, tag
 
 
 @dataclass(eq=False, slots=True)
@@ -186,7 +186,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
     bucket, switches = reduction.bucket, reduction.unit.switches
     real = bucket.dtypes.grad.to_real() if bucket.dtypes.grad.is_complex else bucket.dtypes.grad
     if switches.comm_hook is not None:
-        grad = _run_comm_hook(reduction).to(real)
+        grad = _run_comm_hook(reduction).to(real, copy=True)  # the hook may keep its result
         if bucket.arriving.partial is not None:  # from backwards before the hook was registered
             reduction.added, bucket.arriving.partial = bucket.arriving.partial, None
             grad = grad + sum_over_replicas(bucket, reduction.added, reduction.used)
@@ -312,7 +312,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     with raw():
         if is_hooked:
             pairs = zip(entries, grads, strict=True)
-            grads = [run_gradient_hooks(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
+            grads = [accumulated_by_hooks(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
         were_there = add_gradients(params, grads)
     if were_there is not None:
         note_added(entries, were_there)
@@ -335,9 +335,7 @@ def accumulate(results: dict[Entry, torch.Tensor]) -> None:
     with raw(), torch.enable_grad():
         note_added(list(results), [get_grad(entry.param) is not None for entry in results])
         for entry, result in results.items():
-            grad = tag(result, entry.spec)
-            if entry.spec.hooks.gradient:
-                grad = run_gradient_hooks(entry.spec.hooks, grad)
+            grad = accumulated_by_hooks(entry.spec.hooks, tag(result, entry.spec))
             previous = get_grad(entry.param)
             total = grad if previous is None else tag(previous + grad, entry.spec)
             replace_grad(entry.param, total)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import gather_objects, hear, is_point_to_point, tell
-from fsdp_compose.comm.heads import send_heads
+from fsdp_compose.comm.heads import meet_to_call, send_heads
 from fsdp_compose.comm.messages import describe_error, first_error
 from fsdp_compose.core.guards.collective_log import DISCARDED, Log, StepDiscarded, code_of
 from fsdp_compose.optim.matrices import Matrix
@@ -152,6 +152,7 @@ def compare_matrices(matrices: Sequence[Matrix], facts: Facts, problem: Exceptio
         problem: what this rank found.
     """
     for link in Links.of(matrices).found:
+        meet_to_call("owner_step", (link.group,))
         params = [facts.params[n] for n in link.members] if problem is None else []
         mine = Facts(facts.kind, facts.settings, params)
         digest = hashlib.sha256(repr(mine).encode()).digest()

@@ -199,7 +199,7 @@ def _describe_layout(
         "grad": dtypes.grad,
         "shard_numel": bucket.layout.shard_numel,
         "ranks": mesh.shard.size if mesh.axes else mesh.shard.size * fused,
-        "replicas": mesh.replicate.size // fused,
+        "replicas": 1 if is_fused else mesh.replicate.size,
         "fused": fused,
         "point_to_point": is_point_to_point(mesh.shard) or mesh.slots is not None,
         "read_in_place": count_shared(mesh.gather_axis) if isinstance(bucket, Bucket) else 0,

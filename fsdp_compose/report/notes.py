@@ -144,7 +144,10 @@ def used_far_apart(survey: Survey) -> Iterator[tuple[str, list[str], dict[str, i
 
 
 def _far_apart(survey: Survey) -> Iterator[str]:
-    for unit, before, after in used_far_apart(survey):
+    for unit, before, uses in used_far_apart(survey):
+        after = {name: nbytes for name, nbytes in uses.items() if name not in before}
+        if not after:  # a tied weight, whose gradients are added up where both have arrived
+            continue
         yield (
             f"unit {unit!r} holds parameters used far apart: gradients of {quote_names(after)} "
             f"({size(sum(after.values()))}) are made at the start of backward and kept to its end, "

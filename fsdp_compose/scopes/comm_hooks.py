@@ -35,11 +35,13 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
 
     Args:
         state: passed to every call of ``hook``, None if it needs none. One with ``state_dict`` and
-            ``load_state_dict`` methods is saved in checkpoints, each rank's own.
+            ``load_state_dict`` methods is saved in checkpoints, each rank's own, and loaded where
+            it is registered before; a copy of the model gets its own, and ``skippable_step`` puts
+            it back. Any other state is shared by copies.
         hook: ``hook(state, grads)``: returns part ``grads.shard.rank`` of ``grads.flat``, summed
             over all ranks and times ``grads.scale``. It runs in backward, on the reduce stream of a
-            device, and may overwrite ``grads.flat``. Every rank needs one of the same name, or they
-            raise when they reduce gradients.
+            device, may overwrite ``grads.flat``, and may keep what it returns, which is copied.
+            Every rank needs one of the same name, or they raise when they reduce gradients.
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``; or one
@@ -140,24 +142,19 @@ def snapshot(module: nn.Module) -> dict[str, Any] | None:
 
 
 def restore(module: nn.Module, saved: dict[str, Any]) -> bool:
-    """Restore a ``snapshot`` of this rank; False where the layout is another, which it cannot fit.
-
-    A module without hooks that remember something needs none of it.
-    """
+    """Restore a ``snapshot`` of this rank; False where it is for another layout."""
     units = _by_place(module)
-    if not _collect_states(units):
-        return True
     if saved["layout"] != _describe_layout(units):
         return False
     for place, unit in units.items():
-        if place in saved["states"] and _has_state(unit.switches.comm_state):
+        if place in saved["states"] and has_state(unit.switches.comm_state):
             unit.switches.comm_state.load_state_dict(saved["states"][place])
     return True
 
 
 def remembers(module: nn.Module) -> bool:
     """Whether a hook of ``module`` has state that a checkpoint keeps."""
-    return any(_has_state(unit.switches.comm_state) for unit in iter_units(module))
+    return any(has_state(unit.switches.comm_state) for unit in iter_units(module))
 
 
 def _by_place(module: nn.Module) -> dict[str, Unit]:
@@ -169,7 +166,7 @@ def _by_place(module: nn.Module) -> dict[str, Unit]:
 
 def _collect_states(units: dict[str, Unit]) -> dict[str, Any]:
     found = {place: unit.switches.comm_state for place, unit in units.items()}
-    return {place: state.state_dict() for place, state in found.items() if _has_state(state)}
+    return {place: state.state_dict() for place, state in found.items() if has_state(state)}
 
 
 def _describe_layout(units: dict[str, Unit]) -> dict[str, Any]:
@@ -183,8 +180,10 @@ def _describe_layout(units: dict[str, Unit]) -> dict[str, Any]:
     }
 
 
-def _has_state(state: Any) -> bool:
-    return callable(getattr(state, "state_dict", None))
+def has_state(state: Any) -> bool:
+    """Whether a hook's state can be saved and loaded."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(state, name, None)) for name in names)
 
 
 def default_hook(state: object, grads: GradBucket) -> torch.Tensor:

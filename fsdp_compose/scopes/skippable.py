@@ -8,6 +8,7 @@ forget what they sent, and put gradients and buffers back to what they were at i
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Collection, Iterator
@@ -37,7 +38,7 @@ from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
-from fsdp_compose.scopes.comm_hooks import Int8ErrorFeedback
+from fsdp_compose.scopes.comm_hooks import has_state
 from fsdp_compose.sharded import replace_grad
 
 __all__ = ["SkippableStep", "skippable_step"]
@@ -319,12 +320,12 @@ def _are_finite(module: nn.Module, units: list[Unit]) -> bool:
 
 @dataclass(frozen=True)
 class _State:
-    """Gradients, buffers and what rounding has cost as they were, to be put back."""
+    """Gradients, buffers and what communication hooks remember as they were, to be put back."""
 
     grads: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]]
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
     arriving: list[tuple[Bucket, Arriving, torch.Tensor | None]]
-    rounding: list[tuple[Int8ErrorFeedback, dict[str, torch.Tensor]]]
+    hook_states: list[tuple[Any, Any]]
 
     @classmethod
     def of(cls, module: nn.Module, units: list[Unit]) -> _State:
@@ -342,8 +343,9 @@ class _State:
         states = {
             id(state): state for unit in units if (state := unit.switches.comm_state) is not None
         }
-        kept = [state for state in states.values() if isinstance(state, Int8ErrorFeedback)]
-        return cls(grads, buffers, arriving, [(state, dict(state.errors)) for state in kept])
+        kept = [state for state in states.values() if has_state(state)]
+        saved = [(state, copy.deepcopy(state.state_dict())) for state in kept]
+        return cls(grads, buffers, arriving, saved)
 
     def restore(self) -> None:
         with raw(), torch.no_grad():
@@ -363,8 +365,8 @@ class _State:
                     _data(grad).copy_(data)
             for buffer, value in self.buffers:
                 buffer.copy_(value)
-        for state, errors in self.rounding:
-            state.errors = errors
+        for state, saved in self.hook_states:
+            state.load_state_dict(saved)
 
 
 def _data(grad: torch.Tensor) -> torch.Tensor:

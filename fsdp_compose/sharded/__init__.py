@@ -41,7 +41,12 @@ from fsdp_compose.sharded.convert import (
 from fsdp_compose.sharded.cut import own_slice, part_slice
 from fsdp_compose.sharded.draws import as_first_rank, find_generator
 from fsdp_compose.sharded.kept_grad import KEPT, replace_grad
-from fsdp_compose.sharded.leaf_hooks import give_back_hooks, refuse_arrivals, run_gradient_hooks
+from fsdp_compose.sharded.leaf_hooks import (
+    accumulated_by_hooks,
+    give_back_hooks,
+    refuse_arrivals,
+    run_gradient_hooks,
+)
 from fsdp_compose.sharded.ops import CASTS, CLEARING, HARMLESS
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
 from fsdp_compose.sharded.spec import (
@@ -90,6 +95,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedWeightError",
     "Writes",
+    "accumulated_by_hooks",
     "as_first_rank",
     "as_own_file",
     "checked_state",

@@ -43,6 +43,14 @@ def run_gradient_hooks(hooks: Hooks, grad: Tensor) -> Tensor:
     return grad
 
 
+def accumulated_by_hooks(hooks: Hooks, grad: Tensor) -> Tensor:
+    """What the hooks make of ``grad``, to be added to later: they may keep what they are given.
+
+    Autograd, too, copies a gradient that is held elsewhere before it sets it.
+    """
+    return run_gradient_hooks(hooks, grad).clone() if hooks.gradient else grad
+
+
 def listen(param: Tensor, spec: ShardSpec) -> None:
     """Let autograd call a leaf's hooks for gradients that it accumulates or returns itself."""
     spec.residence.is_hooked = True

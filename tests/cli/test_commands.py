@@ -91,6 +91,7 @@ WRONG = {
     "device_memory is '80 gigs'": ["{file}:model", "--device-memory", "80 gigs"],
     "optimizer 'adamv' is not known": ["{file}:model", "--optimizer", "adamv"],
     "matches no submodule": ["{file}:model", "--units", "Blok"],
+    "'[0-' is not a pattern of names": ["{file}:model", "--units", "[0-"],
     "plot_memory needs": ["{file}:model", "--memory", "m.png"],
 }
 
@@ -305,4 +306,31 @@ def test_output_that_nobody_takes(is_full: bool, file: Path) -> None:
         check=False,
     )
     said = "fsdp-compose: [Errno 28] No space left on device\n" if is_full else ""
-    assert (done.returncode, done.stderr) == (2 if is_full else 0, said)
+    assert (done.returncode, done.stderr) == (1 if is_full else 0, said)
+
+
+@pytest.mark.parametrize("how", ["--nproc", "--simulate"])
+def test_run_returns_what_a_script_exits_with(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
+    command = [sys.executable, "-m", "fsdp_compose", "run", how, "2", str(script)]
+    done = subprocess.run(command, check=False, env=ENVIRONMENT, text=True, capture_output=True)
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_reader_of_ranks_that_has_seen_enough(tmp_path: Path) -> None:
+    """The ranks run to their end, and nothing says that one of the launcher's threads failed."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nrank = os.environ['RANK']\n"
+        "for _ in range(9000 * int(rank)): print('line')\n"
+        f"open(r'{tmp_path}/' + rank, 'w').close()\n"
+    )
+    command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", str(script)]
+    read, target = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command, stdout=target, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()

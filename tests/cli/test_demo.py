@@ -216,7 +216,8 @@ def test_run_gives_ranks_environment_and_arguments(script):
     """Run gives every rank its environment and passes arguments on."""
     path = script(
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')",
-        "print(*(os.environ[n] for n in names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:])",
+        "found = [*map(os.environ.get, names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:]]",
+        "sys.stdout.write(' '.join(map(str, found)) + '\\n')",  # at once: print writes in pieces
         "print(int(os.environ['OMP_NUM_THREADS']) >= 1, file=sys.stderr)",
     )
     done = cli("run", "--nproc", "2", path, "--steps", "3", "--", "x")

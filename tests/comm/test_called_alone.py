@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import fsdp_compose as fc
 
@@ -38,6 +39,12 @@ CALLS: dict[str, tuple[Callable[[Tower], object], str]] = {
         lambda m: fc.load_optim_state_dict(m, o := sgd(m.parameters()), o.state_dict()),
         "call load_optim_state_dict",
     ),
+    "save": (lambda m: fc.save_checkpoint("unused", m), "call save_checkpoint"),
+    "load_checkpoint": (lambda m: fc.load_checkpoint("unused", m), "call load_checkpoint"),
+    "save_full": (lambda m: fc.save_full("unused", m), "call save_full"),
+    "load_full": (lambda m: fc.load_full("unused", m), "call load_full"),
+    "fully_shard": (lambda m: fc.fully_shard(nn.Linear(4, 4)), "call fully_shard"),
+    "owner_step": (lambda m: fc.owner_step(m.parameters(), sgd), "call owner_step"),
 }
 
 

@@ -39,7 +39,7 @@ CALLS: dict[str, tuple[Callable[[nn.Module, Path], Any], str]] = {
     "state_dict": (lambda model, path: fc.state_dict(model), "call state_dict"),
     "save": (lambda model, path: fc.save_checkpoint(path, model), "save_checkpoint"),
     "save_full": (lambda model, path: fc.save_full(path, model), "save_full"),
-    "fully_shard": (lambda model, path: sharded(), "compare notes in fully_shard"),
+    "fully_shard": (lambda model, path: sharded(), "call fully_shard"),
     "refresh": (lambda model, path: fc.refresh(model), "call refresh"),
 }
 

@@ -18,6 +18,7 @@ from models import (
     Twin,
     by_block,
     data,
+    seeded,
     square,
     whole,
 )
@@ -206,3 +207,19 @@ def test_after_a_failure_the_model_holds_its_leaves(at: Any, error: type[BaseExc
         twin.model.zero_grad()
 
     run_ranks(ranks)
+
+
+def test_a_new_model_after_a_failed_backward() -> None:
+    """What the failed step left under way is over before the ranks meet to shard another model."""
+
+    def ranks(rank: int) -> None:
+        for _ in range(2):
+            model, plain = by_block(seeded(Tower)), seeded(Tower)
+            out = model(data(0, rank))
+            out.register_hook(lambda grad: grad.view(-1, 7))
+            with pytest.raises(RuntimeError):
+                out.sum().backward()
+        found, wanted = by_block(seeded(Tower))(data(1, rank)), plain(data(1, rank))
+        assert torch.equal(found, wanted)
+
+    run_ranks(ranks, timeout=30)

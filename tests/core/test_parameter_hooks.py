@@ -10,7 +10,7 @@ import torch
 import torch.utils.flop_counter
 from torch import Tensor, nn
 
-from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
+from fsdp_compose import ShardingStrategy, clip_grad_norm_, fully_shard, undo, wrap
 
 from harness import run_ranks, simulate_ranks
 from models import (
@@ -264,3 +264,45 @@ def test_hooks_see_the_sum_that_autograd_grad_returns() -> None:
         assert weight.grad is not None and model.bias.grad is None
 
     run_ranks(ranks, 2, 2)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_hooks_may_keep_their_gradients(strategy: str) -> None:
+    """Those they are given and those they return: nothing that follows writes into them."""
+
+    def attach(model: nn.Module) -> tuple[dict[nn.Parameter, Tensor], list[Tensor]]:
+        means: dict[nn.Parameter, Tensor] = {}
+        given: list[Tensor] = []
+        for param in model.parameters():
+
+            def average(grad: Tensor, param: nn.Parameter = param) -> Tensor:
+                given.append(grad)
+                if param not in means:
+                    means[param] = torch.zeros_like(grad)
+                return means[param].mul_(0.5).add_(grad)
+
+            param.register_hook(average)
+        return means, given
+
+    def ranks(rank: int) -> None:
+        build = lambda: Tower(2)  # noqa: E731
+        shard = partial(by_block, strategy=ShardingStrategy[strategy])
+        twin = Twin(rank, 2, build, shard)
+        means, given = attach(twin.model)
+        plain_means, plain_given = attach(twin.plain[0])
+        for seed in range(2):
+            twin.backward(square, 2 * seed)
+            twin.backward(square, 2 * seed + 1)
+            twin.check()
+            clip_grad_norm_(twin.model, 0.01)
+            nn.utils.clip_grad_norm_(twin.plain[0].parameters(), 0.01)
+            twin.check()
+            for model in (twin.model, twin.plain[0]):
+                model.zero_grad(set_to_none=False)
+        assert len(given) == len(plain_given) > 0
+        found, wanted = [*given, *means.values()], [*plain_given, *plain_means.values()]
+        compare_lists = sorted(whole(t).norm().item() for t in found)
+        assert compare_lists == pytest.approx(sorted(t.norm().item() for t in wanted))
+        assert compare_lists[0] > 0
+
+    simulate_ranks(ranks)

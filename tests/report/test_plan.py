@@ -164,6 +164,7 @@ def test_traffic_and_memory_are_those_of_a_real_step(cell: str) -> None:
         assert {name: after["step"][name] for name in COUNTED} == traffic
         assert before["step"] == after["step"]
         assert before["memory"] == after["memory"]
+        assert before["replicas"] == after["replicas"] >= 1
         gradients = after["memory"]["outside"] // 2  # of no unit, beside the parameters
         for measured, planned in (
             (forward, after["memory"]["forward"]["total"]),

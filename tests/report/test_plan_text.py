@@ -80,6 +80,9 @@ def test_notes_on_parameters_used_far_apart() -> None:
     assert "far apart" not in notes(Model(), units=head_apart)
     assert "far apart" not in notes(Model("head"))
     assert "far apart" not in notes(Model("first"))
+    tied = Tied()
+    tied.head.bias = None
+    assert "far apart" not in notes(tied)  # its gradients are added where the first arrive
 
 
 def test_a_head_of_its_own_lowers_the_planned_peak() -> None:

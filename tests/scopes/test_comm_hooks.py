@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from fsdp_compose import ShardingStrategy
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.grad_bucket import GradBucket
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower
 
 HOOKS = {
@@ -144,9 +146,68 @@ def test_a_checkpoint_keeps_what_hooks_remember(tmp_path: Path) -> None:
     fresh = run_ranks(sharded_int8, 2)
     assert all(torch.equal(a, b) for a, b in zip(straight[0], resumed[0]))
     assert not all(torch.equal(a, b) for a, b in zip(straight[0], fresh[0]))
-    run_ranks(int8_saved, 2, tmp_path / "saved", 1, "none")  # nothing to restore it into
+    for error in rank_errors(int8_saved, 2, tmp_path / "saved", 1, "none"):
+        assert error is not None and "call register_comm_hook before load_checkpoint" in error
     for error in rank_errors(int8_saved, 2, tmp_path / "saved", 1, "whole"):
         assert error is not None and "holds no state of communication hooks" in error
+
+
+class Momentum:
+    """State of ``average``: the running mean of each bucket's gradients, which it returns."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.means
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        self.means = saved
+
+
+def average(state: Momentum, grads: fc.GradBucket, kept: bool = True) -> Tensor:
+    found = fc.default_hook(None, grads)
+    mean = state.means.setdefault(grads.key, torch.zeros_like(found)).add_(found)
+    return mean if kept else mean.clone()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD_OPTIMIZER"])
+def test_a_hook_may_keep_what_it_returns(strategy: str) -> None:
+    """Neither later microbatches nor clipping nor ``zero_grad`` writes into it."""
+
+    def ranks(rank: int) -> list[list[Tensor]]:
+        found = []
+        for kept in (True, False):
+            model, state = build(**options_of(strategy, 2)), Momentum()
+            fc.register_comm_hook(model, state, partial(average, kept=kept))
+            for _ in range(2):
+                sharded_grads(model, rank, 2)
+                sharded_grads(model, rank, 2)
+                fc.clip_grad_norm_(model, 0.01)
+                model.zero_grad(set_to_none=False)
+            found.append([*state.means.values()])
+        return found
+
+    for kept, copied in simulate_ranks(ranks):
+        assert kept and all(map(torch.equal, kept, copied))
+        assert any(mean.abs().max() > 0.1 for mean in kept)
+
+
+def test_a_skipped_step_puts_back_what_hooks_remember() -> None:
+    def ranks(rank: int) -> None:
+        model, state = build(), Momentum()
+        fc.register_comm_hook(model, state, average)
+        sharded_grads(model, rank, 2)
+        before = copy.deepcopy(state.means)
+        with fc.skippable_step(model) as step:
+            sharded_grads(model, rank, 2)
+            assert not all(torch.equal(before[key], state.means[key]) for key in before)
+            if rank:
+                raise FloatingPointError
+        assert step.skipped
+        assert before and all(torch.equal(before[key], state.means[key]) for key in before)
+
+    simulate_ranks(ranks)
 
 
 def sharded_int8(rank: int) -> list[Tensor]:
