@@ -34,8 +34,8 @@ from fsdp_compose.checkpoint.contents import (
     contents_to_load,
     require_released,
 )
-from fsdp_compose.checkpoint.files import METADATA, CommittingWriter, Sum, write_checkpoint
-from fsdp_compose.checkpoint.metadata import read_metadata, verify
+from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
+from fsdp_compose.checkpoint.metadata import read_metadata, unless_replaced, verify
 from fsdp_compose.checkpoint.model import state_dict, write
 from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
@@ -296,18 +296,19 @@ def _load(
     call = ""
     with SharedErrors(group):
         require_released("load_checkpoint", module)
-        metadata = read_metadata(root)
+        metadata, total = read_metadata(root)
         call = describe_call(
             "load_checkpoint",
-            checkpoint=Sum.of(root / METADATA),
+            checkpoint=total,
             has_optim=optim is not None,
             strict=strict,
         )
-    stages.agree(call if groups_of(module) else "")
-    with SharedErrors(group):
+    with unless_replaced(root, total):
+        stages.agree(call if groups_of(module) else "")
+    with SharedErrors(group), unless_replaced(root, total):
         verify(root, metadata, slice(group.rank, None, group.size), verify_files)
     contents = contents_to_load(module)
-    with SharedErrors(group):
+    with SharedErrors(group), unless_replaced(root, total):
         source = Source(root, metadata)
         staged, unknown = _request_model(source, contents, strict, stages)
         targets = None if optim is None else list_members(module, optim)

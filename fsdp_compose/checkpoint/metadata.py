@@ -7,11 +7,14 @@ folder, the pieces of each tensor are all of it and lie in bytes of their own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -79,12 +82,11 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _unpickle(file: Path) -> object:
-    """Unpickle a file, which may use the classes of metadata alone and cannot change them."""
+def _unpickle(data: bytes) -> object:
+    """Unpickle bytes, which may use the classes of metadata alone and cannot change them."""
     before = {kind: dict(vars(kind)) for kind in _KINDS}
     try:
-        with file.open("rb") as opened:
-            return _Unpickler(opened).load()
+        return _Unpickler(io.BytesIO(data)).load()
     finally:
         for kind, names in before.items():
             if changed := [k for k, v in vars(kind).items() if names.get(k, before) is not v]:
@@ -104,8 +106,8 @@ class Reader(FileSystemReader):
         return self.checked
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read and check what a checkpoint folder says it holds.
+def read_metadata(path: Path) -> tuple[Metadata, Sum]:
+    """Read and check what a checkpoint folder says it holds; and the sum of what was read.
 
     Raises:
         RuntimeError: there is no checkpoint, only a half-written one, or its metadata is damaged,
@@ -119,11 +121,14 @@ def read_metadata(path: Path) -> Metadata:
             + ("half-written: a first save to it was not finished" if half else "no checkpoint")
             + f" (there is no {METADATA} file)."
         )
-    wanted = [manifest.metadata for manifest in manifests(path)]
-    if wanted and Sum.of(file) not in wanted:
-        raise RuntimeError(f"{file}: damaged: its size or checksum is not what was saved.")
+    data = file.read_bytes()
+    total = Sum(len(data), zlib.crc32(data))
+    with unless_replaced(path, total):
+        wanted = [manifest.metadata for manifest in manifests(path)]
+        if wanted and total not in wanted:
+            raise RuntimeError(f"{file}: damaged: its size or checksum is not what was saved.")
     try:
-        metadata = _unpickle(file)
+        metadata = _unpickle(data)
     except Exception as error:  # a damaged pickle raises anything
         raise RuntimeError(f"{file}: damaged or truncated ({error}).") from error
     if not isinstance(metadata, Metadata):
@@ -133,7 +138,25 @@ def read_metadata(path: Path) -> Metadata:
         _check_places(metadata)
     except (AttributeError, TypeError, ValueError) as error:
         raise RuntimeError(f"{file}: damaged: {error}.") from error
-    return metadata
+    return metadata, total
+
+
+@contextlib.contextmanager
+def unless_replaced(path: Path, total: Sum) -> Iterator[None]:
+    """Scope of reading a checkpoint whose metadata has the sum ``total``: what is wrong is told.
+
+    Raises:
+        RuntimeError: something is, and another save has replaced the checkpoint meanwhile.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        file = path / METADATA
+        if not file.is_file() or Sum.of(file) == total:
+            raise
+        raise RuntimeError(
+            f"{path}: another save replaced it while it was read; nothing was loaded. Load again."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def _show_sharded(path: Path, check: bool, every: bool) -> None:
-    metadata = read_metadata(path)
+    metadata, _ = read_metadata(path)
     unknown = verify(path, metadata, slice(None), check)
     rows, numbers = [], [0, 0]
     for key, entry in sorted(metadata.state_dict_metadata.items()):
@@ -177,7 +177,7 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
         UserError: it has nothing at ``prefix``.
         ValueError: the model holds what safetensors cannot.
     """
-    metadata = read_metadata(source)
+    metadata, _ = read_metadata(source)
     verify(source, metadata, slice(None))
     reader = Source(source, metadata)
     place = tuple(prefix.split(".")) if prefix else ()

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.checkpoint import dcp, metadata
+from fsdp_compose.checkpoint.source import Source
 
 from harness import run_ranks
 
@@ -205,3 +207,32 @@ def test_iter_full_ends_where_units_are_undone_or_made() -> None:
                 assert next(found)[1].shape == (2,)
 
     run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("at", ["manifests", "verify", "read"])
+def test_a_save_while_another_job_loads(
+    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says so, and the model is as it was; the next load is of the new one."""
+    homes: dict[str, Any] = {"manifests": metadata, "verify": dcp, "read": Source}
+    for value in (2.0, 3.0):
+        fc.save_checkpoint(tmp_path, model_of(value))
+        model, real = model_of(0), getattr(homes[at], at)
+
+        def act(*args: Any, real: Any = real, value: float = value, **kwargs: Any) -> Any:
+            monkeypatch.setattr(homes[at], at, real)
+            fc.save_checkpoint(tmp_path, model_of(value + 1))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(homes[at], at, act)
+        with pytest.raises(RuntimeError, match="another save replaced it while it was read"):
+            fc.load_checkpoint(tmp_path, model)
+        assert not model.weight.full_tensor().any()
+        assert loaded(tmp_path, fc.load_checkpoint) == value + 1
+
+
+def test_damage_is_not_taken_for_another_save(tmp_path: Path) -> None:
+    fc.save_checkpoint(tmp_path, model_of(2))
+    (tmp_path / next(tmp_path.glob("data-*")) / "__0_0.distcp").unlink()
+    with pytest.raises(RuntimeError, match="missing; the checkpoint's metadata names it"):
+        fc.load_checkpoint(tmp_path, model_of(0))
