@@ -1,10 +1,8 @@
-"""Reduces gradients as their signs, one byte an element, with what that loses fed back.
+"""A communication hook that reduces signs, a byte an element, with what that loses fed back.
 
     fsdp-compose run --nproc 2 examples/change_one_thing/own_reduction.py
 
-The seam is a communication hook: a function of the packed gradients of one bucket that returns this
-rank's part of their average. Error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD",
-2019.
+Error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ def reduce_signs(state: Errors, grads: GradBucket) -> Tensor:
     dist.all_to_all_single(received, signs, group=grads.shard.pg)
     scales = [torch.empty_like(scale) for _ in grads.parts]
     dist.all_gather(scales, scale, group=grads.shard.pg)
-    rows = received.view(grads.shard.size, -1) * torch.stack(scales)[:, None]
-    part = rows.sum(0) * grads.scale
+    part = torch.stack(scales) @ received.view(grads.shard.size, -1).float() * grads.scale
     if grads.replicate.size > 1:  # a hybrid strategy: other ranks hold copies of this part
         dist.all_reduce(part, group=grads.replicate.pg)
     return part

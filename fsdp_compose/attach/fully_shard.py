@@ -23,6 +23,7 @@ from fsdp_compose.attach.build_unit import (
     rename_nested_units,
     share_memory,
 )
+from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.group import Transport, get_global_rank
 from fsdp_compose.base.mesh import MeshLike, compute_device
 from fsdp_compose.base.policy import (
@@ -184,6 +185,7 @@ def fully_shard(
         if init not in INITS:
             raise ValueError(f"fully_shard: init is {init!r}; wanted one of {INITS}.")
         plans = plan_shards(modules, options, units, Ignored.of(ignored))
+        check_exchangeable("fully_shard", (item.param for plan in plans for item in plan.found))
         alike = [m for p in plans if p.options.methods is methods for m in p.modules]
         every = check_methods(methods, alike)
         for plan in plans:

@@ -22,6 +22,7 @@ from fsdp_compose.attach.build_unit import (
     leave_for_loading,
 )
 from fsdp_compose.attach.undo import restore_parameters
+from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import MeshLike
 from fsdp_compose.base.policy import INITS, Init
@@ -102,6 +103,8 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         for unit in units:
             _check_at_rest(unit)
             survey.append(_find_change(unit, init, promised, beside))
+            known = (entry.held for entry in unit.entries)
+            check_exchangeable("refresh", (*known, *(item.param for item in survey[-1].plan.found)))
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     plans = [change.plan for change in survey]

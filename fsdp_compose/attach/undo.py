@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.attach.entrances import detach
+from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.torch_private import give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import forget_entry
@@ -72,6 +73,7 @@ def undo(module: M) -> M:
     check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
         check_slots(unit)
+        check_exchangeable("undo", (entry.held for entry in unit.entries))
     compare_records(units, "undo")
     # Parameters that were made in inference mode could not be trained after it.
     with torch.inference_mode(False), torch.no_grad():

@@ -395,8 +395,8 @@ def child_slots(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
-swap_contents: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
-"""Exchange what two tensor objects hold; attributes, hooks and references stay with the objects."""
+swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass

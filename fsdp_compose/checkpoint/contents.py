@@ -145,7 +145,7 @@ def require_released(what: str, module: nn.Module) -> None:
     if gathered_leaves(module):
         raise RuntimeError(
             f"{what}: {type(module).__name__} is gathered now; leave the scope or the forward "
-            "first."
+            "first, or call reshard where unshard was called."
         )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.arguments import check_function, check_kind, check_module
+from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import (
@@ -25,7 +26,6 @@ from fsdp_compose.base.torch_private import (
     non_persistent,
     parameter_slots,
     set_local_part,
-    swap_contents,
 )
 from fsdp_compose.base.unwritten import Mark, is_unwritten, mark_unwritten
 from fsdp_compose.comm import collectives as comm

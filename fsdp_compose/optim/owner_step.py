@@ -237,10 +237,21 @@ class OwnerOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer that ``make`` returned; state is needed for this rank's parameters."""
+        """As the optimizer that ``make`` returned; state is needed for this rank's parameters.
+
+        Raises:
+            RuntimeError: there is state, but none for those: another rank has saved it.
+        """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = {n for n, matrix in zip(numbers, self._matrices, strict=False) if matrix.is_mine}
         kept = {n: values for n, values in state_dict["state"].items() if n in own}
+        if own and state_dict["state"] and not kept:
+            raise RuntimeError(
+                "owner_step: the state that is to be loaded is of parameters that other ranks "
+                "own: state_dict() holds those of one rank. Save with save_checkpoint or "
+                "fsdp_compose.optim_state_dict(module, optimizer) on every rank, and load with "
+                "load_checkpoint or load_optim_state_dict."
+            )
         self.optimizer.load_state_dict({**state_dict, "state": kept})
         self._take_back()
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -191,6 +192,7 @@ def find_units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 def _check_entry(units: list[Unit], options: ScopeOptions) -> None:
+    check_exchangeable("gathered", (entry.held for unit in units for entry in unit.entries))
     for unit in units:
         check_at_rest(unit)
         if options.writeback and is_running(unit):

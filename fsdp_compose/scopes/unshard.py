@@ -94,7 +94,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     their slices until the next forward, or ``unshard``, gathers the new values.
 
     Args:
-        module: a unit, or a module that contains units: all of them are gathered.
+        module: a unit, which is gathered without the units inside it; or a module that is none and
+            contains units: all of them are. For a whole model whose root is a unit:
+            ``for unit in units_of(model): unshard(unit)``.
         async_op: return at once, with a handle whose ``wait()`` is called before parameters are
             read; a forward waits by itself.
 

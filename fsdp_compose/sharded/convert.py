@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.torch_private import (
     dtensor_spec,
     give_leaf_hooks,
@@ -18,7 +19,6 @@ from fsdp_compose.base.torch_private import (
     set_class,
     set_dtensor_spec,
     set_local_part,
-    swap_contents,
     take_leaf_hooks,
 )
 from fsdp_compose.sharded.cut import part_slice

@@ -31,8 +31,12 @@ PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 def check_cut(func: Any, other: ShardSpec, spec: ShardSpec) -> None:
     """Raise D1 unless another operand is cut as ``spec`` says."""
     if other.key != spec.key:
-        how = other.held_unlike(spec)
-        refuse(func, spec, f"the other, {other.fqn!r}, is cut differently: {how}")
+        how = (
+            f"the other, {other.fqn!r}, is cut differently: {other.held_unlike(spec)} (two modules "
+            "are cut alike where both are units of the same parameters, trained and frozen alike "
+            "when they are sharded: copy with copy.deepcopy after fully_shard, and freeze then)"
+        )
+        refuse(func, spec, how)
 
 
 def cut_operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.torch_private import (
     call_raw,
     disabled_torch_dispatch,
@@ -22,7 +23,6 @@ from fsdp_compose.base.torch_private import (
     is_torch_function_enabled,
     make_subclass,
     raw,
-    swap_contents,
     tensor_use_count,
 )
 from fsdp_compose.base.torch_stack import below_dispatch, count_modes, is_dispatched

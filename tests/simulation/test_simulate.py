@@ -404,16 +404,20 @@ def test_checkpoints_and_scopes_run_in_it(tmp_path: Any) -> None:
     assert simulate(run, 2) == [True, True]
 
 
-def only_rank_0_saves(path: Any) -> None:
+def only_rank_0_saves(path: Any, seconds: float) -> None:
+    """Rank 1 is there for so many seconds more, and then it ends."""
     model = by_block(seeded(Tower))
     if dist.get_rank() == 0:
         fc.save_checkpoint(path, model, timeout=60)
+    here.clock.sleep(seconds)
 
 
 def test_timeouts_pass_in_simulated_time(tmp_path: Any) -> None:
     started = time.monotonic()
     with pytest.raises(SimulationError, match="waited 60 s for rank 1, which did not call it"):
-        simulate(only_rank_0_saves, 2, tmp_path)
+        simulate(only_rank_0_saves, 2, tmp_path, 90)
+    with pytest.raises(SimulationError, match="rank 0 waits to call save_checkpoint, and rank 1 "):
+        simulate(only_rank_0_saves, 2, tmp_path, 0)
     assert time.monotonic() - started < 30
 
 

@@ -44,6 +44,7 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     tag_owned_state,
     tag_rows,
 )
+from fsdp_compose.checkpoint.optimizer.watch import drop_marks
 from fsdp_compose.checkpoint.ranks import meet_in, refuse_left_out
 from fsdp_compose.checkpoint.values import gather_whole, show_whole
 from fsdp_compose.comm.messages import SharedErrors, gather_objects
@@ -153,6 +154,7 @@ def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
     for one, groups in list_members(module, optim):
         plain = copy_containers(one.state_dict())
         _check_format(one, plain)
+        drop_marks(plain["param_groups"])
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         flat = [member for group in groups for member in group]
         _check_keys(one, plain["state"], numbers)

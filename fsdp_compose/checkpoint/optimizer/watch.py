@@ -2,14 +2,16 @@
 
 An optimizer is seen in its first step, or when its state is loaded here. From then on hooks on it
 cut whole state that ``set_optimizer_state_dict`` hands it, refuse ``get_optimizer_state_dict``
-where that would miss state, and refuse state of another layout for plain parameters over slices.
+where that would miss state, and refuse state of other slices for plain parameters over slices.
+Their ``state_dict()`` says in each group which slices it is of: it looks like that of any rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compose.base.torch_stack import state_api_under_way
+from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.checkpoint.optimizer.shapes import is_one_number
 from fsdp_compose.checkpoint.values import fit, whole_shape
 from fsdp_compose.optim.mirror import source_of
@@ -31,6 +34,9 @@ ELEMENTWISE = frozenset(
 )
 """State of torch.optim that has the parameter's shape."""
 
+_SLICES = "fsdp_compose_slices"
+"""The key of a group in a state dict that says of which slices its state is."""
+
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -44,6 +50,7 @@ def watch_optimizer(optimizer: Optimizer) -> None:
         # A wrapper that never called Optimizer.__init__ has no place for hooks.
         with contextlib.suppress(AttributeError):
             optimizer.register_state_dict_pre_hook(_before_saving)
+            optimizer.register_state_dict_post_hook(_mark_slices)
             optimizer.register_load_state_dict_pre_hook(_before_load)
 
 
@@ -51,6 +58,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _seen:
         watch_optimizer(optimizer)
         _check_raw(optimizer, {id(param): values for param, values in optimizer.state.items()})
+        _check_slices(optimizer, optimizer.param_groups)
+        drop_marks(optimizer.param_groups)
 
 
 def _before_saving(optimizer: Optimizer) -> None:
@@ -71,7 +80,7 @@ def _before_saving(optimizer: Optimizer) -> None:
     )
 
 
-def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Cut whole state for torch's setter; refuse what does not fit plain parameters over slices."""
     given = {
         id(param): state_dict["state"][number]
@@ -79,8 +88,11 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if number in state_dict["state"]
     }
     _check_raw(optimizer, given)
+    _check_slices(optimizer, state_dict["param_groups"])
+    state_dict = {**state_dict, "param_groups": [{**g} for g in state_dict["param_groups"]]}
+    drop_marks(state_dict["param_groups"])
     if state_api_under_way() is None:
-        return None
+        return state_dict
     state = {
         number: _cut_whole(optimizer.state.get(param, {}), state_dict["state"][number])
         for param, number in _pair_numbers(optimizer, state_dict)
@@ -130,6 +142,52 @@ def _check_raw(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> 
                         "another layout. Call fsdp_compose.load_optim_state_dict(module, "
                         "optimizer, state_dict), which cuts state of any layout."
                     )
+
+
+def _mark_slices(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Say in the groups of a state dict, which have no parameters of their own, what it is of."""
+    for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        slices = _describe_slices(mine["params"])
+        if slices is not None:
+            theirs[_SLICES] = slices
+
+
+def drop_marks(groups: Iterable[dict[str, Any]]) -> None:
+    """Take out what ``state_dict()`` says of slices."""
+    for group in groups:
+        group.pop(_SLICES, None)
+
+
+def _check_slices(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for state of plain parameters over other slices, as another rank saved it."""
+    for mine, theirs in zip(optimizer.param_groups, groups, strict=False):
+        if _SLICES in theirs and theirs[_SLICES] != _describe_slices(mine["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: the state that was loaded is of other slices than "
+                "this rank's: state_dict() of an optimizer over flat_parameters or "
+                "local_parameters holds those of one rank, in one layout. Save with "
+                "save_checkpoint or fsdp_compose.optim_state_dict(module, optimizer) on every "
+                "rank, and load with load_checkpoint or load_optim_state_dict."
+            )
+
+
+def _describe_slices(params: Iterable[Any]) -> str | None:
+    """Which elements plain parameters stand for on this rank, as a checksum; None for no such."""
+    found = []
+    for param in params:
+        source = source_of(param)
+        bucket = None if source is None else source.bucket()
+        if source is None or bucket is None:
+            continue
+        entry = None if source.entry is None else source.entry()
+        found.append([_place_of(one) for one in (bucket.entries if entry is None else (entry,))])
+    return f"{zlib.crc32(repr(found).encode()):08x}" if found else None
+
+
+def _place_of(entry: Entry) -> tuple[object, ...]:
+    spec = entry.spec
+    part = None if spec.parallel is None else spec.parallel.offsets
+    return spec.start, spec.stop, tuple(spec.shape), part
 
 
 def watch_steps() -> None:

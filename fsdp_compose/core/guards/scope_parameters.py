@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.base.attributes import get_grad, set_grad, set_requires_grad
+from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.torch_private import (
     call_raw,
     make_subclass,
     raw,
     read_version,
-    swap_contents,
     swap_dtensor_slots,
 )
 from fsdp_compose.base.torch_stack import (
