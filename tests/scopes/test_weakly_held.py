@@ -75,12 +75,16 @@ def test_a_profile_that_holds_tensors_is_told(call: str) -> None:
 
 
 def test_fully_shard_inside_a_profile() -> None:
+    """And after it, while what it recorded is there."""
     model = nn.Linear(8, 4)
-    with profile(record_shapes=True):
+    with profile(record_shapes=True) as held:
         before = model(torch.ones(2, 8))
         with pytest.raises(RuntimeError, match="fully_shard: torch's profiler holds the tensors"):
             fc.fully_shard(model)
         assert not fc.is_fully_sharded(model)
         assert torch.equal(model(torch.ones(2, 8)), before)
+    with pytest.raises(RuntimeError, match="fully_shard: torch's profiler holds the tensors"):
+        fc.fully_shard(model)
+    del held
     gc.collect()
     assert torch.equal(fc.fully_shard(model)(torch.ones(2, 8)), before)
