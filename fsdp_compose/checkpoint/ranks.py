@@ -117,10 +117,10 @@ def meet_ranks(
     patience = timeout_of(pg)
     me = ranks.index(dist.get_rank())
     known = _control.setdefault(_world(), {})
-    told = [group for group in groups if set(group.ranks) <= set(ranks)]
-    if timeout is None or timeout > patience:
-        told, timeout = told if timeout is None else [], timeout or patience
-    key, is_new = _meet(what, ranks, told, timeout, ranks in known)
+    seconds = patience if timeout is None else timeout
+    told = groups if seconds <= patience else ()  # whose own waits end when their patience does
+    told = [group for group in told if set(group.ranks) <= set(ranks)]
+    key, is_new = _meet(what, ranks, told, seconds, ranks in known)
     if is_new:
         known.pop(ranks, None)
         known[ranks] = gloo_group(key, me, len(ranks), patience)
