@@ -37,9 +37,9 @@ _CHANGING = (
     "Then load a checkpoint on every rank."
 )
 _ALONE = (
-    "Call what is computed over all ranks (full_tensor, state dicts, gathered, p.sum(), p.norm(), "
-    "grad_norm, clip_grad_norm_) on every rank, for the same tensors, with the same arguments and "
-    "in the same order, also where only rank 0 uses the result."
+    "Call what all ranks take part in (full_tensor, state dicts, saves, loads, fully_shard, "
+    "gathered, p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors, "
+    "with the same arguments and in the same order, also where only rank 0 uses the result."
 )
 _REDUCING = (
     "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
