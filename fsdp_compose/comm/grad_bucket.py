@@ -73,5 +73,11 @@ def run_hook(
     return cut_by_rank(grad, given.replicate.size)[given.replicate.rank] if over_both else grad
 
 
+def has_state(state: Any) -> bool:
+    """Whether what a hook remembers can be saved and loaded, and so copied and put back."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(state, name, None)) for name in names)
+
+
 def _name_dtype(value: object) -> str:
     return f" of {value.dtype}" if isinstance(value, torch.Tensor) else ""

@@ -37,7 +37,7 @@ from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
-from fsdp_compose.sharded import accumulated_by_hooks, replace_grad, tag
+from fsdp_compose.sharded import replace_grad, run_hooks_and_copy, tag
 
 
 @dataclass(eq=False, slots=True)
@@ -312,7 +312,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     with raw():
         if is_hooked:
             pairs = zip(entries, grads, strict=True)
-            grads = [accumulated_by_hooks(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
+            grads = [run_hooks_and_copy(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
         were_there = add_gradients(params, grads)
     if were_there is not None:
         note_added(entries, were_there)
@@ -335,7 +335,7 @@ def accumulate(results: dict[Entry, torch.Tensor]) -> None:
     with raw(), torch.enable_grad():
         note_added(list(results), [get_grad(entry.param) is not None for entry in results])
         for entry, result in results.items():
-            grad = accumulated_by_hooks(entry.spec.hooks, tag(result, entry.spec))
+            grad = run_hooks_and_copy(entry.spec.hooks, tag(result, entry.spec))
             previous = get_grad(entry.param)
             total = grad if previous is None else tag(previous + grad, entry.spec)
             replace_grad(entry.param, total)

@@ -22,7 +22,7 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
-from fsdp_compose.comm.grad_bucket import GradBucket
+from fsdp_compose.comm.grad_bucket import GradBucket, has_state
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.state import Unit, iter_units
@@ -178,12 +178,6 @@ def _describe_layout(units: dict[str, Unit]) -> dict[str, Any]:
         ]
         for place, unit in units.items()
     }
-
-
-def has_state(state: Any) -> bool:
-    """Whether a hook's state can be saved and loaded."""
-    names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(state, name, None)) for name in names)
 
 
 def default_hook(state: object, grads: GradBucket) -> torch.Tensor:

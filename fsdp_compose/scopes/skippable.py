@@ -28,6 +28,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, list_waiting, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.grad_bucket import has_state
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
@@ -38,7 +39,6 @@ from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
-from fsdp_compose.scopes.comm_hooks import has_state
 from fsdp_compose.sharded import replace_grad
 
 __all__ = ["SkippableStep", "skippable_step"]

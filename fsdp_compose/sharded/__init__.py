@@ -42,10 +42,10 @@ from fsdp_compose.sharded.cut import own_slice, part_slice
 from fsdp_compose.sharded.draws import as_first_rank, find_generator
 from fsdp_compose.sharded.kept_grad import KEPT, replace_grad
 from fsdp_compose.sharded.leaf_hooks import (
-    accumulated_by_hooks,
     give_back_hooks,
     refuse_arrivals,
     run_gradient_hooks,
+    run_hooks_and_copy,
 )
 from fsdp_compose.sharded.ops import CASTS, CLEARING, HARMLESS
 from fsdp_compose.sharded.parallel import Axis, Parallel, like_dtensor, part_of, split_axes
@@ -95,7 +95,6 @@ __all__ = [
     "ShardedTensor",
     "ShardedWeightError",
     "Writes",
-    "accumulated_by_hooks",
     "as_first_rank",
     "as_own_file",
     "checked_state",
@@ -116,6 +115,7 @@ __all__ = [
     "refuse_export",
     "replace_grad",
     "run_gradient_hooks",
+    "run_hooks_and_copy",
     "set_local",
     "spec_of",
     "split_axes",

@@ -43,7 +43,7 @@ def run_gradient_hooks(hooks: Hooks, grad: Tensor) -> Tensor:
     return grad
 
 
-def accumulated_by_hooks(hooks: Hooks, grad: Tensor) -> Tensor:
+def run_hooks_and_copy(hooks: Hooks, grad: Tensor) -> Tensor:
     """What the hooks make of ``grad``, to be added to later: they may keep what they are given.
 
     Autograd, too, copies a gradient that is held elsewhere before it sets it.

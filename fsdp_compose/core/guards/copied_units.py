@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.copies import copy_bucket, copy_slot
+from fsdp_compose.comm.grad_bucket import has_state
 from fsdp_compose.core.records import Switches
 
 
@@ -54,5 +55,5 @@ def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
 def _copy_switches(switches: Switches, memo: dict[int, Any]) -> Switches:
     """What the user switched; a hook's state that checkpoints keep is of the copy's gradients."""
     state = switches.comm_state
-    is_kept = callable(getattr(state, "state_dict", None))
-    return replace(switches, comm_state=copy.deepcopy(state, memo) if is_kept else state)
+    own = copy.deepcopy(state, memo) if has_state(state) else state
+    return replace(switches, comm_state=own)
