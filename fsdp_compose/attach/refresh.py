@@ -35,6 +35,7 @@ from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.compare_ranks import compare_plans, count_ranks
 from fsdp_compose.construct.initialise import InitFn
 from fsdp_compose.construct.names import clean_name
+from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
@@ -105,6 +106,7 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
             survey.append(_find_change(unit, init, promised, beside))
             known = (entry.held for entry in unit.entries)
             check_exchangeable("refresh", (*known, *(item.param for item in survey[-1].plan.found)))
+        check_overlaps("refresh", [module], [change.plan for change in survey])
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     plans = [change.plan for change in survey]

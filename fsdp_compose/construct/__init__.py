@@ -9,6 +9,7 @@ Files, each importing only from those above it:
     wrap             policies that choose which submodules become units
     check_slots      the same bits at any number of ranks: what a model must be for it
     choose_buckets   which parameters of a unit share a bucket, and each bucket's layout
+    overlaps         tensors in the same memory that are not one parameter
     choose_units     which modules become units, with which options
     compare_ranks    what ranks compare before anything is sharded
     initialise       meta parameters get values: from an initialisation, rank 0 or a seed

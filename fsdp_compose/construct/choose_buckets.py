@@ -182,6 +182,11 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"{where} has layout {param.layout}; wanted a dense parameter. Pass it in ignored=."
         )
+    if param.is_conj() or param.is_neg():
+        raise ValueError(
+            f"{where} is a view that conjugates or negates what it reads (tensor.conj()), and its "
+            "memory holds other values; give it its own: nn.Parameter(tensor.clone())."
+        )
 
 
 def unit_precision(plan: UnitPlan) -> MixedPrecision:

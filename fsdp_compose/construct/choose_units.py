@@ -27,9 +27,10 @@ from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.construct.check_slots import check_alike, check_number
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.names import clean_name, name_cleaner
+from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
-from fsdp_compose.construct.wrap import Decide, Policy, matches_nothing, near
+from fsdp_compose.construct.wrap import Decide, Policy, matches_nothing, near, numel_of
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 
@@ -80,6 +81,7 @@ def plan_shards(
         plan_buckets(plan, promised, work, beside)
         planned.append(plan)
     _check_patterns(planned)
+    check_overlaps("fully_shard", modules, planned)
     check_alike(modules, planned)
     return planned
 
@@ -225,7 +227,7 @@ class _PolicyWalk:
 
     def count(self, module: nn.Module, recurse: bool) -> int:
         params = (p for p in module.parameters(recurse) if id(p) not in self.ignored.params)
-        return sum(p.numel() for p in params if not is_sharded(p))
+        return sum(0 if is_sharded(p) else numel_of(p) for p in params)
 
 
 def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:

@@ -130,6 +130,12 @@ def near(name: str, known: list[str]) -> str:
     return f"the closest names are {closest}" if closest else "there are no names"
 
 
+def numel_of(parameter: nn.Parameter) -> int:
+    """Its elements; 0 of a lazy one, which has no shape yet."""
+    is_lazy: bool = nn.parameter.is_lazy(parameter)
+    return 0 if is_lazy else parameter.numel()
+
+
 def matches_nothing(description: str, root: nn.Module) -> str:
     """Message: a policy found no unit."""
     inside = [module for module in root.modules() if module is not root]
@@ -139,11 +145,13 @@ def matches_nothing(description: str, root: nn.Module) -> str:
             f"fully_shard: units={description} matches no submodule, as {type(root).__name__} has "
             "none; leave units= out, and it is one unit."
         )
-    largest = max((sum(p.numel() for p in m.parameters()) for m in inside), default=0)
+    largest = max((sum(map(numel_of, m.parameters())) for m in inside), default=0)
+    unknown = any(map(nn.parameter.is_lazy, root.parameters()))
+    lazy = " Lazy ones have no shape yet: run one forward first." if unknown else ""
     itself = f" The {type(root).__name__} itself is a unit where units= is left out."
     return (
         f"fully_shard: units={description} matches no submodule of {type(root).__name__}; it has "
-        f"submodules of classes {kinds}, of up to {largest:,} parameter elements."
+        f"submodules of classes {kinds}, of up to {largest:,} parameter elements.{lazy}"
         f"{itself if type(root).__name__ in description else ''}"
     )
 

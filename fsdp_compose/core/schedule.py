@@ -250,7 +250,7 @@ class Schedule(Generic[U, P]):
                 self.drop_prefetched()
             self.order.close()
             return None
-        if change is not None:
+        if change is not None or not complete:
             self.drop_prefetched()
         for unit in self.prefetched:
             if PREFETCH in unit.holds:

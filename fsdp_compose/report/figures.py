@@ -34,7 +34,8 @@ class Memory:
     Attributes:
         shards: parameter shards, with padding.
         gradients: sharded gradients, from backward to ``zero_grad``.
-        optimizer: its state; 0 where no optimizer was named.
+        optimizer: its state, at most: with the padding of flat_parameters; 0 where no optimizer was
+            named.
         buffers: the module's buffers, whole on every rank.
         outside: parameters of no unit, whole on every rank, with gradients and optimizer state.
         weight_copies: kept in the compute dtype beside the shards, for gathers to read: of shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -231,6 +232,25 @@ def test_a_failure_forgets_what_was_gathered_ahead() -> None:
         schedule.fail(units(model))
         assert not schedule.prefetched
         assert_at_rest(model)
+
+
+def test_a_forward_that_failed_holds_no_unit() -> None:
+    """What it gathered ahead is released, so a model that is deleted then is gone."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks))
+        square(model, data(0, rank)).backward()
+        hook = model.blocks[0].register_forward_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(data(0, rank))
+        assert_at_rest(model)
+        hook.remove()
+        left = weakref.WeakSet(model.parameters())
+        del hook, model
+        gc.collect()
+        assert not left
+
+    simulate_ranks(ranks)
 
 
 def test_a_failure_releases_what_a_graph_kept() -> None:
