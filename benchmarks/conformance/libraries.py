@@ -7,7 +7,6 @@ libraries' ways differ in one row alone, the row writes each with ``lib.pick``.
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -300,7 +299,8 @@ class Pair:
     ) -> None:
         torch.manual_seed(0)
         self.lib, self.plain, self.dtype = lib, build().to(dtype), dtype
-        module = copy.deepcopy(self.plain)
+        torch.manual_seed(0)
+        module = build().to(dtype)  # no copy, whose parameters would share no memory
         if units is None:
             units = lambda m: getattr(m, "blocks", ())  # noqa: E731
         self.model = lib.shard(module, units(module), **options)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.attach.entrances import ANSWERS, attach
 from fsdp_compose.base.group import SELF
+from fsdp_compose.base.memory import memory_of
 from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_reductions
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.strides import flatten, storage_order
@@ -226,7 +227,9 @@ def _cut_shard(
         kind = nn.Parameter if spec.is_dtensor else type(item.param)
         names, asked = tuple(item.names), item.param.grad_dtype
         grad_dtype = None if asked == part.dtype else asked
-        entries.append(Entry(item.param, spec, names, item.slots, kind=kind, grad_dtype=grad_dtype))
+        entry = Entry(item.param, spec, names, item.slots, kind=kind, grad_dtype=grad_dtype)
+        entry.origin = memory_of(part)
+        entries.append(entry)
     return shard, entries
 
 

@@ -25,5 +25,6 @@ Files, each importing only from those above it:
     casts          what goes into a unit and comes out, in the dtypes of its policy
     parts          a flat tensor cut by rank
     strides        how a tensor is flattened
+    memory         the bytes that a tensor has in its storage, or had
     unwritten      marks memory that nobody has written yet
 """

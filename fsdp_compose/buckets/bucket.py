@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.memory import Memory
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.slots import SlotSums
@@ -90,6 +91,7 @@ class Entry:
     index: int = 0  # within the owner
     kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
     grad_dtype: torch.dtype | None = None  # of gradients before; None: the parameter's own
+    origin: Memory | None = None  # where it lay before it was sharded
     held: nn.Parameter = field(init=False)
     layers: list[Any] = field(default_factory=list)  # what scopes show in its place
 

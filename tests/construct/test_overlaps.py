@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_compose import fully_shard, plan, refresh, wrap
+from fsdp_compose import fully_shard, plan, refresh, undo, wrap
 from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks
@@ -79,6 +79,26 @@ def test_memory_shared_with_what_is_ignored_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parameter 'head\.weight' and parameter 'embed\.weight'"):
         fully_shard(model, ignored=[model.embed])
     fully_shard(model, ignored=[model.embed, model.head])
+
+
+@pytest.mark.parametrize("tie", [*TIES, as_buffer])
+def test_shared_memory_is_seen_between_calls(tie: Callable[[Tied], object]) -> None:
+    """Units sharded one by one meet in the call on what is around them."""
+    model = Tied(tie)
+    fully_shard(model.embed)
+    fully_shard(model.head)
+    with pytest.raises(ValueError, match=r"in the same memory.* Build the model again"):
+        fully_shard(model)
+
+
+def test_what_was_undone_shares_nothing() -> None:
+    model = Tied(same)
+    kept = model.embed.weight.data
+    for part in (model.embed, model.head):
+        undo(fully_shard(part))
+        fully_shard(part)
+    fully_shard(model)
+    assert kept.shape == (6, 4)
 
 
 def test_every_rank_raises() -> None:

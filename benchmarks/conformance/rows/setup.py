@@ -108,6 +108,30 @@ def tied_inside(lib: Library) -> None:
     lib.pair(Tied).train()
 
 
+@row("U6", "weights tied by memory: head.weight = nn.Parameter(emb.weight.data)", names="weight")
+def tied_by_memory(lib: Library) -> None:
+    def build() -> nn.Module:
+        model = Tied().double()  # a conversion gives each its own memory
+        model.head.weight = nn.Parameter(model.emb.weight.data)
+        return model
+
+    lib.pair(build, units=lambda m: [m.emb, *m.blocks, m.head]).train()
+
+
+@row("U6", "a buffer that is a view of a trained weight", names="weight")
+def buffer_view(lib: Library) -> None:
+    class Viewed(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.double()
+            self.register_buffer("first_row", self.first.weight.data[0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.first_row)
+
+    lib.pair(Viewed).train()
+
+
 @row("T9", "a tied weight's names in the state dict")
 def tied_names(lib: Library) -> None:
     pair = lib.pair(Tied)

@@ -1,0 +1,55 @@
+"""The bytes that a tensor has in its storage, known also after it has left it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Memory(NamedTuple):
+    """Bytes of a storage, which it does not keep alive; strides are in bytes too."""
+
+    storage: StorageWeakRef
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Where each contiguous piece begins and ends."""
+        starts, length = [self.start], self.itemsize
+        for step, count in sorted(zip(self.strides, self.shape, strict=True)):
+            if step == length and len(starts) == 1:
+                length *= count
+            elif step:  # 0: an expanded dimension
+                starts = [start + step * i for i in range(count) for start in starts]
+        return [(start, start + length) for start in starts]
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """The memory of a strided tensor; None where it has no elements."""
+    if not tensor.numel():
+        return None
+    itemsize = tensor.itemsize
+    strides = tuple(int(step) * itemsize for step in tensor.stride())
+    start = int(tensor.storage_offset()) * itemsize
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
+    storage = StorageWeakRef(tensor.untyped_storage())
+    return Memory(storage, start, start + last + itemsize, tuple(tensor.shape), strides, itemsize)
+
+
+def share_bytes(one: Memory, other: Memory) -> bool:
+    """Whether a byte belongs to both: columns of one matrix lie between each other's."""
+    if one.storage != other.storage or one.stop <= other.start or other.stop <= one.start:
+        return False
+    found = [(start, stop, 0) for start, stop in one.pieces()]
+    found += [(start, stop, 1) for start, stop in other.pieces()]
+    ends = [0, 0]  # of the pieces before
+    for start, stop, which in sorted(found):
+        if start < ends[1 - which]:
+            return True
+        ends[which] = max(ends[which], stop)
+    return False
