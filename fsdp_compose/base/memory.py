@@ -42,9 +42,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 
 
 def share_bytes(one: Memory, other: Memory) -> bool:
-    """Whether a byte belongs to both: columns of one matrix lie between each other's."""
-    if one.storage != other.storage or one.stop <= other.start or other.stop <= one.start:
-        return False
+    """Whether a byte of one storage is in both: columns of a matrix lie between each other's."""
     found = [(start, stop, 0) for start, stop in one.pieces()]
     found += [(start, stop, 1) for start, stop in other.pieces()]
     ends = [0, 0]  # of the pieces before

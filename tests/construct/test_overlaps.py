@@ -57,11 +57,25 @@ def expanded(model: Tied) -> None:
     model.head.weight = nn.Parameter(model.embed.weight.data[0].expand(6, 4))
 
 
+def every_other_row(model: Tied) -> None:
+    rows = torch.randn(13, 4)
+    model.embed.weight = nn.Parameter(rows[0:11:2])
+    model.head.weight = nn.Parameter(rows[2:13:2])
+
+
+def around_another(model: Tied) -> None:
+    """A frozen one with two in it, of which the second is trained."""
+    model.embed.requires_grad_(False)
+    model.register_buffer("first", model.embed.weight.data[0])
+    model.head.weight = nn.Parameter(model.embed.weight.data[3].expand(6, 4))
+
+
 def as_buffer(model: Tied) -> None:
     model.register_buffer("first", model.embed.weight.data[0])
 
 
-TIES = [same, transposed, one_row, one_column, one_frozen, expanded]
+ROWS = [one_row, every_other_row, around_another]
+TIES = [same, transposed, *ROWS, one_column, one_frozen, expanded]
 
 
 @pytest.mark.parametrize("tie", [*TIES, as_buffer])
