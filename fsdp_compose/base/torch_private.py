@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported after a group exists, it keeps gloo alive at exit
 from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable, forward_ad
+from torch.autograd import forward_ad
 from torch.distributed.checkpoint import filesystem, state_dict_loader
 from torch.distributed.checkpoint import metadata as checkpoint_metadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -152,11 +152,6 @@ def hook_for_good(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> 
     tensor._backward_hooks = hooks = OrderedDict()
     node._register_hook_dict(tensor)
     hooks[hook] = hook
-
-
-def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the autograd pass that is running now has finished without error."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 made_at: Callable[[Any], int] = methodcaller("_sequence_nr")

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import Variable
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch as _modes
 from torch.utils import checkpoint as _checkpoint
@@ -103,6 +104,31 @@ def is_dispatched(tensor: torch.Tensor) -> bool:
 def in_selective() -> bool:
     """Whether a selective checkpoint saves operators, or looks for those that it saved."""
     return any(isinstance(mode, _SELECTIVE) for mode in _modes._get_current_dispatch_mode_stack())
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the autograd pass that is running now has finished without error.
+
+    Raises:
+        RuntimeError: it runs compiled, which does not call what is queued in it.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise RuntimeError(
+            "backward runs under compiled autograd (torch._dynamo.config.compiled_autograd), which "
+            "does not say when it ends, so gradients would be lost. Set it to False; forwards, "
+            "blocks and optimizers may be compiled."
+        )
+    Variable._execution_engine.queue_callback(callback)
+
+
+def recording_mode() -> str:
+    """The mode under which operators are recorded or faked, if there is one."""
+    keys = torch._C._TorchDispatchModeKey
+    for key, name in ((keys.FAKE, "FakeTensorMode"), (keys.PROXY, "make_fx")):
+        if torch._C._get_dispatch_mode(key) is not None:
+            return name
+    return ""
 
 
 def outside_selective(function: Callable[..., Any], *args: Any) -> Any:

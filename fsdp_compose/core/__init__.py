@@ -20,6 +20,7 @@ Files, each importing only from those above it:
     guards/recurrent_weights    the second list of parameters that recurrent modules read
     guards/scope_parameters     a parameter inside a scope: same object, whole values
     guards/units                the units of a module, or of what it is a part of
+    guards/recording_modes      forwards under modes that record or fake operators are refused
     gathering                   gathers and releases units, and sets what their modules read
     guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
     guards/kept_tensors         backwards that begin at a tensor made inside a forward

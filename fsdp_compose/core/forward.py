@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_compose.base.casts import cast_inputs, cast_output
 from fsdp_compose.base.streams import join_graph
 from fsdp_compose.base.torch_private import graph_task_id, next_node_number, saved_tensor_hooks
+from fsdp_compose.base.torch_stack import count_modes
 from fsdp_compose.core.autograd import is_current, view_parameters
 from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
@@ -25,6 +26,7 @@ from fsdp_compose.core.guards.interrupts import leave_interrupted
 from fsdp_compose.core.guards.kept_views import guard_after_error, note_forward, note_users
 from fsdp_compose.core.guards.order_changes import warn_of_change
 from fsdp_compose.core.guards.partly_run import close_forward, close_partly_run
+from fsdp_compose.core.guards.recording_modes import check_modes
 from fsdp_compose.core.guards.saved_tensors import shield_weights, unshield
 from fsdp_compose.core.guards.standing_views import view_standing
 from fsdp_compose.core.guards.surroundings import find_surroundings
@@ -55,6 +57,8 @@ class Mode:
 
 def enter_gathered(unit: Unit, trained: tuple[int, ...]) -> None:
     """Gather the unit, show its modules full parameters, and gather ahead."""
+    if count_modes():
+        check_modes(unit)
     active, run = unit.engine.schedule.active, unit.run
     active.append(unit)
     run.calls += 1
@@ -155,8 +159,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
     else:
         enabled = torch.is_grad_enabled()
         tensors = view_parameters(unit, trained) if enabled else view_standing(unit)
-    if is_functional:
-        assert unit.opened is not None
+    if is_functional and unit.opened is not None:
         given = unit.opened.given
         tensors = [given.get(index, tensor) for index, tensor in enumerate(tensors)]
     install(unit, tensors)

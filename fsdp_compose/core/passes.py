@@ -18,9 +18,9 @@ from fsdp_compose.base.torch_private import (
     graph_is_kept,
     graph_task_id,
     node_will_run,
-    on_backward_end,
     untraced,
 )
+from fsdp_compose.base.torch_stack import on_backward_end
 from fsdp_compose.core.gathering import forget_inner, install, install_leaves
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors

@@ -79,7 +79,7 @@ class Links:
     """What follows from a unit's buckets and modules; made again when a bucket is rebuilt."""
 
     aliases: list[torch.Tensor]  # by entry
-    anchor: torch.Tensor  # an empty leaf, at which autograd ends in place of the parameters
+    anchor: torch.Tensor  # a leaf of one element, at which autograd ends in place of the parameters
     of_class: list[int]  # entries whose parameters have a class of their own
     attributes: list[dict[str, Any]]  # of each parameter, which its full tensors have too
     dtensors: list[int]  # entries that tensor parallelism split
@@ -204,9 +204,9 @@ class Unit:
         self.engine.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
     def _make_anchor(self) -> torch.Tensor:
-        """An empty leaf on the unit's device, whose streams autograd waits for when it ends."""
+        """A leaf on the unit's device, whose streams autograd waits for when it ends."""
         with torch.inference_mode(False):
-            return torch.empty(0, device=self.engine.streams.device, requires_grad=True)
+            return torch.zeros(1, device=self.engine.streams.device, requires_grad=True)
 
     def _find_sharers(self) -> None:
         if self.borrowed:

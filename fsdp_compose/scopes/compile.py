@@ -6,13 +6,16 @@ forward reads what ``Show`` returns, whose backward hands the gradients to the e
 implied: what was gathered is freed with its last use, and unless the unit is kept after forward,
 the compiler is told to gather again in backward instead of saving it.
 
-    fsdp_compose::gather(anchor, unit)         the unit's full buckets; parameters are views of them
-    fsdp_compose::reduce(grads, given, unit)   what the anchor receives; ``.grad`` of leaves is set
+    fsdp_compose::gather(anchor, unit)             full buckets; parameters are views of them
+    fsdp_compose::reduce(grads, given, unit, call) what the anchor receives; sets leaves' ``.grad``
 
 ``Show`` itself stands in the graph that Dynamo makes, and is taken apart when autograd is traced:
 its backward sees then which parameters the graph uses, which becomes a constant (``given``).
 
-The anchor is an empty tensor that requires grad: sharded leaves cannot be inputs of a graph.
+The anchor is a tensor that requires grad: sharded leaves cannot be inputs of a graph. A compiler
+computes once what is called twice with the same arguments, and not at all what nothing reads. So
+the reductions of a graph are told apart by a number (``call``), and what they return, a zero, has
+an element, since the sum of empty tensors reads nothing.
 The unit is named by a key that changes whenever what was compiled for it does not hold any more.
 This file alone may be traced; everything it calls in a trace must be, too.
 """
@@ -53,11 +56,12 @@ from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.sharded import STATE_KEY
 
 _keys = itertools.count()
+_calls = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
 _library = torch.library.Library("fsdp_compose", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # they communicate
 _library.define("gather(Tensor anchor, str unit) -> Tensor[]", tags=_tags)
-_library.define("reduce(Tensor[] grads, int[] given, str unit) -> Tensor", tags=_tags)
+_library.define("reduce(Tensor[] grads, int[] given, str unit, int call) -> Tensor", tags=_tags)
 
 
 def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -> None:
@@ -229,7 +233,8 @@ class Show(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """Runs while a graph is made: a gradient that is None is one that the graph never makes."""
         given = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        return torch.ops.fsdp_compose.reduce([*given.values()], [*given], ctx.key), None
+        reduce, number = torch.ops.fsdp_compose.reduce, next(_calls)
+        return reduce([*given.values()], [*given], ctx.key, number), None
 
 
 def _show(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
@@ -284,7 +289,7 @@ def _fake_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
     ]
 
 
-def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
+def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str, call: int) -> torch.Tensor:
     unit, traced = _find_unit(key)
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -300,8 +305,8 @@ def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.
     return received
 
 
-def _fake_reduce(grads: list[torch.Tensor], given: list[int], key: str) -> torch.Tensor:
-    return torch.empty(0, device=_find_unit(key)[1].anchor.device)
+def _fake_reduce(grads: list[torch.Tensor], given: list[int], key: str, call: int) -> torch.Tensor:
+    return torch.empty(1, device=_find_unit(key)[1].anchor.device)
 
 
 _library.impl("gather", _run_gather, "CompositeExplicitAutograd")

@@ -7,6 +7,7 @@ for bit, and one process on all the data.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -332,6 +333,27 @@ def test_a_compiled_training_step() -> None:
                 assert torch.equal(compiled(model, optimizers[0], x), wanted)
         assert torch.equal(whole(model.weight), whole(sharded.weight))
         assert counter.frame_count > 0
+
+    run_ranks(run, 2)
+
+
+def test_compiled_autograd_is_refused() -> None:
+    """It would not call what ends a backward, and the root would get no gradients."""
+
+    def run(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        compiled = partial(torch.compile, backend="aot_eager")
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            loss = compiled(lambda x: square(model, x))
+            with pytest.raises(RuntimeError, match="runs under compiled autograd"):
+                compiled(lambda x: loss(x).backward())(data(0, rank))
+        plain = seeded(Tower)
+        for one in (model, plain):
+            one.zero_grad()
+            square(one, data(0, 0)).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
     run_ranks(run, 2)
 

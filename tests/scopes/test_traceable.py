@@ -68,6 +68,20 @@ class Shared(nn.Module):
         return nn.functional.linear(self.a(self.a(x)), self.out.weight)
 
 
+class Again(nn.Module):
+    """A block twice on one input, and another's last bias for two: equal reductions of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+        self.b.requires_grad_(False).down = nn.Linear(7, WIDTH)
+        self.b.down.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) + self.a(x)
+        return self.b(x) + self.b(x.sin())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     """What the compiler imports on first use, once instead of in every rank."""
@@ -104,6 +118,13 @@ def sharded_with(**options: Any) -> Callable[[nn.Module, Any], Call | None]:
 def test_fullgraph_over_units(build: Any, prepare: Any) -> None:
     exact = build is not Shared  # whose two calls are reduced apart
     run_ranks(lambda rank: Trial(rank, 2, build, prepare, exact=exact).run(graphs=1), 2)
+
+
+def test_fullgraph_reduces_after_every_call() -> None:
+    """A compiler computes once what is called twice with the same arguments."""
+    run_ranks(
+        lambda rank: Trial(rank, 2, Again, traceable, "aot_eager", exact=False).run(graphs=1), 2
+    )
 
 
 class Pick(Line):
@@ -414,12 +435,12 @@ def test_operators_have_fake_implementations() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepare", [traceable])  # shard_then_compile: tests/scopes/test_compile.py
-def test_inductor(prepare: Any) -> None:
+@pytest.mark.parametrize("build", [Line, Again])
+def test_inductor(build: Any) -> None:
     def run(rank: int) -> None:
         torch._inductor.config.compile_threads = 1
-        model, plain = seeded(Line), by_block(seeded(Line))
-        call = prepare(model, "inductor")
+        model, plain = seeded(build), by_block(seeded(build))
+        call = traceable(model, "inductor")
         optimizers = [sgd(m.parameters()) for m in (model, plain)]
         for seed in range(3):
             x = data(seed, rank)

@@ -16,11 +16,11 @@ from fsdp_compose.base.policy import FullPrecision
 from fsdp_compose.base.torch_private import (
     graph_task_id,
     hook_for_good,
-    on_backward_end,
     outside_transforms,
     transforms_active,
     untraced,
 )
+from fsdp_compose.base.torch_stack import on_backward_end
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.buckets.entries import copy_attributes
 from fsdp_compose.core.forward import (

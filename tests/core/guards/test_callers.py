@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader, Dataset
 
 import fsdp_compose as fc
@@ -223,5 +226,38 @@ def test_threads_may_overlap_in_a_scope() -> None:
         assert torch.equal(outputs[0], plain(data(1, rank)))
         square(model, data(0, rank)).backward()
         assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
+def run_fake(model: nn.Module, x: Tensor) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x))
+
+
+def record(model: nn.Module, x: Tensor) -> None:
+    make_fx(lambda x: model(x))(x)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["released", "kept"])
+@pytest.mark.parametrize("run", [run_fake, record])
+def test_modes_that_record_are_refused(
+    run: Callable[[nn.Module, Tensor], None], kept: bool
+) -> None:
+    """Weights that were gathered ahead would be fakes, and a graph would keep released memory."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()  # the order is known, to gather ahead
+        model.zero_grad()
+        if kept:
+            model(data(0, rank))  # without a backward
+        with pytest.raises(RuntimeError, match=r"'Tower': forward was called under (Fake|make_fx)"):
+            run(model, data(0, rank))
+        wanted, plain = square(model, data(0, rank)), seeded(Tower)
+        torch.testing.assert_close(wanted, square(plain, data(0, rank)))
+        tensors = dict(plain.named_parameters())
+        call = make_fx(lambda x: functional_call(model, tensors, (x,)))(data(0, rank))
+        torch.testing.assert_close(call(data(1, rank)), plain(data(1, rank)))
 
     run_ranks(check, 2)
