@@ -13,8 +13,8 @@ Files, each importing only from those above it:
     attributes     a tensor's attributes as torch stores them, whatever its class answers
     torch_groups   torch's private state of process groups, for simulated ranks
     torch_stack    which of torch's functions called, read from the stack
-    codec          what travels in a gather in place of the weights' own bytes
     arguments      checks of what functions are given
+    codec          what travels in a gather in place of the weights' own bytes
     policy         what the user chose, as frozen values that check themselves
     slots          one tree over the microbatches of a step, at every number of ranks
     group          ranks that communicate, and how tensors travel between them

@@ -22,12 +22,13 @@ def describe_value(value: object) -> str:
 def check_kind(
     where: str, name: str, value: object, kind: type | tuple[type, ...], wanted: str
 ) -> None:
-    """Raise unless ``value`` is a ``kind``.
+    """Raise unless ``value`` is a ``kind``; True and False are no numbers.
 
     Raises:
         TypeError: it is something else.
     """
-    if not isinstance(value, kind):
+    is_flag = isinstance(value, bool) and kind is not bool
+    if is_flag or not isinstance(value, kind):
         raise TypeError(f"{where}: {name} is {describe_value(value)}; wanted {wanted}.")
 
 
@@ -60,11 +61,8 @@ def check_timeout(where: str, timeout: Any) -> None:
         TypeError: it is something else.
         ValueError: it is not positive.
     """
-    wanted = "seconds to wait, a positive number, or None"
     if timeout is not None:
-        check_number(where, "timeout", timeout, wanted)
-        if not timeout > 0:
-            raise ValueError(f"{where}: timeout is {describe_value(timeout)}; wanted {wanted}.")
+        check_positive(where, "timeout", timeout, "seconds to wait, a positive number, or None")
 
 
 def check_process_group(where: str, group: object) -> None:
@@ -108,6 +106,30 @@ def check_number(where: str, name: str, value: object, wanted: str) -> None:
     """
     if not is_number(value):
         raise TypeError(f"{where}: {name} is {describe_value(value)}; wanted {wanted}.")
+
+
+def check_positive(where: str, name: str, value: Any, wanted: str) -> None:
+    """Raise unless ``value`` is a number larger than 0.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is 0, negative or nan.
+    """
+    check_number(where, name, value, wanted)
+    if not value > 0:
+        raise ValueError(f"{where}: {name} is {describe_value(value)}; wanted {wanted}.")
+
+
+def check_not_negative(where: str, name: str, value: Any, wanted: str) -> None:
+    """Raise unless ``value`` is a number that is 0 or larger.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or nan.
+    """
+    check_number(where, name, value, wanted)
+    if not value >= 0:
+        raise ValueError(f"{where}: {name} is {describe_value(value)}; wanted {wanted}.")
 
 
 def check_function(where: str, name: str, function: Any, takes: str) -> None:

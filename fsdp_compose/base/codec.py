@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.arguments import check_function
+
 
 @dataclass(frozen=True, repr=False)
 class GatherCodec:
@@ -35,12 +37,8 @@ class GatherCodec:
         return f"GatherCodec({name_of(self.encode)}, {name_of(self.decode)})"
 
     def __post_init__(self) -> None:
-        for name in ("encode", "decode"):
-            if not callable(getattr(self, name)):
-                raise TypeError(
-                    f"GatherCodec: {name} is {getattr(self, name)!r}; wanted a function of "
-                    f"{'(shard)' if name == 'encode' else '(encoded, into)'}."
-                )
+        check_function("GatherCodec", "encode", self.encode, "(shard)")
+        check_function("GatherCodec", "decode", self.decode, "(encoded, into)")
 
 
 def name_of(function: object) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
+from fsdp_compose.base.arguments import check_function
 from fsdp_compose.base.codec import name_of
 
 Op: TypeAlias = Literal["sum", "max", "min", "product"]
@@ -143,10 +144,32 @@ class Transport:
     reduce_all: Callable[[Tensors, Sequence[Tensors], Call], Sequence[Started]] | None = None
     room: Callable[[Sequence[torch.Tensor], Group], Sequence[torch.Tensor]] | None = None
 
+    def __post_init__(self) -> None:
+        for name, takes in _TAKEN.items():
+            function = getattr(self, name)
+            if function is not None or name in _NEEDED:
+                check_function("Transport", name, function, takes)
+
     def __repr__(self) -> str:
         """By the names of its functions, which ranks compare."""
-        functions = (self.gather, self.reduce_scatter, self.all_reduce, self.exchange)
+        functions = [getattr(self, name) for name in _NEEDED]
         return f"Transport({', '.join(map(name_of, functions))})"
+
+
+_NEEDED = ("gather", "reduce_scatter", "all_reduce", "exchange")
+_TAKEN = {
+    "gather": "(whole, parts, own, call)",
+    "reduce_scatter": "(whole, parts, call)",
+    "all_reduce": "(tensor, op, call)",
+    "exchange": "(outgoing, incoming, call)",
+    "offer": "(data, group)",
+    "lend": "(nbytes, group)",
+    "copy": "(data, group)",
+    "gather_all": "(wholes, parts, owns, call)",
+    "reduce_all": "(wholes, parts, call)",
+    "room": "(parts, group)",
+}
+"""What the functions of a transport are called with."""
 
 
 def is_alive(pg: Any) -> bool:

@@ -148,7 +148,9 @@ class MixedPrecision:
     Args:
         param_dtype: dtype of floating-point parameters in forward and backward, and of the gather.
         reduce_dtype: dtype in which gradients travel; ``param_dtype``'s when None. They are summed
-            in at least fp32 where the library sums (gloo) and end in the shard's dtype.
+            in at least fp32 where the library sums (gloo) and end in the shard's dtype. In
+            float16 they are first divided, in float16, by a power of two near the square root of
+            the number of ranks, as their sum may overflow.
         output_dtype: dtype floating-point outputs of the unit are cast to.
         buffer_dtype: dtype the unit's floating-point buffers are cast to, once, when sharded.
             State dicts of kind "full" and ``save_full`` have them in the dtype they had.

@@ -22,8 +22,8 @@ from fsdp_compose.base.arguments import (
     check_flag,
     check_kind,
     check_module,
-    check_number,
     check_path,
+    check_positive,
     check_process_group,
     check_timeout,
 )
@@ -86,7 +86,8 @@ def save_full(
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did not
             come, which is named; ranks pass other options; or another job saved to the folder at
             the same time.
-        ValueError: state that the format cannot hold; a dtype that is not of floating point.
+        ValueError: state that the format cannot hold; a dtype that is not of floating point;
+            ``max_file_bytes`` is not positive.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -97,7 +98,8 @@ def save_full(
     check_module("save_full", module)
     check_path("save_full", path)
     _check_format("save_full", format)
-    check_number("save_full", "max_file_bytes", max_file_bytes, "a number of bytes")
+    wanted = "a number of bytes, 1 or more"
+    check_positive("save_full", "max_file_bytes", max_file_bytes, wanted)
     check_process_group("save_full", process_group)
     check_timeout("save_full", timeout)
     group = meet_ranks("save_full", module, process_group, timeout)

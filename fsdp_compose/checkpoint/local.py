@@ -118,7 +118,9 @@ def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
     name = prefix.rstrip(".") or unit.name
     if not isinstance(theirs, dict):
         raise TypeError(f"local state of unit {name!r}: layout is a {type(theirs).__name__}")
-    if theirs.get("world_size") != mine["world_size"]:
+    # A unit without parameters is cut over no ranks; what differs is then said of its buckets.
+    are_cut = bool(mine["buckets"] and theirs.get("buckets"))
+    if are_cut and theirs.get("world_size") != mine["world_size"]:
         raise RuntimeError(
             f"local state of unit {name!r} was saved at world size {theirs.get('world_size')}, "
             f"this model is cut over {mine['world_size']} ranks. {_ADVICE}"

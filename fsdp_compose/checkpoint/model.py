@@ -206,9 +206,11 @@ def load_state_dict(
     names that are left over raise after the rest was written.
 
     Args:
-        state_dict: by FQN, with or without the prefixes that wrappers add. Values may be plain full
-            tensors, sharded values cut in any way, DTensors, or all of ``kind="local"``. A tied
-            parameter may be given under any of its names.
+        state_dict: by FQN, with or without ``_orig_mod.`` (``torch.compile``),
+            ``_checkpoint_wrapped_module.`` and ``_fsdp_wrapped_module.``; remove the ``module.`` of
+            DistributedDataParallel. Values may be plain full tensors, sharded values cut in any
+            way, DTensors, or all of ``kind="local"``. A tied parameter may be given under any of
+            its names.
         strict: raise for keys that are missing or unexpected.
         broadcast_from_rank0: only rank 0's ``state_dict`` is read; the other ranks' are ignored.
             One tensor at a time is sent.

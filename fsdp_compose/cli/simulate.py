@@ -27,10 +27,13 @@ def run_simulated(
         run_program(run, ranks, seed, (), has_group=False)
     except SimulationError as error:
         cause = error.__cause__
-        if cause is not None and not isinstance(cause, _Ended):
+        if isinstance(cause, _Ended):
+            print(f"fsdp-compose: rank {error.rank} of {ranks}: {cause}", file=sys.stderr)
+            return cause.code if isinstance(cause.code, int) else 1
+        if cause is not None:
             traceback.print_exception(cause)
         print(f"fsdp-compose: {error}", file=sys.stderr)
-        return cause.code if isinstance(cause, _Ended) and isinstance(cause.code, int) else 1
+        return 1
     return 0
 
 

@@ -35,19 +35,25 @@ from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 
 
+def check_modules(where: str, modules: Any) -> None:
+    """Raise unless ``modules`` is a sequence of modules.
+
+    Raises:
+        TypeError: it is something else, or empty.
+    """
+    is_list = isinstance(modules, Sequence) and len(modules) > 0
+    if not is_list or not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError(
+            f"{where}: got {type(modules).__name__} {modules!r:.80}; wanted an nn.Module or a "
+            "non-empty sequence of them."
+        )
+
+
 def plan_shards(
     modules: Any, options: Options, units: Policy | None, ignored: Ignored
 ) -> list[UnitPlan]:
     """Decide everything; change nothing."""
-    if (
-        not isinstance(modules, Sequence)
-        or not modules
-        or not all(isinstance(m, nn.Module) for m in modules)
-    ):
-        raise TypeError(
-            f"fully_shard: got {type(modules).__name__} {modules!r:.80}; wanted an nn.Module or a "
-            "non-empty sequence of them."
-        )
+    check_modules("fully_shard", modules)
     for module in modules:
         state = find_state(module)
         if state is not None:

@@ -67,11 +67,12 @@ def declare_tensor_parallel(
         >>> simulate(shard_rows, 2)
         [((2, 4), (4, 4)), ((2, 4), (4, 4))]
     """
-    given = [params] if isinstance(params, torch.Tensor) else list(params)
     group = _check_group(mesh)
+    given: list[nn.Parameter] = []
     mine: list[Any] = []
     problem: Exception | None = None
     try:
+        given = _list_params(params)
         for number, param in enumerate(given):
             mine.append(_read_part(param, number, dim))
     except (TypeError, ValueError) as error:
@@ -94,6 +95,14 @@ def declare_tensor_parallel(
         sizes = tuple(parts[number][0] for _, parts in reports)
         shape = torch.Size([*param.shape[:at], sum(sizes), *param.shape[at + 1 :]])
         _declared[param] = Parallel(shape, contiguous_strides(shape), (Axis(group, at, sizes),))
+
+
+def _list_params(params: Any) -> list[Any]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    wanted = "a parameter or several: [linear.weight, linear.bias]"
+    check_kind("declare_tensor_parallel", "params", params, Iterable, wanted)
+    return list(params)
 
 
 def _read_part(param: Any, number: int, dim: int) -> tuple[int, list[int], str]:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from operator import is_
 from typing import Any
 
 import torch
 
-from fsdp_compose.base.arguments import check_flag, check_number
+from fsdp_compose.base.arguments import check_flag, check_not_negative, check_number
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.mesh import Ranks, check_ranks
 from fsdp_compose.base.torch_private import raw
@@ -109,6 +110,7 @@ def clip_grad_norm_(
             gradients were accumulated without synchronisation and not reduced yet; or ranks were
             given different limits (between CPUs); or as for ``grad_norm``.
         TypeError: an argument is of the wrong type, such as a string for ``max_norm``.
+        ValueError: ``max_norm`` is a number that is negative or nan.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -124,7 +126,7 @@ def clip_grad_norm_(
     experts, stages = experts_of(grads, expert_mesh), stages_of(pipeline_mesh, params)
     norm = Norm(float(norm_type), describe_clipping(max_norm, error_if_nonfinite))
     total = compute_norm(grads, norm, experts, stages)
-    check_number("clip_grad_norm_", "max_norm", max_norm, "a number")  # ranks have compared it
+    _check_limit(max_norm)  # ranks have compared it
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}: "
@@ -144,6 +146,12 @@ def _check_arguments(
     check_number(caller, "norm_type", norm_type, "a number, such as 2.0 or math.inf")
     check_ranks(caller, "expert_mesh", expert_mesh, "the experts' ranks, such as mesh['ep']")
     check_ranks(caller, "pipeline_mesh", pipeline_mesh, "the stages' ranks, such as mesh['pp']")
+
+
+def _check_limit(max_norm: Any) -> None:
+    """Raise unless it is one; a tensor is not read, as the host would wait for its device."""
+    check = check_not_negative if isinstance(max_norm, Real) else check_number
+    check("clip_grad_norm_", "max_norm", max_norm, "a number, 0 or more, such as 1.0 or math.inf")
 
 
 # What ``torch.nn.utils`` does with sharded gradients when it clips; the stack tells that it does.

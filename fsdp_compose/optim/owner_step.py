@@ -6,6 +6,7 @@ blocks and their scales. Replicas each do the work on equal gradients, so they s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.base.arguments import check_function, check_number, describe_value
+from fsdp_compose.base.arguments import check_function, check_not_negative, describe_value
 from fsdp_compose.layout.matrix_work import matrix_work
 from fsdp_compose.optim.matrices import (
     Matrix,
@@ -180,7 +181,10 @@ class OwnerOptimizer(Optimizer):
         groups = [n for n, group in enumerate(self.param_groups) for _ in group["params"]]
         costs = [work(matrix.shape) for matrix in self._matrices]
         for cost in costs:
-            check_number("owner_step", "what work returned", cost, "a number")
+            wanted = "a number, 0 or more and finite"
+            check_not_negative("owner_step", "what work returned", cost, wanted)
+            if cost == math.inf:
+                raise ValueError(f"owner_step: what work returned is {cost}; wanted {wanted}.")
         names = [matrix.name for matrix in self._matrices]
         params = list(zip(names, groups, costs, strict=True))
         settings = list_settings(self.optimizer.param_groups)

@@ -35,7 +35,7 @@ from fsdp_compose.base.policy import (
     ShardingStrategy,
     place,
 )
-from fsdp_compose.construct.choose_units import plan_shards
+from fsdp_compose.construct.choose_units import check_modules, plan_shards
 from fsdp_compose.construct.initialise import is_on_meta
 from fsdp_compose.construct.plans import Ignored, Options, list_ignored
 from fsdp_compose.construct.wrap import Policy
@@ -131,6 +131,7 @@ def plan(
         (6, True)
     """
     modules = [module] if isinstance(module, nn.Module) else module
+    check_modules("plan", modules)
     keeps = _states_of(optimizer)
     available = None if device_memory is None else parse_size("device_memory", device_memory)
     chosen: dict[str, Any] = {

@@ -317,6 +317,8 @@ def plot_plan(plan: Plan, path: str | PathLike[str], measured: Timeline | None =
     """
     check_kind("plot_plan", "plan", plan, Plan, "a plan")
     check_path("plot_plan", path)
+    if measured is not None:
+        check_kind("plot_plan", "measured", measured, Timeline, "a recording by trace, or None")
     runs = _fold(plan.units, lambda u: (u.shard_bytes, u.full_bytes, u.padding_bytes))
     runs = sorted(runs, key=lambda run: -run[0].full_bytes)[:MAX_ROWS]
     rows = 2 if measured is None else 4

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from fsdp_compose.base.arguments import check_module
+from fsdp_compose.base.arguments import check_module, check_path
 from fsdp_compose.base.group import get_global_rank
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.buckets.bucket import Phase
@@ -150,6 +150,7 @@ class Timeline:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the events as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        check_path("Timeline.save", path)
         Path(path).write_text(json.dumps(self.to_chrome()), "utf-8")
 
 

@@ -46,7 +46,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
     Raises:
         ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``; or one
             ``Int8ErrorFeedback`` is given to units of the same name.
-        TypeError: ``hook`` is no function of (state, grads), or there is ``state`` for None.
+        TypeError: ``hook`` is no function of (state, grads); there is ``state`` for None, or
+            another than an ``Int8ErrorFeedback`` for ``int8_error_feedback_hook``.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -64,6 +65,9 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
             f"register_comm_hook: hook is None, which restores the default, and state is "
             f"{describe_value(state)}; wanted register_comm_hook(module, state, hook)."
         )
+    if hook is int8_error_feedback_hook:
+        wanted = "Int8ErrorFeedback(), in which int8_error_feedback_hook keeps what rounding costs"
+        check_kind("register_comm_hook", "state", state, Int8ErrorFeedback, wanted)
     units = require_units(module, "register_comm_hook")
     if hook is not None:
         refuse_postponing(units, "register_comm_hook")

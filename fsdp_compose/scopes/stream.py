@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import check_kind, check_module, check_number
+from fsdp_compose.base.arguments import check_kind, check_module, check_not_negative, describe_value
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -47,6 +47,8 @@ def iter_full(
 
     Raises:
         RuntimeError: on every rank: units were undone or made since the iteration began.
+        TypeError: an argument is of the wrong type.
+        ValueError: ``bucket_bytes`` is negative, or ``device`` is no device's name.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -54,12 +56,10 @@ def iter_full(
         [('weight', (2, 2)), ('bias', (2,))]
     """
     check_module("iter_full", module)
-    check_number("iter_full", "bucket_bytes", bucket_bytes, "a number of bytes")
+    check_not_negative("iter_full", "bucket_bytes", bucket_bytes, "a number of bytes, 0 or more")
     if dtype is not None:
         check_kind("iter_full", "dtype", dtype, torch.dtype, "a torch.dtype or None")
-    if device is not None:
-        wanted = "a torch.device, its name or index, or None"
-        check_kind("iter_full", "device", device, (torch.device, str, int), wanted)
+    _check_device(device)
     entries = {
         (id(values), name): (unit, unit.entries[index])
         for engine in here.engines.values()
@@ -103,6 +103,19 @@ def iter_full(
         tensor = _assemble_dtensor(tensor)
         kind = dtype if tensor.is_floating_point() else None
         yield full_name, tensor.to(device=device, dtype=kind, copy=True)
+
+
+def _check_device(device: object) -> None:
+    wanted = "a torch.device, its name or index, or None"
+    if device is not None:
+        check_kind("iter_full", "device", device, (torch.device, str, int), wanted)
+    if isinstance(device, str):
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"iter_full: device is {describe_value(device)}; wanted {wanted}."
+            ) from error
 
 
 def _assemble_dtensor(tensor: torch.Tensor) -> torch.Tensor:

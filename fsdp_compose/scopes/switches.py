@@ -221,11 +221,12 @@ def set_gradient_divide_factor(
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward communicates no gradients: they add up unsharded, in the reduce dtype.
 
-    The first backward after the scope reduces them with its own, or ``reduce_grads(module)`` does.
-    Before that an optimizer step raises, and so does whatever else would read ``.grad``;
-    ``zero_grad``, or None assigned to ``.grad``, drops them. A backward that fails drops them, with
-    a warning, since its own gradients are among them; a forward that fails leaves them. Memory: one
-    flat gradient buffer per bucket.
+    The first backward after the scope that reaches a unit reduces the unit's with its own, or
+    ``reduce_grads(module)`` does. Before that an optimizer step raises, and so does whatever else
+    would read ``.grad``; ``zero_grad``, or None assigned to ``.grad``, drops them. A backward that
+    fails after it has reached a unit drops them, with a warning, since its own gradients are among
+    them; a forward that fails, or a backward that fails before that, as in the loss, leaves them.
+    Memory: one flat gradient buffer per bucket.
 
     Raises:
         ValueError: ``module`` contains no unit.

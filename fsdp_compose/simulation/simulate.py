@@ -87,7 +87,7 @@ def simulate(
     Raises:
         SimulationError: a rank raised or was killed. The text says which, and where the others
             stood; ``errors`` has what every rank raised.
-        ValueError: ``world_size`` or ``faults`` make no sense.
+        ValueError: ``world_size``, ``seed`` or ``faults`` make no sense.
         TypeError: an argument is of the wrong type.
 
     Example:
@@ -277,6 +277,8 @@ def _prepared(run: _Run) -> Iterator[None]:
 def _check(size: int, seed: int, faults: Sequence[Fault]) -> None:
     check_kind("simulate", "world_size", size, int, "the number of ranks, an int, 1 or more")
     check_kind("simulate", "seed", seed, int, "an int")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"simulate: seed is {seed}; wanted an int from -2**63 to 2**64 - 1.")
     check_kind("simulate", "faults", faults, (list, tuple), "a list of faults")
     if here.simulated is not None:
         raise ValueError("simulate: this rank is in a simulation already; call it outside of fn.")

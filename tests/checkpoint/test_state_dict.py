@@ -231,6 +231,22 @@ def test_local_refuses_another_layout_everywhere() -> None:
         assert all(e is not None and text in e and "RuntimeError" in e for e in errors), errors
 
 
+def test_local_state_of_a_unit_without_parameters() -> None:
+    """It has no number of ranks that could differ, only buckets."""
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(
+            seeded(lambda: nn.Sequential(Tower(1))), units=fc.wrap.by_class(Tower)
+        )
+        saved = state_dict(model, "local")
+        model.append(seeded(lambda: nn.Linear(2, 2)))
+        fc.refresh(model)
+        with pytest.raises(RuntimeError, match=r"'Sequential': saved 0 buckets, here 1\. Local"):
+            load_state_dict(model, saved)
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_bad_keys_and_shapes_write_nothing(plain: bool) -> None:
     """Bad keys and shapes raise everywhere and write nothing."""

@@ -315,7 +315,11 @@ def test_run_returns_what_a_script_exits_with(how: str, tmp_path: Path) -> None:
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
     command = [sys.executable, "-m", "fsdp_compose", "run", how, "2", str(script)]
     done = subprocess.run(command, check=False, env=ENVIRONMENT, text=True, capture_output=True)
-    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+    said = "1 exited with code 3" if how == "--nproc" else "1 of 2: the script ended with 3"
+    lines = [line for line in done.stderr.splitlines() if line.startswith("fsdp-compose: ")]
+    assert done.returncode == 3 and lines[0].startswith(f"fsdp-compose: rank {said}"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert how == "--nproc" or len(done.stderr.splitlines()) == 1
 
 
 def test_a_reader_of_ranks_that_has_seen_enough(tmp_path: Path) -> None:

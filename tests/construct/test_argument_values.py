@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
+from fsdp_compose.comm.transports import PAIRS
 
 from harness import simulate_ranks
 
@@ -39,6 +41,7 @@ def sgd_groups(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
+STATE: Any = {"state": {}, "param_groups": [{"params": ["weight"]}]}
 WRONG = [
     *(Wrong(lambda m, v=v: fc.set_gradient_divide_factor(m, v), kind, "value is")
       for v, kind in (("4", TypeError), ([], TypeError), (True, TypeError),
@@ -117,6 +120,39 @@ WRONG = [
     Wrong(lambda m: list(fc.iter_full(m, dtype="float32")), TypeError, "dtype is 'float32'"),
     *(Wrong(lambda m, v=v: fc.seeded_init(m, v), TypeError, f"seed is {v!r}; wanted an integer")
       for v in ("x", None, 1.5)),
+    *(Wrong(lambda m, v=v: fc.rekey_optim_state_dict(v, "name", m), TypeError,
+            "rekey_optim_state_dict: state_dict ")
+      for v in (None, {}, {"state": {}}, {"state": {}, "param_groups": [{}]})),
+    Wrong(lambda m: fc.rekey_optim_state_dict(STATE, "id", "x"), TypeError, "module is 'x'"),
+    *(Wrong(lambda m, v=v: fc.declare_tensor_parallel(v, dist.group.WORLD, 0), TypeError,
+            "declare_tensor_parallel: params is") for v in (None, nn.Linear(2, 2), 3)),
+    Wrong(lambda m: fc.declare_tensor_parallel(nn.Linear(2, 2).weight, dist.group.WORLD, True),
+          TypeError, "dim is True; wanted the dimension"),
+    *(Wrong(lambda m, v=v: fc.register_comm_hook(m, v, fc.int8_error_feedback_hook), TypeError,
+            "; wanted Int8ErrorFeedback()") for v in (None, {}, 256)),
+    Wrong(lambda m: fc.Int8ErrorFeedback(True), TypeError, "block is True; wanted a number"),
+    Wrong(lambda m: fc.plot_plan(fc.plan(m), "never", 3), TypeError, "measured is 3; wanted a rec"),
+    Wrong(lambda m: fc.Timeline().save(None), TypeError, "Timeline.save: path is None; wanted a p"),
+    Wrong(lambda m: list(fc.iter_full(m, device="x")), ValueError, "device is 'x'; wanted a torch"),
+    Wrong(lambda m: list(fc.iter_full(m, device=True)), TypeError, "device is True; wanted a torc"),
+    *(Wrong(lambda m, v=v: list(fc.iter_full(m, v)), ValueError, f"bucket_bytes is {v}; wanted")
+      for v in (float("nan"), -1)),
+    *(Wrong(lambda m, v=v: fc.plan(v), TypeError, "plan: got") for v in (None, [], [nn.Linear])),
+    *(Wrong(lambda m, v=v: fc.clip_grad_norm_(m, v), ValueError, f"max_norm is {v}; wanted")
+      for v in (-1.0, float("nan"))),
+    *(Wrong(lambda m, v=v: fc.save_full("never", m, max_file_bytes=v), ValueError,
+            f"max_file_bytes is {v}; wanted") for v in (0, -1, float("nan"))),
+    *(Wrong(lambda m, v=v: fc.owner_step([m.weight], sgd_groups, work=lambda shape: v), ValueError,
+            f"what work returned is {v}; wanted a number, 0 or more and finite")
+      for v in (float("nan"), float("inf"), -1)),
+    Wrong(lambda m: fc.Transport(None, None, None, None), TypeError,
+          "Transport: gather is None; wanted a function of (whole, parts, own, call)"),
+    Wrong(lambda m: replace(PAIRS, offer=lambda data: ()), TypeError, "wanted a function of (data"),
+    Wrong(lambda m: fc.Format(None, None, None), TypeError, "Format: suffix is None; wanted"),
+    Wrong(lambda m: fc.Format(".pt", None, None), TypeError, "Format: write is None; wanted"),
+    Wrong(lambda m: replace(SAFETENSORS, read=lambda: None), TypeError, "a function of (path"),
+    *(Wrong(lambda m, v=v: fc.GatherCodec(*v), TypeError, "; wanted a function of (")
+      for v in ((lambda: None, print), (lambda shard: shard, lambda encoded: None))),
 ]  # fmt: skip
 
 
@@ -154,6 +190,10 @@ def test_numbers_may_be_tensors() -> None:
     norm = fc.grad_norm(model)
     fc.clip_grad_norm_(model, norm / 2, norm_type=2)
     assert torch.allclose(fc.grad_norm(model), norm / 2)
+    fc.clip_grad_norm_(model, torch.inf)
+    assert torch.allclose(fc.grad_norm(model), norm / 2)
+    fc.clip_grad_norm_(model, 0)
+    assert fc.grad_norm(model) == 0
     fc.set_gradient_divide_factor(model, torch.tensor(2.0))
     assert fc.get_state(model).unit.switches.divide_factor == 2.0
 
@@ -161,12 +201,16 @@ def test_numbers_may_be_tensors() -> None:
 def test_arguments_of_simulations() -> None:
     """``simulate``, before a rank starts; the dimension of tensor parallelism, in one."""
     size: Any
-    for size in ("2", 2.0, None):
+    for size in ("2", 2.0, None, True):
         with pytest.raises(TypeError, match=r"simulate: world_size is .*; wanted the number of"):
             fc.simulate(int, size)
     wrong: Any = "x"
     with pytest.raises(TypeError, match="simulate: seed is 'x'; wanted an int"):
         fc.simulate(int, 2, seed=wrong)
+    with pytest.raises(TypeError, match="simulate: seed is True; wanted an int"):
+        fc.simulate(int, 2, seed=True)
+    with pytest.raises(ValueError, match=f"simulate: seed is {2**70}; wanted an int from"):
+        fc.simulate(int, 2, seed=2**70)
     with pytest.raises(TypeError, match="simulate: faults is 'x'; wanted a list of faults"):
         fc.simulate(int, 2, faults=wrong)
     with pytest.raises(TypeError, match="simulate: an item of faults is 'x'; wanted a fault"):

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fsdp_compose.base.arguments import check_function, check_kind
 from fsdp_compose.checkpoint.values import Outline
 
 Outlines: TypeAlias = Mapping[str, Outline]
@@ -90,6 +91,14 @@ class Format:
     write: Callable[[Path, Outlines], AbstractContextManager[Put]]
     read: Callable[[Path], Mapping[str, Stored]]
     check: Callable[[str, Outline], None] = accept_any
+
+    def __post_init__(self) -> None:
+        check_kind("Format", "suffix", self.suffix, str, "what names of files end in: '.pt'")
+        takes = {"write": "(path, outlines)", "read": "(path)", "check": "(name, outline)"}
+        for name, arguments in takes.items():
+            function = getattr(self, name)
+            if not isinstance(function, type):  # a class may be what opens a file
+                check_function("Format", name, function, arguments)
 
     @property
     def single(self) -> str:

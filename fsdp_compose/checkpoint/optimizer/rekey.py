@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_compose.checkpoint.optimizer.members import OptimLike, Targets, list_members, names_of
+from fsdp_compose.base.arguments import check_module, describe_value
+from fsdp_compose.checkpoint.optimizer.members import (
+    OptimLike,
+    Targets,
+    is_state,
+    list_members,
+    names_of,
+)
 from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys
 from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
 
@@ -33,6 +40,7 @@ def rekey_optim_state_dict(
             number, and for an optimizer that lists parameters in another order than the state.
 
     Raises:
+        TypeError: ``state_dict`` is no optimizer state, or ``module`` is no module.
         ValueError: an unknown ``key``, numbers that cannot be matched to parameters, or groups of
             ``optim`` that the state does not have.
 
@@ -46,8 +54,8 @@ def rekey_optim_state_dict(
     """
     if key not in ("name", "id"):
         raise ValueError(f"rekey_optim_state_dict: key is {key!r}; wanted 'name' or 'id'.")
-    if is_by_key(state_dict):
-        state_dict = join_keys(state_dict)
+    check_module("rekey_optim_state_dict", module)
+    state_dict = _read_state(state_dict)
     if has_numbers(state_dict) is (key == "id"):
         return dict(state_dict)
     order: list[list[str]] | None = None
@@ -57,6 +65,24 @@ def rekey_optim_state_dict(
     if key == "id":
         return _to_numbers(state_dict if order is None else _regroup(state_dict, order, module))
     return to_names(state_dict, order or _default_order(state_dict, module))
+
+
+def _read_state(state_dict: Any) -> Mapping[str, Any]:
+    """The state in its usual form."""
+    if isinstance(state_dict, Mapping) and is_by_key(state_dict):
+        return join_keys(state_dict)
+    groups = state_dict["param_groups"] if is_state(state_dict) else [None]
+    strange = [group for group in groups if not isinstance(group, Mapping) or "params" not in group]
+    if strange:
+        found = f"is {describe_value(state_dict)}"
+        if strange[0] is not None:
+            found = f"has the group {describe_value(strange[0])}"
+        raise TypeError(
+            f"rekey_optim_state_dict: state_dict {found}; wanted a dictionary with 'state' and "
+            "'param_groups', each group with 'params', as optim_state_dict gives."
+        )
+    found_state: Mapping[str, Any] = state_dict
+    return found_state
 
 
 def has_numbers(state_dict: Mapping[str, Any]) -> bool:
