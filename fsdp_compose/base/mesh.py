@@ -402,7 +402,9 @@ def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.d
     elif mesh is not None or dist.is_initialized():
         pg = mesh[0] if isinstance(mesh, tuple) else mesh
         served = {p.split(":")[0]: p.split(":")[-1] for p in dist.get_backend_config(pg).split(",")}
-        kind = next((k for k, name in served.items() if k != "cpu" and name != "gloo"), kind)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and served.get(found.type, "gloo") != "gloo":
+            kind = found.type
     if kind == param_device.type:
         return param_device
     return torch.device(kind, torch.get_device_module(kind).current_device())

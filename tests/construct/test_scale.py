@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp_compose import fully_shard, wrap
+from fsdp_compose import Offload, fully_shard, wrap
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.parts import MANY_RANKS, Parts, cut_by_rank
 from fsdp_compose.comm import meeting, messages
@@ -137,3 +137,15 @@ def test_bytes_of_every_rank_come_in_one_buffer() -> None:
         assert found == {r: b"x" * (5 * r + 1) for r in range(3)}
 
     run_ranks(ranks, 3)
+
+
+def test_fake_groups_compute_where_the_parameters_are() -> None:
+    """They name every kind of device, also one that the machine has not."""
+    with fake_world(64):
+        offload = Offload(params=True, pin_memory=False)
+        model = fully_shard(nn.Linear(8, 8), offload_policy=offload)
+        model(torch.ones(2, 8)).sum().backward()
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        assert next(iter_units(model)).gathered[0].mesh.device.type == (
+            kind.type if kind else "cpu"
+        )
