@@ -257,7 +257,7 @@ PROCESS = "base/process"  # what a process has one of stands there
 OUTSIDE_PROCESS = {
     "comm/collectives:NOTHING_SENT": "a constant: waiting for it changes nothing",
     "base/lazy:_under_way": "packages being imported, by name; the import lock guards it",
-    "scopes/compile:_keys": "numbers units in graphs, which torch's table of operators refers to",
+    "scopes/compile:_numbers": "numbers units in graphs, and their calls, as torch keeps graphs",
     "sharded/tensor:HANDLERS": "functions by torch function, which the next file writes",
 }
 

@@ -55,8 +55,7 @@ from fsdp_compose.core.records import Traced
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.sharded import STATE_KEY
 
-_keys = itertools.count()
-_calls = itertools.count()
+_numbers = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
 _library = torch.library.Library("fsdp_compose", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # they communicate
@@ -126,7 +125,7 @@ def _record_unit(unit: Unit) -> Traced:
     buffers = [(b.layout.numel, b.full.dtype, b.mesh.device) for b in unit.gathered]
     # Compiled code is cached on disk by the text of its graph, which these would not be part of.
     digest = hashlib.sha256(repr((shapes, buffers, trained)).encode()).hexdigest()[:16]
-    key = f"{next(_keys)}:{digest}"
+    key = f"{next(_numbers)}:{digest}"
     _units[key] = unit
     cuts = [_split_sizes(bucket) for bucket in unit.gathered]
     places = [(unit.gathered.index(owner_of(e)), e) for e in unit.entries]
@@ -233,7 +232,7 @@ class Show(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """Runs while a graph is made: a gradient that is None is one that the graph never makes."""
         given = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        reduce, number = torch.ops.fsdp_compose.reduce, next(_calls)
+        reduce, number = torch.ops.fsdp_compose.reduce, next(_numbers)
         return reduce([*given.values()], [*given], ctx.key, number), None
 
 
