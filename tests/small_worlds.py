@@ -272,15 +272,15 @@ class World:
         def passes(found: Sequence[Pass]) -> State:
             return tuple((p.is_quiet, *(self.indices[id(ref())] for ref in p)) for p in found)
 
-        lists = map(passes, (order.recorded, order.quiet, order.last, order.current))
+        lists = map(passes, (order.recorded, order.last, order.current))
         return (*lists, order.latest, order.known, order.place, order.cursor, order.before,
                 order.is_open)  # fmt: skip
 
     def _order(self, numbers: State) -> Order:
-        recorded, quiet, last = ([*map(self._pass, passes)] for passes in numbers[:3])
-        current = [self._new_pass(*each) for each in numbers[3]]  # these grow
-        latest, known, place, cursor, before, is_open = numbers[4:]
-        return Order(recorded, latest, known, quiet, current, last, place, cursor, before, is_open)
+        recorded, last = ([*map(self._pass, passes)] for passes in numbers[:2])
+        current = [self._new_pass(*each) for each in numbers[2]]  # these grow
+        latest, known, place, cursor, before, is_open = numbers[3:]
+        return Order(recorded, latest, known, current, last, place, cursor, before, is_open)
 
     def _new_pass(self, is_quiet: bool, *visited: int) -> Pass:
         made = Pass([weakref.ref(self.members[i]) for i in visited])

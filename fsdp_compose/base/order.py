@@ -48,9 +48,9 @@ class Order:
             then those that the sequence under way only assumes.
         latest: how many of ``recorded`` are of the last sequence.
         known: how many of ``recorded`` were run.
-        quiet: passes in which nothing was gathered, by visitors as in ``recorded``.
         current: passes of the sequence under way, the last of them perhaps unfinished.
         last: passes of the last sequence, quiet ones too.
+        routes: each pass in which a visitor ran last, quiet ones too; the last one first.
         place: index in ``recorded`` of the pass that the present one should repeat; None: unknown.
         cursor: position in that pass behind the last visit.
     """
@@ -58,13 +58,13 @@ class Order:
     recorded: list[Pass] = field(default_factory=list)
     latest: int = 0
     known: int = 0
-    quiet: list[Pass] = field(default_factory=list)
     current: list[Pass] = field(default_factory=list)
     last: list[Pass] = field(default_factory=list)
     place: int | None = None
     cursor: int = 0
     before: tuple[int | None, int] = (None, 0)  # place and cursor when the pass began
     is_open: bool = False  # a pass is under way
+    routes: list[Pass] = field(default_factory=list)
 
     def begin(self, visitor: Any) -> None:
         """Start a pass with ``visitor``."""
@@ -133,7 +133,8 @@ class Order:
             self.recorded, self.latest = _merge(gathered, self.recorded), len(gathered)
             self.known = len(self.recorded)
         if self.current:
-            self.quiet = _merge([p for p in self.current if p.is_quiet], self.quiet)
+            if self.current != self.last:
+                self.routes = _find_routes([*reversed(self.current), *self.routes])
             self.last, self.current = self.current, []
         self.place, self.cursor, self.is_open = None, 0, False
 
@@ -172,6 +173,18 @@ def _merge(passes: list[Pass], older: list[Pass]) -> list[Pass]:
     """The passes, then older ones whose first visitor lives and begins none of them."""
     begun = {id(refs[0]()) for refs in passes}
     return passes + [p for p in older if p[0]() is not None and id(p[0]()) not in begun]
+
+
+def _find_routes(passes: list[Pass]) -> list[Pass]:
+    """Those of ``passes`` with a visitor that lives and is in none before them."""
+    found: list[Pass] = []
+    seen: set[int] = set()
+    for refs in passes:
+        visitors = {id(visitor) for ref in refs if (visitor := ref()) is not None}
+        if not visitors <= seen:
+            seen |= visitors
+            found.append(refs)
+    return found
 
 
 def _change(known: Pass, at: int, found: Any | None) -> Change | None:

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_compose.base.order import Order, Ref
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.hooks import call_as_forward
-from fsdp_compose.core.state import Engine, Unit, find_state, iter_units
+from fsdp_compose.core.state import Unit, find_state, iter_units
 
 __all__ = ["participate"]
 
@@ -34,14 +34,15 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
         loss = loss + fsdp_compose.participate(unit)                   # or wherever it ran
         loss = participate(model)                                      # no batch on this rank
 
-    Units nested in ``module`` are joined too: in the order in which they ran last inside it, or in
-    the order they are registered in where they never ran. The unit's parameters get the same
-    gradients as on the other ranks, averaged over all ranks, those that skipped counted with zero
-    (``set_gradient_divide_factor`` changes that). What forward does besides is not done: no buffer
-    is updated, and collectives of the module's own, such as those of tensor parallelism, are not
-    joined. Inside activation checkpointing, call it inside the checkpointed function. A unit that
-    trains nothing is gathered for backward only where an input of it needs a gradient, so pass
-    ``x`` for such units. Without gradients it joins the gathers alone.
+    Units nested in ``module`` are joined too: in the order in which they ran last inside it,
+    whatever ran since, or in the order they are registered in where they never ran. The unit's
+    parameters get the same gradients as on the other ranks, averaged over all ranks, those that
+    skipped counted with zero (``set_gradient_divide_factor`` changes that). What forward does
+    besides is not done: no buffer is updated, and collectives of the module's own, such as those of
+    tensor parallelism, are not joined. Inside activation checkpointing, call it inside the
+    checkpointed function. A unit that trains nothing is gathered for backward only where an input
+    of it needs a gradient, so pass ``x`` for such units. Without gradients it joins the gathers
+    alone.
 
     Args:
         module: a unit, or a module that contains units.
@@ -71,9 +72,9 @@ def participate(module: nn.Module, x: torch.Tensor | None = None) -> torch.Tenso
         )
     if find_state(module) is not None:
         return _join_module(module, x)
-    engine = units[0].engine
-    visits = _find_upcoming(engine, set(units)) if engine.schedule.active else None
-    pending = deque(units if visits is None else visits)
+    pending = deque(_list_visits(units))
+    if not pending and x is None:
+        return _make_zero(units[0])
     while pending:
         x = _join_unit(pending, x)
     assert x is not None
@@ -114,7 +115,7 @@ def _run_body(
         x = _join(unit, x, linked)
     if inner:
         if visits is None:
-            visits = deque(_find_last_order(unit, inner))
+            visits = deque(_list_visits([u for u in iter_units_of(unit) if u in inner], unit))
         while visits and visits[0] in inner:
             x = _join_unit(visits, x)
     return x if passes_on and x is not None else _join(unit, x, linked)
@@ -145,18 +146,24 @@ def _passes_on(unit: Unit, module: nn.Module, inner: set[Unit]) -> bool:
     return last is not None and last.unit in inner
 
 
-def _find_last_order(unit: Unit, inner: set[Unit]) -> list[Unit]:
-    """The units of ``inner`` in the order of their last forwards, else as they are registered."""
-    engine = unit.engine
-    found = _find_upcoming(engine, inner)
-    if found is not None:
-        return found
-    for order in filter(None, (engine.schedule.eval_order, engine.schedule.forward_order)):
-        for visited in _list_passes(order):
-            if unit in visited:
-                return _take_while_inside(visited[visited.index(unit) + 1 :], inner)
-    members = [u for u in iter_units_of(unit) if u in inner]
-    return list(dict.fromkeys(members))
+def _list_visits(registered: list[Unit], around: Unit | None = None) -> list[Unit]:
+    """Units of one module in the order in which they are to be joined.
+
+    Args:
+        registered: in the order their modules are registered in.
+        around: the unit that is that module, if one is.
+    """
+    schedule, inner = registered[0].engine.schedule, set(registered)
+    if schedule.active or around is not None:
+        found = _find_upcoming(schedule.order, inner, around)
+    else:
+        found = _find_outermost(schedule.forward_order, inner)
+    if found is None:
+        orders = filter(None, (schedule.eval_order, schedule.forward_order))
+        passes = (visited for order in orders for visited in _list_passes(order))
+        runs = (_find_last_run(visited, inner, around) for visited in passes)
+        found = next((run for run in runs if run is not None), None)
+    return list(dict.fromkeys(registered)) if found is None else found
 
 
 def iter_units_of(unit: Unit) -> list[Unit]:
@@ -164,21 +171,49 @@ def iter_units_of(unit: Unit) -> list[Unit]:
     return [u for ref in unit.modules if (m := ref()) is not None for u in iter_units(m)]
 
 
-def _find_upcoming(engine: Engine, inner: set[Unit]) -> list[Unit] | None:
-    """Those of ``inner`` that are expected next in the pass under way; None: nothing is known."""
-    order = (
-        engine.schedule.forward_order
-        if engine.schedule.eval_order is None
-        else engine.schedule.eval_order
-    )
+def _find_upcoming(order: Order, inner: set[Unit], around: Unit | None) -> list[Unit] | None:
+    """Those of ``inner`` that are expected next in the pass under way; None: nothing is known.
+
+    Where it is another unit's turn, the pass takes another route than last time; but for a unit
+    that ran none of them, and for a container whose next runs the call before this one joined too.
+    """
     if order.place is None:
         return None
-    return _take_while_inside(_list_existing(order.recorded[order.place][order.cursor :]), inner)
+    known, at = order.recorded[order.place], order.cursor
+    found = _take_while_inside(_list_existing(known[at:]), inner)
+    if found:
+        return found
+    if around is not None:
+        return found if known[at - 1]() is around else None
+    before = _take_while_inside(_list_existing(known[at - 1 :: -1]), inner)
+    return found if len(set(before)) < len(before) else None
+
+
+def _find_outermost(order: Order, inner: set[Unit]) -> list[Unit] | None:
+    """The units of the last passes that began in ``inner``, each beginning once; None: of none."""
+    for passes in (order.last, order.current, order.routes[::-1]):
+        begun = {refs[0](): refs for refs in passes}
+        found = [refs for unit, refs in begun.items() if unit in inner]
+        if found:
+            return [unit for refs in found for unit in _list_existing(refs)]
+    return None
+
+
+def _find_last_run(visited: list[Unit], inner: set[Unit], around: Unit | None) -> list[Unit] | None:
+    """Those of ``inner`` that ran last inside ``around``, or in a row; None: it did not run."""
+    ends = inner if around is None else {around}
+    start = next((i for i in reversed(range(len(visited))) if visited[i] in ends), None)
+    if start is None:
+        return None
+    if around is not None:
+        return _take_while_inside(visited[start + 1 :], inner)
+    return _take_while_inside(visited[start::-1], inner)[::-1]
 
 
 def _list_passes(order: Order) -> Iterator[list[Unit]]:
-    """The units of each pass that is known, the last one first."""
-    for refs in (*reversed(order.current[:-1]), *order.recorded, *order.quiet):
+    """The units of each pass that ended and is known, the last one first."""
+    ended = order.current[:-1] if order.is_open else order.current
+    for refs in (*reversed(ended), *order.routes):
         yield _list_existing(refs)
 
 

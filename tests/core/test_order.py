@@ -116,12 +116,29 @@ def test_what_ran_in_quiet_passes_is_known() -> None:
     assert order.visited() == [R, A, S, B, S, C]
     order.close()
     assert order.visited() == [R, A, S, B, S, C]
-    assert [[ref() for ref in p] for p in order.quiet] == [[S, B], [S, C]]
+    assert [[ref() for ref in p] for p in order.routes] == [[S, C], [S, B], [R, A]]
     run(order, S, D, quiet=True)
     order.close()
     assert order.visited() == [S, D]
-    assert [[ref() for ref in p] for p in order.quiet] == [[S, D]]
+    assert [[ref() for ref in p] for p in order.routes] == [[S, D], [S, C], [S, B], [R, A]]
     assert [[ref() for ref in p] for p in order.recorded] == [[R, A]]
+
+
+def test_where_each_ran_last_is_known() -> None:
+    """Whatever ran since, but not for visitors that are gone."""
+    order, gone = Order(), V("gone")
+    for visits in ([R, A, B], [R, gone], [R, B, A, S], [R, C], [R]):
+        run(order, *visits)
+        order.close()
+
+    def routes() -> list[list[V | None]]:
+        return [[ref() for ref in p] for p in order.routes]
+
+    assert routes() == [[R], [R, C], [R, B, A, S], [R, gone]]
+    del visits, gone
+    run(order, R, C)
+    order.close()
+    assert routes() == [[R, C], [R, B, A, S]]
 
 
 def test_many_quiet_passes_end_no_sequence() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import Prefetch, ShardingStrategy, fully_shard, participate
+from fsdp_compose import Prefetch, ShardingStrategy, fully_shard, participate, set_debug, wrap
 
 from harness import simulate_ranks
 from models import WIDTH, assert_at_rest, data, seeded, sgd, whole
@@ -120,6 +124,132 @@ def test_a_sequential_is_joined_in_the_first_step(kind: Any) -> None:
                 participate(model).backward()
             else:
                 model(data(seed, rank)).square().mean().backward()
+            assert_at_rest(model)
+
+    simulate_ranks(ranks, 2)
+
+
+class Backwards(nn.Module):
+    """Runs what is inside it in another order than it registers it in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.last(self.first(x)))
+
+
+class Expert(Backwards):
+    """One with weights of its own, which a unit reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+class Routed(nn.Module):
+    """Runs some of its experts, and joins others instead of running them."""
+
+    def __init__(self, kind: type[nn.Module], is_checkpointed: bool) -> None:
+        super().__init__()
+        self.is_checkpointed = is_checkpointed
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: Tensor, route: tuple[int, ...], joins: bool, hands: bool) -> Tensor:
+        x = self.stem(x)
+        for expert in map(self.experts.__getitem__, route):
+            if not joins:
+                x = x + self.run(expert, x)
+            elif hands:
+                x = self.run(partial(participate, expert), x)
+            else:
+                x = x + self.run(partial(participate, expert))
+        return self.head(x)
+
+    def run(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        if self.is_checkpointed:
+            return checkpoint(function, *given, use_reentrant=False)
+        return function(*given)
+
+
+ROUTES = [((0,), False), ((1,), False), ((0,), True), ((), False), ((1,), True), ((1, 1), True)]
+"""In each step, which experts are run, and whether rank 1 joins them instead."""
+
+
+@pytest.mark.parametrize("hands", [True, False], ids=["x", "sum"])
+@pytest.mark.parametrize(("kind", "again"), [(Expert, 0), (Expert, 1), (Backwards, 0)])
+@pytest.mark.filterwarnings("ignore:the forward of unit")
+def test_units_are_joined_after_another_route(kind: Any, again: int, hands: bool) -> None:
+    """In the order they ran last, though the step before ran others, or none of them.
+
+    One kind of expert is a unit itself, also where it is checkpointed, and the other a container.
+    """
+
+    def ranks(rank: int) -> None:
+        set_debug(True)
+        plain = seeded(lambda: Routed(kind, bool(again))).double()
+        model = fully_shard(copy.deepcopy(plain), units=wrap.by_class((Expert, nn.Linear)))
+        ours, theirs = sgd(model.parameters()), sgd(plain.parameters())
+        for seed, (route, joins) in enumerate([*ROUTES, *ROUTES]):
+            for optim in (ours, theirs):
+                optim.zero_grad()
+            model(data(seed, rank), route, joins and rank == 1, hands).square().mean().backward()
+            for r in range(2):
+                taken = () if joins and r == 1 else route
+                (plain(data(seed, r), taken, False, hands).square().mean() / 2).backward()
+            for optim in (ours, theirs):
+                optim.step()
+            assert_at_rest(model)
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(whole(p), q.detach())
+
+    simulate_ranks(ranks, 2)
+
+
+class Twice(nn.Module):
+    """Runs a container, which is no unit, two times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Backwards(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, joins: bool) -> Tensor:
+        for _ in range(2):
+            x = x + (participate(self.block) if joins else self.block(x))
+        return self.head(x)
+
+
+def test_a_container_that_runs_twice_in_a_row() -> None:
+    """The first call joins what both ran, and the second has a zero to hand back."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(Twice).double(), units=wrap.by_class(nn.Linear))
+        for seed in range(3):
+            model(data(seed, rank), bool(seed) and rank == 1).square().mean().backward()
+            assert_at_rest(model)
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_container_with_no_unit_around_it() -> None:
+    """Its units are outermost each, and are joined in the order in which they ran."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(Backwards).double()
+        for part in (model.first, model.last):
+            fully_shard(part)
+        for seed in range(4):
+            for _ in range(2):
+                if rank == 1 and seed in (1, 2):
+                    loss = participate(model)
+                else:
+                    loss = model(data(seed, rank)).square().mean()
+                loss.backward()
             assert_at_rest(model)
 
     simulate_ranks(ranks, 2)
