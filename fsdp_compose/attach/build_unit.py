@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_r
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
-from fsdp_compose.base.unwritten import Mark
+from fsdp_compose.base.unwritten import Mark, mark_unwritten
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import make_bucket
 from fsdp_compose.buckets.entries import find_entry
@@ -50,6 +50,7 @@ from fsdp_compose.sharded import (
     open_dtensor,
     tag,
     take_over_hooks,
+    to_local,
 )
 
 
@@ -264,15 +265,36 @@ def cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
 
 
 def leave_for_loading(meta: MetaValues, mesh: MeshLike | None, modules: Sequence[object]) -> None:
-    """Agree on what was meta, and have what no initialisation wrote wait for loading."""
-    for key in sorted(compare_values(mesh, meta.sums, meta.unwritten, meta.problem, modules)):
-        unit, value = meta.values[key]
+    """Agree on what was meta, and have what no initialisation wrote wait for loading.
+
+    Where one failed, or ranks differ, that is raised on every rank, and everything waits.
+    """
+    try:
+        left = compare_values(mesh, meta.sums, meta.unwritten, meta.problem, modules)
+    except Exception:
+        for _, value in meta.values.values():
+            mark_unwritten(_find_written(value))
+        _await_loading(meta, meta.values)
+        raise
+    _await_loading(meta, sorted(left))
+
+
+def _await_loading(meta: MetaValues, keys: Iterable[str]) -> None:
+    """Have forward raise until the values are written."""
+    for unit, value in map(meta.values.__getitem__, keys):
         if isinstance(value.tensor, nn.Parameter):
             entry = find_entry(value.tensor)
             owner_of(entry).history.unready.append((entry, Mark(entry.param)))
         else:
-            mark = Mark(value.slot.values[value.slot.name])
-            unit.checks.unready_buffers.append((value.name, value.slot, mark))
+            unit.checks.unready_buffers.append((value.name, value.slot, Mark(_find_written(value))))
+
+
+def _find_written(value: Value) -> torch.Tensor:
+    """The memory of a value now: this rank's slice, or the buffer that the module reads."""
+    if isinstance(value.tensor, nn.Parameter):
+        return to_local(value.tensor)
+    buffer: torch.Tensor = value.slot.values[value.slot.name]
+    return buffer
 
 
 def rename_nested_units(outer: nn.Module) -> None:

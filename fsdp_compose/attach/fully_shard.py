@@ -146,7 +146,7 @@ def fully_shard(
             nothing, parameters lie on several devices or differ between ranks. The same error is
             raised on every rank, and nothing has been changed; except where the initialisation of
             meta parameters failed or differs between ranks, after which the model must be built
-            again.
+            again, or loaded: what was on the meta device counts as unwritten, and forward raises.
         RuntimeError: several ranks were launched (``WORLD_SIZE`` in the environment), ``mesh`` is
             None, and there is no process group.
 

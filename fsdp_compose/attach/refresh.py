@@ -22,6 +22,7 @@ from fsdp_compose.attach.build_unit import (
     leave_for_loading,
 )
 from fsdp_compose.attach.undo import restore_parameters
+from fsdp_compose.base.arguments import check_function
 from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import MeshLike
@@ -79,8 +80,10 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         ``module``.
 
     Raises:
+        TypeError: ``param_init_fn`` is not a function of one module.
         ValueError: nothing in ``module`` is sharded, or new parameters differ between ranks. The
-            same on every rank, with nothing changed.
+            same on every rank, with nothing changed; except where the initialisation of new meta
+            parameters failed or differs between ranks, which leaves all of them for loading.
         RuntimeError: a unit is in the middle of a forward or backward, or open in a scope.
 
     Example:
@@ -97,6 +100,8 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     problem: Exception | None = None
     survey: list[_Change] = []
     try:
+        if param_init_fn is not None:
+            check_function("refresh", "param_init_fn", param_init_fn, "(module)")
         if init is not None and init not in INITS:
             raise ValueError(f"refresh: init is {init!r}; wanted one of {INITS}.")
         promised: set[int] = set()
@@ -129,10 +134,22 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     for unit in units:
         remember(unit)
     choose_buffers_again(units)
+    _leave_for_loading(metas, module)
+    return module
+
+
+def _leave_for_loading(metas: dict[MeshLike | None, MetaValues], module: nn.Module) -> None:
+    """Of each mesh in turn; the widest, which comes last, tells all ranks what went wrong."""
+    problem: Exception | None = None
     for mesh, meta in metas.items():
         if meta.keys:
-            leave_for_loading(meta, mesh, [module])
-    return module
+            meta.problem = meta.problem or problem
+            try:
+                leave_for_loading(meta, mesh, [module])
+            except Exception as error:
+                problem = problem or error
+    if problem is not None:
+        raise problem
 
 
 def _compare(

@@ -67,6 +67,7 @@ from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, j
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.compared_records import compare_records
+from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
@@ -143,6 +144,7 @@ def _save(
     stages.agree(describe_call("save_checkpoint", has_optim=optim is not None))
     with SharedErrors(group, facts=call):
         compare_records(units_holding(module), "save_checkpoint")
+        require_all_written(units_holding(module))
         found = None if optim is None else read_optim(module, optim)
     state: dict[str, Any] = {}
     with SharedErrors(group):

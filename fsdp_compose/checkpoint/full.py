@@ -52,6 +52,7 @@ from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.compared_records import compare_records
+from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 from fsdp_compose.sharded.chunks import storage_dims
@@ -131,6 +132,7 @@ def _save(
     )
     with SharedErrors(group, facts=call):
         compare_records(units_holding(module), "save_full")
+        require_all_written(units_holding(module))
         _check_dtype(dtype)
         found = contents_of(module).values
         values = {name: value for name, value in found.items() if name not in stages.earlier}

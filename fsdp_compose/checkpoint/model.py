@@ -51,6 +51,7 @@ from fsdp_compose.checkpoint.values import (
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
 from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner, named_leaves
 from fsdp_compose.core.guards.compared_records import compare_records, forget_records
+from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
@@ -154,6 +155,7 @@ def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> Order
         if is_sharded(leaf):
             find_entry(leaf)  # raises for copies of parts of a unit; a hook's slices are no leaves
     compare_records(units_holding(module), "state_dict")
+    require_all_written(units_holding(module))
     visit_full(contents.leaves().values(), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:

@@ -45,6 +45,7 @@ from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.added_parameters import is_ignored
 from fsdp_compose.core.guards.compared_records import compare_records, forget_records
+from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.replaced_parameters import check_place, replaced
 from fsdp_compose.core.guards.units import get_state, require_units
 from fsdp_compose.core.state import Unit, find_state, iter_units
@@ -169,6 +170,7 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
             state_dict.update((prefix + k, v) for k, v in local.local_values(unit).items())
     else:
         compare_records([unit], "state_dict")
+        require_all_written([unit])
         keep = not wanted.rank0_only or is_first(module)
         _gather(unit, places, prefix, state_dict, wanted.cpu_offload, keep)
         _finish_full(module, prefix, state_dict, wanted.cpu_offload, keep)

@@ -15,7 +15,7 @@ from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.compared_records import compare_records
-from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.moved_parameters import require_all_written, shard_of
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
@@ -73,6 +73,7 @@ def iter_full(
         if value is not None
     ]
     compare_records(units_holding(module), "iter_full")
+    require_all_written(units_holding(module))
     flat: torch.Tensor | None = None
     last: Bucket | None = None
     for full_name, values, name, was_sharded in slots:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose import fully_shard, gathered, load_state_dict, seeded_init, wrap
+from fsdp_compose import (
+    fully_shard,
+    gathered,
+    iter_full,
+    load_state_dict,
+    refresh,
+    save_checkpoint,
+    save_full,
+    seeded_init,
+    set_state_dict_type,
+    state_dict,
+    wrap,
+)
 
 from buffered import equal, full, on_meta, unlike
 from harness import rank_errors, run_ranks
@@ -151,6 +165,67 @@ def test_an_initialiser_that_fails_raises_on_all_ranks() -> None:
         texts = rank_errors(ranks, 2, mode)
         assert texts[1] == "OSError: no such file"
         assert texts[0] == "RuntimeError: OSError: no such file (found on rank 1)"
+
+
+class Table(nn.Module):
+    """Whole numbers, among which no NaN tells what nobody wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.empty(3, WIDTH, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("shift", torch.empty(3, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.codes.to(x.dtype).t() + self.shift
+
+
+def write(module: nn.Module, value: int) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.fill_(value)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "refresh"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_failed_initialisation_leaves_all_unset(how: str, fails: bool, tmp_path: Path) -> None:
+    """All raise, and then whatever reads or saves the model does, until it is loaded."""
+
+    def init(module: nn.Module) -> None:
+        write(module, dist.get_rank() + 1)
+        if fails and dist.get_rank() == 1:
+            raise OSError("no such file")
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        if how == "refresh":
+            fully_shard(model)
+        model.append(on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Table())))
+        problem = "no such file" if fails else "differs between rank 0 and rank 1"
+        with pytest.raises((OSError, RuntimeError, ValueError), match=problem):
+            (fully_shard if how == "fully_shard" else refresh)(model, param_init_fn=init)
+        names = r"'1\.0\.weight'.*'1\.1\.codes'.*'1\.1\.shift'.* came from the meta device"
+        x = data(0, rank).float()
+        reads: list[Callable[[], Any]] = [
+            lambda: model(x),
+            lambda: state_dict(model),
+            lambda: list(iter_full(model)),
+            lambda: save_checkpoint(tmp_path / "sharded", model),
+            lambda: save_full(tmp_path / "full", model),
+        ]
+        for read in reads:
+            with pytest.raises(RuntimeError, match=names):
+                read()
+        set_state_dict_type(model, "full")
+        with pytest.raises(RuntimeError, match=names):
+            model.state_dict()
+        assert not (tmp_path / "full").exists()
+        written = {"1.1.shift": torch.ones(3, dtype=torch.long)}
+        written |= {n: torch.ones(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}
+        load_state_dict(model, written)
+        equal(state_dict(model), {name: written[name] for name in model.state_dict()})
+        model(x).square().mean().backward()
+
+    run_ranks(ranks, 2)
 
 
 def test_initialisers_that_differ_between_ranks() -> None:

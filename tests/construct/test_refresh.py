@@ -287,6 +287,11 @@ def test_when_refresh_is_refused() -> None:
         model = by_block(seeded(Tower))
         with pytest.raises(ValueError, match="init is 'never'"):
             refresh(model, init="never")  # type: ignore[arg-type]
+        model.extra = nn.Linear(2, 2, device="meta")
+        with pytest.raises(TypeError, match="refresh: param_init_fn is 3; wanted a function of"):
+            refresh(model, param_init_fn=3)  # type: ignore[arg-type]
+        assert model.extra.weight.is_meta
+        del model.extra
         with gathered(model), pytest.raises(RuntimeError, match="scope that shows"):
             refresh(model)
         unshard(model)
@@ -360,5 +365,30 @@ def test_units_are_compared_over_their_own_ranks() -> None:
         model.head.append(nn.Linear(4, 4 + rank))
         with pytest.raises(ValueError, match="rank 1 shards other units or parameters"):
             refresh(model)
+
+    run_ranks(ranks, 2)
+
+
+def test_an_initialiser_fails_for_one_ranks_expert() -> None:
+    """All ranks raise, and nobody runs what the failed call added."""
+
+    def ranks(rank: int) -> None:
+        def fails(module: nn.Module) -> None:
+            module.reset_parameters()
+            if rank == 1 and module is added:
+                raise OSError("no such file")
+
+        torch.manual_seed(0)
+        model: Any = Named(rank)
+        expert = model.experts[str(rank)]
+        fully_shard(expert, mesh="self")
+        fc.set_gradient_divide_factor(expert, 2.0)
+        fully_shard(model)
+        added = expert.added = nn.Linear(4, 4, device="meta")
+        model.head.append(nn.Linear(4, 4, device="meta"))
+        with pytest.raises((OSError, RuntimeError), match="no such file"):
+            refresh(model, param_init_fn=fails)
+        with pytest.raises(RuntimeError, match="came from the meta device"):
+            model(torch.ones(2, 4))
 
     run_ranks(ranks, 2)

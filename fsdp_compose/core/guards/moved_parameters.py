@@ -10,6 +10,7 @@ memory to put it back.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -191,6 +192,18 @@ def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
     )
 
 
+def require_all_written(units: Iterable[Unit]) -> None:
+    """Before weights leave the run: ``require_written`` of the units that something is left in.
+
+    Every rank must call it.
+    """
+    for unit in units:
+        for bucket in unit.gathered:
+            shard_of(bucket)  # takes note of what was emptied
+        if unit.checks.unready_buffers or any(b.history.unready for b in unit.gathered):
+            require_written(unit)
+
+
 def require_written(unit: Unit) -> None:
     """Raise on every rank when some rank has not loaded a value that was left for loading.
 
@@ -210,7 +223,7 @@ def require_written(unit: Unit) -> None:
     ]
     for bucket in unit.gathered[:1]:
         for group in bucket.mesh.groups:
-            reports = comm.gather_objects(missing, group, "a forward or gathered()")
+            reports = comm.gather_objects(missing, group, "a forward, gathered() or saving")
             missing = list(dict.fromkeys(name for report in reports for name in report))
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
