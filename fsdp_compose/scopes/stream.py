@@ -72,8 +72,7 @@ def iter_full(
         for name, value in parameter_slots(owner).items()
         if value is not None
     ]
-    compare_records(units_holding(module), "iter_full")
-    require_all_written(units_holding(module))
+    _compare_ranks(module)
     flat: torch.Tensor | None = None
     last: Bucket | None = None
     for full_name, values, name, was_sharded in slots:
@@ -117,6 +116,13 @@ def _check_device(device: object) -> None:
             raise ValueError(
                 f"iter_full: device is {describe_value(device)}; wanted {wanted}."
             ) from error
+
+
+def _compare_ranks(module: nn.Module) -> None:
+    """Raise on every rank where some have other weights, or nobody has written any."""
+    units = units_holding(module)
+    compare_records(units, "iter_full")
+    require_all_written(unit for unit in units if not isinstance(unit.opened, Scope))
 
 
 def _assemble_dtensor(tensor: torch.Tensor) -> torch.Tensor:
