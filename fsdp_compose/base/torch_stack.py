@@ -131,6 +131,20 @@ def recording_mode() -> str:
     return ""
 
 
+def refuse_fakes(purpose: str) -> None:
+    """Raise under ``FakeTensorMode``, which takes a collective or a write for done.
+
+    Raises:
+        RuntimeError: saying that this rank was to ``purpose``.
+    """
+    if recording_mode() == "FakeTensorMode":
+        raise RuntimeError(
+            f"this rank was to {purpose} under FakeTensorMode, in which tensors have no values. "
+            "Leave the mode first; fsdp_compose.plan(model, sample=...) counts memory and "
+            "communication."
+        )
+
+
 def outside_selective(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function`` where selective checkpoints neither save nor look for its operators.
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fsdp_compose.base.group import Call, Group, Op, Started, Transport
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 from fsdp_compose.comm import waiting
 from fsdp_compose.comm.flags import Flags as Flags
 from fsdp_compose.comm.heads import Caller as Caller
@@ -427,6 +428,8 @@ def sum_replicas(
 @contextlib.contextmanager
 def _blocking(purpose: str, group: Group, tensor: torch.Tensor) -> Iterator[None]:
     """Scope of a collective that on a CPU returns when it is done."""
+    if count_modes():
+        refuse_fakes(purpose)
     waiting.enter(purpose, group.ranks)
     try:
         yield

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import GATHER_OPTIONS, all_gather_single, default_store
+from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 from fsdp_compose.comm import waiting
 
 
@@ -47,6 +48,8 @@ def wait_for(
         RuntimeError: one does not answer, and which.
     """
     if works:
+        if count_modes():
+            refuse_fakes(purpose)
         if here.calls and (group := here.calls.get(get_ident())) is not None:
             _wait_attentively(works, peers, purpose, group)
             return
@@ -85,8 +88,10 @@ def post_pairs(
     Where one has died, the others still get what they wait for, and find the dead one themselves.
 
     Raises:
-        RuntimeError: one has died.
+        RuntimeError: one has died, or the mode that this thread is in fakes tensors.
     """
+    if count_modes():
+        refuse_fakes(purpose)
     pg: Any = group.pg
     works: list[Any] = []
     dead: tuple[int, RuntimeError] | None = None

@@ -27,10 +27,10 @@ class _Place(NamedTuple):
 
 
 def check_overlaps(what: str, modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> None:
-    """Raise where a trained parameter shared elements with another parameter, or with a buffer.
+    """Raise where a parameter shared elements with another parameter, or with a buffer.
 
-    Once sharded, each parameter has slices of its own, and training it leaves the other as it was.
-    Some may have been sharded by calls before.
+    Once sharded, each parameter has slices of its own, and writing it leaves the other as it was.
+    Some may have been sharded by calls before, and what is frozen may be trained or written later.
 
     Args:
         what: the function that the error is of.
@@ -49,11 +49,7 @@ def check_overlaps(what: str, modules: Sequence[nn.Module], plans: Sequence[Unit
         ]
         for other in begun:
             first, second = sorted((other, place), key=lambda p: (_is_whole(p, planned), p.order))
-            if (
-                not _is_whole(first, planned)
-                and (first.tensor.requires_grad or second.tensor.requires_grad)
-                and share_bytes(first.memory, second.memory)
-            ):
+            if not _is_whole(first, planned) and share_bytes(first.memory, second.memory):
                 raise ValueError(f"{what}: {_explain(first, second)}")
         begun.append(place)
 
@@ -92,8 +88,8 @@ def _find_memory(tensor: torch.Tensor) -> Memory | None:
 def _explain(one: _Place, other: _Place) -> str:
     text = (
         f"parameter {one.name!r} and {{}} {other.name!r} are different tensors in the same memory. "
-        "Sharded, a parameter is slices in memory of its own, so training it would leave the other "
-        "as it was. "
+        "Sharded, a parameter is slices in memory of its own, so training or writing it would "
+        "leave the other as it was. "
     )
     again = "Build the model again. " if is_sharded(one.tensor) else ""
     if isinstance(other.tensor, nn.Parameter):

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -164,6 +165,13 @@ def plan(
     return replace(found, advice=advise(question))
 
 
+def _find_device(modules: Sequence[nn.Module], options: Options) -> torch.device:
+    """Where meta parameters are taken to be: where others are that have values already."""
+    params = chain.from_iterable(module.parameters() for module in modules)
+    devices = (param.device for param in params if not param.is_meta)
+    return next(devices, compute_device(options.mesh, options.device))
+
+
 def _survey(modules: Sequence[nn.Module], chosen: Mapping[str, Any]) -> Survey:
     """What ``fully_shard`` would build with these arguments."""
     options = Options(
@@ -178,7 +186,7 @@ def _survey(modules: Sequence[nn.Module], chosen: Mapping[str, Any]) -> Survey:
         device=torch.device("cpu"),
     )
     if is_on_meta(modules):
-        options = replace(options, device=compute_device(options.mesh, options.device))
+        options = replace(options, device=_find_device(modules, options))
     return survey_plans(
         modules, plan_shards(modules, options, chosen["units"], Ignored.of(chosen["ignored"]))
     )

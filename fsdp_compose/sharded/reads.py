@@ -25,7 +25,12 @@ from fsdp_compose.base.torch_private import (
     raw,
     tensor_use_count,
 )
-from fsdp_compose.base.torch_stack import below_dispatch, count_modes, is_dispatched
+from fsdp_compose.base.torch_stack import (
+    below_dispatch,
+    count_modes,
+    is_dispatched,
+    refuse_fakes,
+)
 from fsdp_compose.sharded.advice import READ
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 
@@ -57,6 +62,7 @@ def _refuse_read(func: Any, pending: list[Any]) -> NoReturn:
 def call_slices(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on the slices; faster than by ``__torch_dispatch__`` where no mode looks."""
     if count_modes():
+        refuse_fakes(f"call {func.__name__} of a sharded tensor")
         found = call_raw(func, (), args, kwargs)
         if (name := func.__name__).startswith("_foreach_") and name.endswith("_"):
             increment_version(args[0] if args else kwargs["self"])  # torch counts none in a mode

@@ -375,3 +375,11 @@ def test_offload_moves_everything_to_the_host() -> None:
         for policy in (Offload(True), Offload())
     )
     assert cast.forward.gathered == there.forward.gathered + there.shards
+
+
+def test_meta_parameters_beside_one_in_memory() -> None:
+    """As ``torch.FloatTensor(n)`` makes one in a model that is built on the meta device."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.FloatTensor(4).uniform_())
+    assert plan(model, world_size=8).memory.shards == 24 // 8 * 4

@@ -261,3 +261,41 @@ def test_modes_that_record_are_refused(
         torch.testing.assert_close(call(data(1, rank)), plain(data(1, rank)))
 
     run_ranks(check, 2)
+
+
+def write_all(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    with torch.no_grad(), fc.gathered(model, writeback=True):
+        model.first.weight.zero_()
+
+
+CALLS: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
+    "unshard": lambda m, _: fc.unshard(m.blocks[0]),
+    "gathered": write_all,
+    "copy_": lambda m, saved: m.first.weight.data.copy_(torch.zeros_like(saved["first.weight"])),
+    "full_tensor": lambda m, _: m.first.weight.full_tensor(),
+    "state_dict": lambda m, _: fc.state_dict(m, kind="full"),
+    "load_state_dict": fc.load_state_dict,
+    "iter_full": lambda m, _: list(fc.iter_full(m)),
+    "undo": lambda m, _: fc.undo(m),
+    "refresh": lambda m, _: fc.refresh(m),
+    "norm": lambda m, _: fc.grad_norm(m),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_sent_where_tensors_are_faked(name: str) -> None:
+    """A rank would wait for what was never sent, or take memory that nobody filled for weights."""
+
+    def check(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        square(model, data(0, rank)).backward()
+        saved = plain.state_dict()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            with pytest.raises(RuntimeError, match="under FakeTensorMode"):
+                CALLS[name](model, saved)
+        assert_at_rest(model)
+        model.zero_grad()
+        wanted = square(plain, data(0, rank))
+        torch.testing.assert_close(square(model, data(0, rank)), wanted)
+
+    run_ranks(check, 2, timeout=20.0)
