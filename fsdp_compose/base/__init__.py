@@ -9,10 +9,10 @@ Files, each importing only from those above it:
     weak_set       a set that keeps nothing alive and has an order
     wording        how errors and reports word what they list
     torch_private  every private torch name, with the versions it was tried on
-    exchange       exchanges what two tensor objects hold
     attributes     a tensor's attributes as torch stores them, whatever its class answers
     torch_groups   torch's private state of process groups, for simulated ranks
     torch_stack    which of torch's functions called, read from the stack
+    exchange       exchanges what two tensor objects hold
     arguments      checks of what functions are given
     codec          what travels in a gather in place of the weights' own bytes
     policy         what the user chose, as frozen values that check themselves

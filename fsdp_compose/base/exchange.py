@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_compose.base.torch_private import is_profiling, swap_tensors
+from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 
 
 def swap_contents(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -29,6 +30,8 @@ def check_exchangeable(call: str, tensors: Iterable[torch.Tensor]) -> None:
     Args:
         call: the function that is to exchange them.
     """
+    if count_modes():
+        refuse_fakes(f"call {call}")
     try:
         for tensor in tensors:
             swap_contents(tensor, tensor)

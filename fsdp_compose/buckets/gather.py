@@ -11,6 +11,7 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, copy_shard
 from fsdp_compose.base.torch_private import call_raw, read_version
+from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Entry, Inner, SentCopy
 from fsdp_compose.buckets.issue import issue
 from fsdp_compose.comm import collectives as comm
@@ -55,6 +56,8 @@ def start_fills(buckets: Sequence[Bucket]) -> None:
 
     Gathers that no messages between pairs of ranks go ahead of are started together.
     """
+    if count_modes():
+        refuse_fakes(purpose_of(buckets[0]))
     plans: list[comm.GatherPlan] | None = [] if len(buckets) > 1 else None
     for bucket in buckets:
         storage, views = bucket.full.untyped_storage(), bucket.views

@@ -86,6 +86,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def step_and_compare(model: nn.Module, plain: nn.Module, *optims: torch.optim.Optimizer) -> None:
+    for optim in optims:
+        optim.step()
+    assert_at_rest(model)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q.detach())
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("skips", ["all", "layer"])
 @pytest.mark.parametrize("kind", [Residual, Tail, Scaled])
@@ -104,11 +112,7 @@ def test_units_in_units_are_joined_in_order(kind: Any, skips: str, options: str)
             else:
                 step(model, range(rank, rank + 1), seed, now)
             step(plain, range(2), seed, now)
-            for optim in (ours, theirs):
-                optim.step()
-            assert_at_rest(model)
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(whole(p), q.detach())
+            step_and_compare(model, plain, ours, theirs)
 
     simulate_ranks(ranks, 2)
 
@@ -202,11 +206,7 @@ def test_units_are_joined_after_another_route(kind: Any, again: int, hands: bool
             for r in range(2):
                 taken = () if joins and r == 1 else route
                 (plain(data(seed, r), taken, False, hands).square().mean() / 2).backward()
-            for optim in (ours, theirs):
-                optim.step()
-            assert_at_rest(model)
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(whole(p), q.detach())
+            step_and_compare(model, plain, ours, theirs)
 
     simulate_ranks(ranks, 2)
 

@@ -21,7 +21,7 @@ import fsdp_compose as fc
 from fsdp_compose import fully_shard
 from fsdp_compose.sharded import ShardedWeightError
 
-from harness import run_ranks
+from harness import run_ranks, single_process
 from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, square
 
 
@@ -299,3 +299,18 @@ def test_nothing_is_sent_where_tensors_are_faked(name: str) -> None:
         torch.testing.assert_close(square(model, data(0, rank)), wanted)
 
     run_ranks(check, 2, timeout=20.0)
+
+
+@pytest.mark.parametrize("name", ["unshard", "gathered"])
+def test_one_rank_gathers_nothing_faked(name: str) -> None:
+    """It sends nothing either: what it copies into a buffer would not be there."""
+    with single_process():
+        low = fc.MixedPrecision(param_dtype=torch.bfloat16)
+        model = by_block(seeded(Tower), mp_policy=low)
+        wanted = square(model, data(0, 0))
+        wanted.backward()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            with pytest.raises(RuntimeError, match="under FakeTensorMode"):
+                CALLS[name](model, {})
+        assert_at_rest(model)
+        assert torch.equal(square(model, data(0, 0)), wanted)
