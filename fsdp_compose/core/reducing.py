@@ -18,7 +18,7 @@ from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.bucket import Arriving, Bucket, Entry
 from fsdp_compose.buckets.gradients import add_gradients, close_grad_buffer, cut, pack, sum_slots
 from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.buckets.reduce import (
@@ -141,20 +141,16 @@ def reduce_apart(
 ) -> torch.Tensor:
     """Average ``grads`` over all ranks now, without what waits for a later reduction."""
     drain(unit_of(bucket).engine)  # a reduction under way may read the bucket's buffer
-    switches = unit_of(bucket).switches
-    packed, buffer, partial = bucket.arriving.packed, bucket.grads, bucket.arriving.partial
-    used, all_reduces = (bucket.arriving.used, bucket.arriving.trained), switches.all_reduce
-    if packed:
-        bucket.grads, bucket.arriving.packed = None, False
-    bucket.arriving.partial, switches.all_reduce, bucket.arriving.trained = None, True, trained
+    switches, buffer, kept = unit_of(bucket).switches, bucket.grads, bucket.arriving
+    all_reduces, switches.all_reduce = switches.all_reduce, True
+    bucket.grads, bucket.arriving = None if kept.packed else buffer, Arriving(trained=trained)
     try:
         pack(bucket, grads)
         return finish_reduce(start_reduce(bucket, unites=False))
     finally:
-        bucket.arriving.partial, switches.all_reduce = partial, all_reduces
-        bucket.arriving.used, bucket.arriving.trained = used
-        if packed:
-            bucket.grads, bucket.arriving.packed = buffer, True
+        bucket.arriving, switches.all_reduce = kept, all_reduces
+        if kept.packed:
+            bucket.grads = buffer
 
 
 def start_all_reduce(bucket: Bucket) -> Reduction:

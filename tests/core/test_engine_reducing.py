@@ -109,6 +109,24 @@ def test_gradients_asked_for_while_others_wait() -> None:
     simulate_ranks(ranks, 4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_asked_for_leave_what_waits(ranks: int) -> None:
+    """What waits packed is seen to wait still: a read of it raises, and clearing drops it."""
+
+    def train(rank: int) -> None:
+        twin = Twin(rank, ranks, two_blocks)
+        params = list(twin.model.parameters())
+        with no_sync(twin.model):
+            square(twin.model, data(0, rank)).backward()
+        torch.autograd.grad(square(twin.model, data(1, rank)), params)
+        assert all(type(p.grad) is UnreducedGradient for p in params)
+        twin.model.zero_grad()
+        assert all(p.grad is None for p in params)
+        twin.train(steps=1)
+
+    simulate_ranks(train, ranks)
+
+
 def test_what_is_added_to_gradients_with_a_graph() -> None:
     """As in autograd, adding to ``.grad`` in place makes no graph of its own."""
 
