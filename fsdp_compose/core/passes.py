@@ -243,7 +243,7 @@ def recover(engine: Engine, restored: Collection[Unit] = ()) -> None:
     engine.retained.clear()
     engine.schedule.fail(units := list(engine.units))
     for unit in units:
-        unit.run = Run(showing=unit.run.showing)
+        unit.run = Run(showing=unit.run.showing, chosen=unit.run.chosen)
         while unit.opened is not None and unit.opened.for_call:
             unit.opened = unit.opened.outer
         forget_inner(unit)

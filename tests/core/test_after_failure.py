@@ -15,7 +15,7 @@ from fsdp_compose import MixedPrecision, ShardingStrategy, state_dict
 from fsdp_compose.core.guards import partly_run
 
 from harness import run_ranks, simulate_ranks
-from models import Tower, Twin, by_block, data, seeded, square
+from models import Tower, Twin, by_block, data, seeded, square, whole
 
 
 class OnPurpose(Exception):
@@ -35,6 +35,31 @@ def fail_in_backward(model: nn.Module, rank: int, before: str | None = None) -> 
     with pytest.raises(OnPurpose):
         square(model, data(0, rank)).backward()
     hook.remove()
+
+
+@pytest.mark.parametrize("way", ["grad", "inputs"])
+def test_chosen_gradients_after_a_failure(way: str) -> None:
+    """A backward of a forward before the failure gives those that are asked for, and no others."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        loss, wanted = twin.losses(square, 1)
+        fail_in_backward(twin.model, rank)
+        twin.model.zero_grad()
+        first, plain = next(twin.model.parameters()), next(twin.reference.parameters())
+        (expected,) = torch.autograd.grad(wanted, [plain])
+        if way == "grad":
+            (found,) = torch.autograd.grad(loss, [first], allow_unused=True)
+            torch.testing.assert_close(whole(found), expected)
+            assert all(p.grad is None for p in twin.model.parameters())
+        else:
+            loss.backward(inputs=[first])
+            torch.testing.assert_close(whole(first.grad), expected)
+            assert [p is first for p in twin.model.parameters()] == [
+                p.grad is not None for p in twin.model.parameters()
+            ]
+
+    simulate_ranks(ranks)
 
 
 @pytest.mark.parametrize("how", ["plain", "transform", "full precision"])
