@@ -101,7 +101,7 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     try:
         if unit.mp.output_dtype is not None:
             output = cast_output(unit.mp, output)
-        lost = None if run.calls else find_writes(unit, module.training)
+        lost = None if run.calls else find_writes(unit, module.training, output)
         backward = watch_outputs(unit, output) if lost is None else "none"
         if backward == "seen" and unit.switches.unshard_in_backward is not True:
             backward = note_unread(unit, module, output)

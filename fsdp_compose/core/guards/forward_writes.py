@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -46,10 +47,10 @@ _LOST = (
 Problem = str
 
 
-def find_writes(unit: Unit, training: bool) -> Problem | None:
+def find_writes(unit: Unit, training: bool, output: Any) -> Problem | None:
     """After forward, while the unit is gathered: the error text for a write that would be lost."""
-    if sys.exc_info()[0] is not None:
-        return None  # forward raised, and that error is the one to see
+    if _has_raised(output):
+        return None  # and that error is the one to see
     lost: Entry | None = None
     kept: list[Entry] = []
     for bucket in unit.gathered:
@@ -153,13 +154,18 @@ def check_scope_is_current(unit: Unit, opened: Opened) -> None:
     )
 
 
-def find_lost_copies(unit: Unit, opened: Opened) -> Problem | None:
+def find_lost_copies(unit: Unit, opened: Opened, output: Any) -> Problem | None:
     """After that forward: the error text for a write into a copy that was made for it alone."""
     copies, opened.copies = opened.copies, []
     for index, tensor, version in copies:
-        if tensor._version != version and sys.exc_info()[0] is None:
+        if tensor._version != version and not _has_raised(output):
             return _LOST.format(fqn=unit.entries[index].spec.fqn, unit=unit.name)
     return None
+
+
+def _has_raised(output: Any) -> bool:
+    """Whether the forward that returned ``output`` raised; one that handles an error may run it."""
+    return output is None and sys.exc_info()[0] is not None
 
 
 def raise_lost(problem: Problem | None) -> None:

@@ -93,7 +93,7 @@ def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
     assert opened is not None
     opened.calls -= 1
     read = None if opened.calls or opened.for_call else unit.run.showing
-    lost = find_lost_copies(unit, opened) if opened.calls == 0 else None
+    lost = find_lost_copies(unit, opened, output) if opened.calls == 0 else None
     if opened.calls == 0 and opened.for_call:
         _leave_apart(unit)
     elif opened.calls == 0:

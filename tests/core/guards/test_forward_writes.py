@@ -382,6 +382,23 @@ def test_an_error_of_the_forward_itself_comes_first() -> None:
     run_ranks(ranks, 2)
 
 
+@pytest.mark.parametrize("mode", ["gathered", "stored"])
+def test_a_write_raises_where_an_error_is_handled(mode: str) -> None:
+    """A forward in an ``except`` block, as of a step that is tried again, has raised nothing."""
+
+    def ranks(rank: int) -> None:
+        mp = MixedPrecision(full_precision_in_eval=mode == "stored")
+        model = build("clamp_", strategy=ShardingStrategy.FULL_SHARD, mp_policy=mp)
+        model.train(mode == "gathered")
+        with pytest.raises(RuntimeError, match=r"'lin\.weight' .* was written"):
+            try:
+                raise MemoryError
+            except MemoryError:
+                model(tokens(rank))
+
+    run_ranks(ranks, 2)
+
+
 def test_assigned_weights_follow_the_shard_again() -> None:
     """After ``weight.data = x`` in an evaluation, another evaluation reads what a step wrote."""
 
