@@ -18,8 +18,8 @@ def cast_inputs(
     dtype, casts = policy.param_dtype, policy.cast_forward_inputs
     if dtype is None or not (casts is True or (casts == "root" and is_outermost)):
         return None
-    cast: tuple[Any, Any] = map_tensors(partial(_cast, dtype), (args, kwargs))
-    return cast
+    cast = partial(_cast, dtype)
+    return map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
 
 
 def cast_output(policy: MixedPrecision, output: Any) -> Any:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Mapping, Set, ValuesView
+from operator import is_
 from types import (
     BuiltinMethodType,
     CellType,
@@ -36,15 +37,31 @@ _ATOMS = (
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor replaced by ``fn(tensor)``; what holds no tensor is untouched."""
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    _register_leaves(tree)
-    return optree.tree_map(
-        lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-        tree,
-        namespace=_NAMESPACE,
+    """``tree`` with every tensor replaced by ``fn(tensor)``.
+
+    A container in which that changes nothing is the same object: a forward may add to it.
+    """
+    if type(tree) is tuple and all(map(_is_bare, tree)):
+        return tuple(map(fn, tree))
+    if not isinstance(tree, torch.Tensor):
+        _register_leaves(tree)
+    return _map_parts(fn, tree)
+
+
+def _map_parts(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return fn(node)
+    if isinstance(node, _ATOMS):
+        return node
+    parts, spec = optree.tree_flatten(
+        node, is_leaf=lambda part: part is not node, namespace=_NAMESPACE
     )
+    if len(parts) == 1 and parts[0] is node:
+        return node
+    mapped = [_map_parts(fn, part) for part in parts]
+    if all(map(is_, mapped, parts)):
+        return node
+    return optree.tree_unflatten(spec, mapped)
 
 
 def find_tensors(tree: Any) -> tuple[list[torch.Tensor], bool]:

@@ -95,6 +95,28 @@ def test_gradients_stay_in_low_precision_on_request() -> None:
         torch.testing.assert_close(a, b.float(), rtol=2e-2, atol=2e-2 * float(a.abs().max()))
 
 
+class Collects(nn.Linear):
+    """Adds to the containers that it is given."""
+
+    def forward(self, x: Tensor, losses: list[Tensor], *, cache: dict[str, list[Tensor]]) -> Tensor:
+        y = super().forward(x)
+        losses.append(y.detach().sum())
+        cache["keys"].append(y.detach())
+        return y
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_forward_adds_to_its_inputs_is_seen(frozen: bool) -> None:
+    """Lists and dictionaries in which nothing is cast are the caller's own."""
+    policy = MixedPrecision(param_dtype=None if frozen else BF16)
+    model = fc.fully_shard(Collects(2, 2).requires_grad_(not frozen), mp_policy=policy)
+    losses: list[Tensor] = []
+    cache: dict[str, list[Tensor]] = {"keys": []}
+    for count in (1, 2):
+        model(torch.ones(1, 2, requires_grad=True), losses, cache=cache)
+        assert len(losses) == len(cache["keys"]) == count
+
+
 def test_a_wrong_choice_of_casts_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted True, False or"):
         MixedPrecision(cast_forward_inputs="leaf")  # type: ignore[arg-type]
