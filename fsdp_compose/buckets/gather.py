@@ -127,7 +127,7 @@ def _begin_fill(bucket: Bucket) -> comm.GatherPlan | None:
         bucket.fill.exchange = gather
         return None
     plan = comm.plan_gather(whole, parts, own, group, purpose, decode)
-    if inner is None and decode is None:
+    if inner is None and decode is None and views.sent is None:  # what is sent is of now alone
         views.plan = plan
     return plan
 

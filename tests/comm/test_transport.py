@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import GatherCodec, MixedPrecision, Offload, ShardingStrategy, fully_shard
+from fsdp_compose import (
+    GatherCodec,
+    MixedPrecision,
+    Offload,
+    ShardingStrategy,
+    fully_shard,
+    get_state,
+    no_sync,
+)
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import Call, Group, Started
 from fsdp_compose.base.process import here
@@ -96,6 +104,35 @@ def test_reductions_have_a_communicator_of_their_own(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(value, other)
 
     run_ranks(ranks, 2)
+
+
+def test_a_copy_is_not_sent_once_weights_are_written() -> None:
+    """By a transport of one's own that copies, on a backend that compares nothing before."""
+    sent: list[Tensor] = []
+
+    def gather(whole: Tensor, parts: Any, own: Tensor, call: Call) -> Started:
+        for part in parts:  # every rank is played by this one
+            part.copy_(own)
+        sent.append(own.clone())
+        return Started()
+
+    def copy(shard: Tensor, group: Group) -> SimpleNamespace:
+        return SimpleNamespace(memory=shard.clone())
+
+    with fake_world(2):
+        transport = replace(AT_ONCE, gather=gather, gather_all=None, copy=copy)
+        model = fully_shard(nn.Linear(4, 4), transport=transport)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        (bucket,) = get_state(model).unit.buckets
+        for _ in range(3):
+            with no_sync(model):
+                model(torch.ones(2, 4)).sum().backward()
+            sent.clear()
+            model(torch.ones(2, 4)).sum().backward()
+            (found,) = sent
+            assert torch.equal(found.view(torch.float32), bucket.stored)
+            optim.step()
+            optim.zero_grad()
 
 
 def test_pieces_travel_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
