@@ -385,8 +385,7 @@ def subgroup_of(group: Group, size: int) -> Group:
     if size not in known:
         first = group.rank // size * size
         ranks = group.ranks[first : first + size]
-        pg = dist.new_group(list(ranks), use_local_synchronization=True)
-        known[size] = Group(pg, group.rank - first, size, group.backend, ranks)
+        known[size] = Group(ordered_group(ranks), group.rank - first, size, group.backend, ranks)
     return with_transport(known[size], group.transport)
 
 

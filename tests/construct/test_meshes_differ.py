@@ -148,6 +148,21 @@ def test_replicas_of_other_slices_are_refused(is_pair: bool) -> None:
         assert "ascending order" in text
 
 
+@pytest.mark.skipif(not KEEPS_RANK_ORDER, reason="groups number their ranks by size")
+@pytest.mark.parametrize("spread", [True, 2])
+def test_a_group_in_an_order_of_its_own(spread: bool | int) -> None:
+    """Ranks of smaller groups, too, are numbered as in the group that they are cut from."""
+
+    def ranks(rank: int) -> None:
+        order: dict[str, Any] = {"sort_ranks": False}
+        group = dist.new_group([2, 0, 3, 1], **order)
+        Twin(
+            rank, 4, Tower, lambda m: by_block(m, mesh=group, reshard_after_forward=spread)
+        ).train()
+
+    simulate_ranks(ranks, 4)
+
+
 @pytest.mark.parametrize("everything", [False, True], ids=["group", "all groups"])
 def test_a_destroyed_mesh_is_named(everything: bool) -> None:
     """As one is that a program keeps over an elastic restart; torch names a number of a group."""
