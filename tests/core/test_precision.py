@@ -213,6 +213,17 @@ def test_buffers_cast_in_inference_can_be_trained_on() -> None:
     simulate_ranks(check, 2)
 
 
+def test_buffers_of_a_module_that_was_taken_out() -> None:
+    """Nothing is cast for it any more, in eval or by ``undo``."""
+    policy = MixedPrecision(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6))
+    fc.fully_shard(model, mp_policy=policy)
+    del model[2]
+    fc.refresh(model)
+    assert model.eval()(inputs()).dtype is torch.float32
+    assert fc.undo(model)[1].running_mean.dtype is torch.float32
+
+
 def test_a_converted_buffer_stays_what_it_was_made() -> None:
     """A dtype that is neither of those that mixed precision knows of is the caller's."""
     policy = MixedPrecision(BF16, buffer_dtype=BF16, full_precision_in_eval=True)

@@ -17,13 +17,18 @@ def convert_buffers(
 ) -> None:
     """Cast buffers to ``buffer_dtype``, or ``back``; those that were converted since stay as is.
 
+    A module that is not there any more is left out.
+
     Args:
         dtypes: what the buffers were before they were cast, by name.
     """
     converted: dict[int, torch.Tensor] = {}
     for name, dtype in dtypes.items():
         path, _, key = name.rpartition(".")
-        buffers = buffer_slots(module.get_submodule(path))
+        try:
+            buffers = buffer_slots(module.get_submodule(path))
+        except AttributeError:  # it was taken out
+            continue
         buffer = buffers.get(key)
         found, wanted = (mp.buffer_dtype, dtype) if back else (dtype, mp.buffer_dtype)
         if buffer is not None and buffer.dtype == found:
