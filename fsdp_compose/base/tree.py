@@ -145,6 +145,12 @@ def _read_member(member: MemberDescriptorType, value: Any) -> tuple[Any, ...]:
         return ()
 
 
+def _has_slot(value: Any, name: str) -> bool:
+    """Whether a field lies in a slot, of the class or of one that it inherits from, and is set."""
+    member = getattr(type(value), name, None)
+    return isinstance(member, MemberDescriptorType) and bool(_read_member(member, value))
+
+
 def _register_leaves(tree: Any) -> None:
     """Teach optree the dataclasses and subclasses of containers in ``tree``, outermost first."""
     fresh = True
@@ -204,7 +210,8 @@ def _register_dataclass(kind: type) -> None:
     names = tuple(f.name for f in dataclasses.fields(kind))
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        present = tuple(name for name in names if name in vars(value)) if vars_of(value) else names
+        own = vars(value) if vars_of(value) else {}
+        present = tuple(name for name in names if name in own or _has_slot(value, name))
         return [getattr(value, name) for name in present], (_Same(value), present)
 
     def unflatten(context: Any, children: Any) -> Any:

@@ -48,6 +48,20 @@ class Slotted:
     second: Any = None
 
 
+@dataclasses.dataclass
+class HalfSlotted(Slotted):
+    """Has a dictionary, though what it inherits lies in slots."""
+
+    third: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Unset:
+    first: Tensor
+    second: Any
+    missing: Any = dataclasses.field(init=False)
+
+
 class ModelOutput(collections.OrderedDict):
     """As in Hugging Face transformers: fields are attributes and items, None left out."""
 
@@ -118,6 +132,8 @@ PACK: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Ten
     "record": (Record, lambda o: (o.first, o.second)),
     "frozen": (Frozen, lambda o: (o.first, o.second)),
     "slotted": (Slotted, lambda o: (o.first, o.second)),
+    "half slotted": (HalfSlotted, lambda o: (o.first, o.second)),
+    "unset": (Unset, lambda o: (o.first, o.second)),
     "nested": (lambda a, b: Record((a,), {"x": Frozen(b)}),
                lambda o: (o.first[0], o.second["x"].first)),
     "ordered": (lambda a, b: collections.OrderedDict(a=a, b=b), lambda o: (o["a"], o["b"])),
@@ -221,6 +237,16 @@ def test_own_lists_and_tuples_are_cast(kind: type[Items] | type[Point]) -> None:
     assert type(out) is kind and out.source == "model"
     assert out[0].dtype is torch.float64 and out[1] == (3,)
     assert given[0].dtype is torch.float32
+
+
+def test_slots_that_a_dataclass_inherits_are_cast() -> None:
+    class Returns(nn.Linear):
+        def forward(self, x: Tensor) -> HalfSlotted:
+            return HalfSlotted(super().forward(x), third="text")
+
+    policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    out = fully_shard(Returns(2, 3), mp_policy=policy)(torch.ones(1, 2))
+    assert out.first.dtype is torch.float64 and out.third == "text"
 
 
 def test_structures_that_hide_their_tensors() -> None:
