@@ -247,7 +247,8 @@ def keep_part(bucket: Bucket) -> None:
     """Keep a part of what was gathered, so that backward gathers over fewer ranks."""
     assert bucket.inner is not None
     bucket.inner.store = bucket.inner.own.clone()
-    bucket.inner.stamp = stamp_of(bucket)
+    # Not what the shard is now: the forward may have written it since it gathered.
+    bucket.inner.stamp = object() if bucket.residence.written else bucket.fill.versions
 
 
 def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, call: str) -> torch.Tensor:

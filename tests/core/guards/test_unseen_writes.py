@@ -19,6 +19,7 @@ from fsdp_compose import (
     bf16_codec,
     count_traffic,
     fp8_codec,
+    fully_shard,
     int8_codec,
     named_local_parameters,
     prefetch_units,
@@ -103,6 +104,36 @@ def test_units_gathered_ahead_of_a_second_forward(index: int) -> None:
             model(data(3, rank))
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_that_writes_its_own_slices(way: str) -> None:
+    """The parameter itself, which it kept from before: the next forward reads it, as in plain."""
+
+    class Doubles(nn.Linear):
+        kept: tuple[nn.Parameter, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for param in self.kept:
+                    param.mul_(2.0)
+            return super().forward(x)
+
+    def ranks(rank: int) -> None:
+        options = dict(WAYS[way])
+        if "replicas" in way:
+            options["mesh"] = mesh_of_replicas(2, 2)
+        plain = seeded(lambda: Doubles(4, 4))
+        model = seeded(lambda: Doubles(4, 4))
+        kept, x = tuple(model.parameters()), data(0, 0, 1, 4)
+        fully_shard(model, **options)
+        for module, params in ((plain, tuple(plain.parameters())), (model, kept)):
+            module.kept = params
+            module(x)
+            module.kept = ()
+        torch.testing.assert_close(model(x), plain(x))
+
+    simulate_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize("early", [True, False])
