@@ -311,13 +311,23 @@ def finish(
 
 def take_replacements(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> None:
     """Write what the body put in the place of full tensors into these."""
-    shown = {id(tensor) for scope in scopes.values() for tensor in scope.tensors}
-    # Two parameters may have changed places: neither is overwritten before it is read.
-    changes = {e: v.clone() if id(v) in shown else v for e, v in changes.items()}
-    for unit, scope in scopes.items():
-        for entry, tensor in zip(unit.entries, scope.tensors, strict=True):
-            if scope.is_here and entry in changes:
-                tensor.detach().copy_(changes[entry])
+    present = {unit: scope for unit, scope in scopes.items() if scope.is_here}
+    shown = {_memory_of(tensor) for scope in present.values() for tensor in scope.tensors}
+    placed = [
+        (tensor, changes[entry])
+        for unit, scope in present.items()
+        for entry, tensor in zip(unit.entries, scope.tensors, strict=True)
+        if entry in changes
+    ]
+    # Two parameters, or views of them, may have changed places: none is overwritten before it is
+    # read.
+    values = [value.clone() if _memory_of(value) in shown else value for _, value in placed]
+    for (tensor, _), value in zip(placed, values, strict=True):
+        tensor.detach().copy_(value)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return part_of(tensor).untyped_storage().data_ptr()
 
 
 def find_problem(

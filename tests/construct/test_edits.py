@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ from models import (
     sgd,
     square,
     train_twin,
+    whole,
 )
 from surgery import (
     same,
@@ -68,6 +70,31 @@ def test_layers_initialised_edited_and_exchanged(shard: Any) -> None:
         same(model, plain)
         assert list(map(id, model.parameters())) == kept
         together(model, plain, rank, start=1)
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_views_of_weights_take_their_places(grad: bool) -> None:
+    """Parameters over each other's memory: exchanged, moved on by one, transposed."""
+
+    def edit(model: nn.Sequential) -> None:
+        memory = [layer.weight.data for layer in model]
+        for layer, source in zip(
+            model, (memory[1], memory[0], memory[1], memory[3].t()), strict=True
+        ):
+            layer.weight = nn.Parameter(source)
+        model[1].bias = nn.Parameter(model[0].bias.data)
+        model[0].bias = nn.Parameter(torch.zeros(3))
+
+    def ranks(rank: int) -> None:
+        plain = seeded(lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))))
+        model = fully_shard(copy.deepcopy(plain))
+        with torch.set_grad_enabled(grad), gathered(model, writeback=True):
+            edit(model)
+        edit(plain)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(p), q), name
 
     run_ranks(ranks, 2)
 
