@@ -45,6 +45,12 @@ FOLDER = "data-"
 PATIENCE = 60.0
 """Seconds that a commit waits for another process's to the same folder."""
 _TORCH_FILE = re.compile(r"__\d+_\d+\.distcp")
+_SAVED_FOLDER = re.compile(rf"{FOLDER}[0-9a-f]{{12}}")
+
+
+def is_saved_folder(name: str) -> bool:
+    """Whether a folder of this name is a save's, and not the user's, such as ``data-train``."""
+    return _SAVED_FOLDER.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +168,7 @@ class CommittingWriter(FileSystemWriter):
     def _remove_others(self) -> None:
         with tidying(self.root):
             for entry in list(self.root.iterdir()):
-                if entry.name.startswith(FOLDER) and entry != self.folder:
+                if is_saved_folder(entry.name) and entry != self.folder:
                     shutil.rmtree(entry, ignore_errors=True)
                 elif _TORCH_FILE.fullmatch(entry.name):
                     with tidying(self.root):

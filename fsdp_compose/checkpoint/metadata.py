@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp_compose.base.torch_private import MemoryFormatCode, StorageInfo
-from fsdp_compose.checkpoint.files import FOLDER, MANIFEST, METADATA, Sum, json_of
+from fsdp_compose.checkpoint.files import MANIFEST, METADATA, Sum, is_saved_folder, json_of
 
 _KINDS: tuple[type, ...] = (
     BytesStorageMetadata,
@@ -115,7 +115,7 @@ def read_metadata(path: Path) -> tuple[Metadata, Sum]:
     """
     file = path / METADATA
     if not file.is_file():
-        half = path.is_dir() and any(e.name.startswith(FOLDER) for e in path.iterdir())
+        half = path.is_dir() and any(is_saved_folder(e.name) for e in path.iterdir())
         raise RuntimeError(
             f"{path}: "
             + ("half-written: a first save to it was not finished" if half else "no checkpoint")
@@ -174,7 +174,8 @@ def manifests(path: Path) -> list[Manifest]:
     Raises:
         RuntimeError: one is damaged.
     """
-    return [manifest_of(found) for found in sorted(path.glob(f"{FOLDER}*/{MANIFEST}"))]
+    found = sorted(path.glob(f"*/{MANIFEST}"))
+    return [manifest_of(file) for file in found if is_saved_folder(file.parent.name)]
 
 
 def manifest_of(file: Path) -> Manifest:

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compose.base.group import SELF
 from fsdp_compose.checkpoint.files import (
-    FOLDER,
     METADATA,
     CommittingWriter,
     Sum,
+    is_saved_folder,
     sync_file,
     write_checkpoint,
 )
@@ -166,7 +166,7 @@ def _is_free(target: Path) -> bool:
     left = {entry.name for entry in leftovers(target, SAFETENSORS, set())}
     if not any(name.startswith(ASIDE) for name in names):
         left = set()  # parts that lie there for another reason
-    return all(name in left or name.startswith(FOLDER) for name in names)
+    return all(name in left or is_saved_folder(name) for name in names)
 
 
 def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> None:

@@ -252,7 +252,7 @@ def test_no_checkpoint_and_a_killed_first_save(tmp_path: Path) -> None:
     """No checkpoint and a first save that was killed."""
     errors = rank_errors(loads_unchanged, 2, tmp_path / "nowhere")
     assert all("no checkpoint" in str(e) for e in errors)
-    (tmp_path / "data-1").mkdir()
+    (tmp_path / "data-0123456789ab").mkdir()
     assert all("half-written" in str(e) for e in rank_errors(loads_unchanged, 2, tmp_path))
 
 

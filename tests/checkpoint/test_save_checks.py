@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.__main__ import main
 from fsdp_compose.base import process
 from fsdp_compose.checkpoint import dcp
 from fsdp_compose.checkpoint.files import CommittingWriter
@@ -198,3 +199,22 @@ def test_a_failure_nobody_waits_for_is_logged(when: str, tmp_path: Path, monkeyp
     for found in run_ranks(run, 2):
         assert len(found) == (when in ("dropped", "held"))
         assert all("to " + str(tmp_path) in text and "disk full" in text for text in found)
+
+
+def test_what_a_save_did_not_make_is_left_alone(tmp_path: Path) -> None:
+    """A folder of the user's whose name begins as those of saves do, beside a checkpoint."""
+    mine = tmp_path / "data-train"
+    mine.mkdir()
+    (mine / "manifest.json").write_text("[1]")
+    model = fc.fully_shard(net())
+    with pytest.raises(RuntimeError, match="no checkpoint"):
+        fc.load_checkpoint(tmp_path, model)
+    for _ in range(2):
+        fc.save_checkpoint(tmp_path, model)
+        fc.load_checkpoint(tmp_path, model)
+    assert (mine / "manifest.json").read_text() == "[1]"
+    assert len(list(tmp_path.glob("data-*"))) == 2
+    target = tmp_path / "target"
+    (target / "data-train").mkdir(parents=True)
+    assert main(["checkpoint", "convert", str(tmp_path), str(target)]) == 2
+    assert (target / "data-train").is_dir()
