@@ -24,7 +24,7 @@ from fsdp_compose.base.arguments import check_flag, check_kind, describe_value, 
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Ranks, check_ranks, group_of, group_over
-from fsdp_compose.base.torch_private import raw
+from fsdp_compose.base.torch_private import buffer_slots, raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, list_waiting, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
@@ -324,6 +324,7 @@ class _State:
 
     grads: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]]
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    places: list[tuple[dict[str, Any], dict[str, Any]]]  # of buffers, which a forward may replace
     arriving: list[tuple[Bucket, Arriving, torch.Tensor | None]]
     hook_states: list[tuple[Any, Any]]
 
@@ -335,6 +336,8 @@ class _State:
                 grad = get_grad(holder_of(param))
                 grads.append((param, grad, None if grad is None else _data(grad).clone()))
             buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            slots = [buffer_slots(submodule) for submodule in module.modules()]
+            places = [(values, dict(values)) for values in slots]
             arriving = [
                 (bucket, _copy(bucket.arriving), _packed(bucket))
                 for unit in units
@@ -345,7 +348,7 @@ class _State:
         }
         kept = [state for state in states.values() if has_state(state)]
         saved = [(state, copy.deepcopy(state.state_dict())) for state in kept]
-        return cls(grads, buffers, arriving, saved)
+        return cls(grads, buffers, places, arriving, saved)
 
     def restore(self) -> None:
         with raw(), torch.no_grad():
@@ -363,6 +366,9 @@ class _State:
                 replace_grad(holder_of(param), grad)
                 if grad is not None and data is not None:
                     _data(grad).copy_(data)
+            for values, held in self.places:
+                values.clear()
+                values.update(held)
             for buffer, value in self.buffers:
                 buffer.copy_(value)
         for state, saved in self.hook_states:

@@ -330,6 +330,45 @@ def test_buffers_and_plain_tensors() -> None:
     run_ranks(ranks)
 
 
+class Averaged(nn.Module):
+    """Puts other tensors in the places of its buffers, and makes some in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("first", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * now
+        if self.first is None:
+            self.first = now
+            self.register_buffer("last", now)
+        self.last = now
+        return self.head(x - self.mean)
+
+
+def test_buffers_that_a_forward_replaces() -> None:
+    """As those that it writes into: the scope leaves what was there, and nothing where it was."""
+
+    def ranks(rank: int) -> None:
+        model, plain = fc.fully_shard(seeded(Averaged)), seeded(Averaged)
+        for seed in range(3):
+            bad = {0: True, 1: False, 2: True}[seed]
+            x = torch.full((2, 4), float("nan") if bad else float(seed))
+            with skippable_step(model) as step:
+                step.check(model(x).sum())
+            assert step.skipped is bad
+            if not bad:
+                plain(x)
+            for name, buffer in plain.named_buffers():
+                assert torch.equal(model.get_buffer(name), buffer), name
+            assert len(list(model.buffers())) == len(list(plain.buffers()))
+
+    run_ranks(ranks)
+
+
 def test_what_is_no_reason_leaves_the_scope() -> None:
     """Other errors, an interrupt, and ranks that run different units; without a scope, the text."""
 
