@@ -22,6 +22,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.checkpoint.contents import Contents, contents_of, visit_full
 from fsdp_compose.checkpoint.model import IncompatibleKeys, changes_keys_on_load, match
+from fsdp_compose.checkpoint.optimizer.nested import write_exactly
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
 from fsdp_compose.checkpoint.values import gather_whole, whole_shape
@@ -376,6 +377,6 @@ def _join_groups(by_rank: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]
             settings = {key: value for key, value in group.items() if key != "params"}
             names = [name for name in group["params"] if name not in seen]
             seen.update(names)
-            one = joined.setdefault((place, repr(settings)), {**settings, "params": []})
+            one = joined.setdefault((place, write_exactly(settings)), {**settings, "params": []})
             one["params"] = [*one["params"], *names]
     return list(joined.values())

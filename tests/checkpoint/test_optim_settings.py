@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import Optimizer
 
 import fsdp_compose as fc
@@ -118,6 +120,34 @@ def test_settings_that_are_tensors_are_copies() -> None:
         assert settings_of(others[1].param_groups[0]) == wanted
 
     simulate_ranks(body)
+
+
+def test_rates_that_print_alike_are_kept_apart() -> None:
+    """Learning rates that are tensors, of which a text has four digits: by key, and joined."""
+
+    def rated(model: nn.Module, *rates: float) -> Optimizer:
+        parts = [model] if len(rates) == 1 else list(model)
+        groups = zip(parts, rates, strict=True)
+        return torch.optim.AdamW(
+            [{"params": [*part.parameters()], "lr": torch.tensor(rate)} for part, rate in groups]
+        )
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    saved = rated(plain, 0.00100, 0.00104)
+    by_key = get_optimizer_state_dict(
+        plain, saved, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    model = fc.fully_shard(copy.deepcopy(plain))
+    optim = rated(model, 0.5, 0.5)
+    fc.load_optim_state_dict(model, optim, by_key)
+    assert [round(float(g["lr"]), 6) for g in optim.param_groups] == [0.001, 0.00104]
+    state = fc.optim_state_dict(model, optim)
+    one = rated(model, 0.5)
+    with pytest.raises(RuntimeError, match=r"several groups .* with different \['lr'\]"):
+        fc.load_optim_state_dict(model, one, state)
+    with pytest.raises(ValueError, match="has several groups"):
+        fc.rekey_optim_state_dict(state, "id", model, one)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded", "checkpoint"])

@@ -94,8 +94,19 @@ def join_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
             )
     groups: dict[str, dict[str, Any]] = {}
     for name, group in settings.items():
-        groups.setdefault(repr(group), {**group, "params": []})["params"].append(name)
+        groups.setdefault(write_exactly(group), {**group, "params": []})["params"].append(name)
     return {"state": state, "param_groups": list(groups.values())}
+
+
+def write_exactly(settings: Any) -> str:
+    """Write settings for comparison; of tensors, such as a learning rate, every digit."""
+    return repr(map_tensors(lambda tensor: (str(tensor.dtype), tensor.tolist()), settings))
+
+
+def list_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The settings that two groups do not have alike."""
+    pairs = ((key, a.get(key, ...), b.get(key, ...)) for key in sorted(a.keys() | b.keys()))
+    return [key for key, one, other in pairs if write_exactly(one) != write_exactly(other)]
 
 
 def nested_key(key: Any, path: Iterable[Any]) -> Any:
@@ -126,7 +137,7 @@ def has_tensor(value: Any) -> bool:
     return type(value) in (list, tuple, dict) and any(map(has_tensor, items))
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to it, or to every tensor in the container it is."""
     if isinstance(value, Tensor):
         return function(value)

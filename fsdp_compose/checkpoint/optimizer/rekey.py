@@ -15,7 +15,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     list_members,
     names_of,
 )
-from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys
+from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys, write_exactly
 from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
 
 
@@ -105,7 +105,7 @@ def _regroup(
     for names in order:
         found = [saved[name] for name in names if name in saved]
         found = found or [next(unused, given[0])]
-        settings = [repr({**group, "params": ()}) for group in found]
+        settings = [write_exactly({**group, "params": ()}) for group in found]
         absent = [name for name in names if name not in saved]
         if absent or settings.count(settings[0]) < len(settings):
             what = f"lacks {list_names(absent, saved)}" if absent else "has several groups"

@@ -39,6 +39,7 @@ from fsdp_compose.checkpoint.optimizer.nested import (
     flatten,
     is_by_key,
     join_keys,
+    list_differences,
     map_tensors,
     unflatten,
 )
@@ -354,8 +355,7 @@ def _find_settings(
         hyper = _settings_of(group)
         if chosen is None:
             chosen = hyper
-        elif repr(hyper) != repr(chosen):
-            different = sorted(k for k in hyper if repr(hyper[k]) != repr(chosen.get(k)))
+        elif different := list_differences(hyper, chosen):
             problems.append(
                 f"the group of {names[0]!r} is several groups in the saved state, with different "
                 f"{different}; group the parameters as they were"
