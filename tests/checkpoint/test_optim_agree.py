@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks
 from models import Tower, by_block, seeded, whole
@@ -165,27 +166,42 @@ class SkipsEmpty(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
-            if p.numel():
+            if (p.to_local() if is_sharded(p) else p).numel():
                 state = self.state[p]
                 state["sum"] = state.get("sum", torch.zeros_like(p)) + 1
                 state["step"] = state.get("step", torch.zeros(())) + 1
                 state["name"] = "x"
+                state["best"], state["of"], state["at"] = float("inf"), [1, 2], {"low": 3}
+                state["not"] = torch.tensor(float("nan"))
+                if is_sharded(p):
+                    state["row"] = torch.arange(23.0)
 
 
-def test_state_that_a_rank_skipped_as_empty() -> None:
+@pytest.mark.parametrize("held", [fc.local_parameters, nn.Module.parameters])
+def test_state_that_a_rank_skipped_as_empty(held: Any) -> None:
+    """It is what another rank has, of whatever type."""
+
     def body(rank: int) -> None:
         model = by_block(seeded(Tower))
-        optim = SkipsEmpty(fc.local_parameters(model), lr=0.1)
-        assert any(not p.numel() for p in optim.param_groups[0]["params"])
+        optim = SkipsEmpty(held(model), lr=0.1)
+        assert any(not p.to_local().numel() for p in model.parameters())
+        if held is nn.Module.parameters:
+            gradients(model, 0)
         optim.step()
         full = fc.optim_state_dict(model, optim)
         for name, p in model.named_parameters():
             values = full["state"][name]
             assert torch.equal(values["sum"], torch.ones(p.shape, dtype=p.dtype))
             assert values["step"] == 1 and values["name"] == "x"
-        again = SkipsEmpty(fc.local_parameters(model), lr=0.1)
+            assert (values["best"], values["of"], values["at"]) == (torch.inf, [1, 2], {"low": 3})
+            row = values.get("row", torch.arange(23.0))
+            assert torch.equal(row, torch.arange(23.0)) and values["not"].isnan()
+        again = SkipsEmpty(held(model), lr=0.1)
         fc.load_optim_state_dict(model, again, full)
-        assert_same(fc.optim_state_dict(model, again)["state"], full["state"])
+        found = fc.optim_state_dict(model, again)["state"]
+        for values in (*found.values(), *full["state"].values()):
+            assert values.pop("not").isnan()
+        assert_same(found, full["state"])
 
     run_ranks(body, 2)
 

@@ -8,7 +8,6 @@ own.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,8 +63,10 @@ def agree_on_state(
         RuntimeError: naming the parameter, what differs and the ranks.
     """
     facts = _facts_of(result, parts, _fact)
-    for mine, reports in _compare_on_all(caller, caller, _NOT_CUT, facts, parts, list(groups)):
-        _fill(result["state"], parts, mine, reports)
+    for group, mine, reports in _compare_on_all(
+        caller, caller, _NOT_CUT, facts, parts, list(groups)
+    ):
+        _fill(caller, result["state"], parts, mine, reports, group)
 
 
 def agree_on_given(
@@ -88,19 +89,19 @@ def _compare_on_all(
     facts: Facts,
     parts: Mapping[str, Part],
     groups: Sequence[Group],
-) -> list[tuple[Facts, list[_Report]]]:
+) -> list[tuple[Group, Facts, list[_Report]]]:
     """Compare every rank's facts; give those that differ where a rank has no elements."""
     error: Exception | None = None
-    found: list[tuple[Facts, list[_Report]]] = []
+    found: list[tuple[Group, Facts, list[_Report]]] = []
     for group in groups:
         mine = {name: fact for name, fact in facts.items() if _is_over(parts[name], group)}
         digests = gather_objects(_digest(mine), group, caller)
         if all(digest == digests[0] for digest in digests):
             continue
         empty = {name for name in mine if _is_empty(parts[name])}
-        found.append((mine, gather_objects(_Report(mine, empty), group, caller)))
+        found.append((group, mine, gather_objects(_Report(mine, empty), group, caller)))
         try:
-            _compare(problem, found[-1][1], group, advice)
+            _compare(problem, found[-1][2], group, advice)
         except RuntimeError as difference:  # ranks of other groups wait in theirs
             error = error or difference
     raise_on_all(error, groups, what=caller)
@@ -218,28 +219,46 @@ def _show(fact: Fact | None) -> str:
 
 
 def _fill(
-    state: dict[str, Any], parts: Mapping[str, Part], mine: Facts, reports: Sequence[_Report]
+    caller: str,
+    state: dict[str, Any],
+    parts: Mapping[str, Part],
+    mine: Facts,
+    reports: Sequence[_Report],
+    group: Group,
 ) -> None:
     """Add the state of parameters that this rank's optimizer skipped, having no element of them."""
-    for name, facts in mine.items():
-        part = parts[name]
-        if not _lacks_state(_Report(mine, {name} if _is_empty(part) else set()), name):
-            continue
-        others = (report.facts[name] for report in reports if not _lacks_state(report, name))
-        theirs: dict[tuple[str, Any], Fact] = next(others, facts)
-        values = {
-            key: _absent(part, fact) for (kind, key), fact in theirs.items() if kind == "state"
-        }
-        if values:
-            state[name] = values
+    skipped = {n for report in reports for n in report.facts if _lacks_state(report, n)}
+    first: dict[str, int] = {}  # the rank that has the state of a parameter, and tells it
+    for rank, report in enumerate(reports):
+        for name in skipped:
+            if not _lacks_state(report, name):
+                first.setdefault(name, rank)
+    told = {
+        name: {key: _copy_whole(state[name][key]) for kind, key in mine[name] if kind == "state"}
+        for name, rank in first.items()
+        if rank == group.rank
+    }
+    values = {name: v for found in gather_objects(told, group, caller) for name, v in found.items()}
+    for name in mine:
+        if name in first and _lacks_state(reports[group.rank], name):
+            facts = reports[first[name]].facts[name]
+            own = {
+                key: _make_slice(parts[name], facts["state", key]) if value is None else value[0]
+                for key, value in values[name].items()
+            }
+            if own:
+                state[name] = own
 
 
-def _absent(part: Part, fact: Fact) -> Any:
-    """Make a slice without elements, or copy a value that is alike on all ranks."""
-    if fact[0] == "value":
-        return ast.literal_eval(fact[1])
+def _copy_whole(value: Any) -> Any:
+    """What is alike on all ranks, in a tuple; None for what is cut."""
+    if is_sharded(value):
+        return None
+    return (value.detach().cpu() if isinstance(value, Tensor) else value,)
+
+
+def _make_slice(part: Part, fact: Fact) -> Any:
+    """Make a slice without elements."""
     assert part.entry is not None and part.spec is not None
     dtype = getattr(torch, fact[1].removeprefix("torch."))
-    if fact[0] == "cut":
-        return tag(torch.empty(0, dtype=dtype, device=part.entry.param.device), part.spec)
-    return torch.tensor(ast.literal_eval(fact[3]), dtype=dtype, device="cpu").reshape(fact[2])
+    return tag(torch.empty(0, dtype=dtype, device=part.entry.param.device), part.spec)
