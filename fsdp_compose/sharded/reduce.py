@@ -39,16 +39,30 @@ class _GatherRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group, purpose: str) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.purpose = group, purpose
         lengths = [partial.numel()] * group.size
         ranks = all_gather_uneven(partial.contiguous(), lengths, group, purpose)
         return ranks.view(group.size, -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        group: Group = ctx.group
-        total = all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
-        return total[group.rank] / group.size, None, None
+        return _AverageOwn.apply(grad, ctx.group, ctx.purpose), None, None
+
+
+class _AverageOwn(torch.autograd.Function):
+    """(ranks, n) on all -> (n,), this rank's row of the average; what backward of a gather is.
+
+    Its own backward, which ``create_graph`` asks for, is a gather again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Tensor, group: Group, purpose: str) -> Tensor:
+        ctx.group, ctx.purpose = group, purpose
+        return _average(ranks, group)[group.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _GatherRanks.apply(grad, ctx.group, ctx.purpose), None, None
 
 
 class _AverageReplicas(torch.autograd.Function):
@@ -61,10 +75,24 @@ class _AverageReplicas(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        group: Group = ctx.group
-        return all_reduce(
-            grad.clone(memory_format=torch.contiguous_format), group
-        ) / group.size, None
+        return _Average.apply(grad, ctx.group), None
+
+
+class _Average(torch.autograd.Function):
+    """The average over a group, as is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _average(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Average.apply(grad, ctx.group), None
+
+
+def _average(values: Tensor, group: Group) -> Tensor:
+    return all_reduce(values.clone(memory_format=torch.contiguous_format), group) / group.size
 
 
 def average_over_replicas(
