@@ -115,14 +115,14 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
     found, left = join_buckets(sharded) if joins else ([], sharded)
     firsts = [*[gradient.param for gradient in found], *left]
-    if settle_gradients(_list_mirrors(firsts)):
+    if settle_gradients(list_mirrors(firsts)):
         found, left = join_buckets(sharded) if joins else ([], sharded)
         firsts = [*[gradient.param for gradient in found], *left]
     _check_reduced(firsts, caller)
     return found + _take_one_by_one(params, [*left, *others])
 
 
-def _list_mirrors(params: Sequence[Any]) -> list[Mirror]:
+def list_mirrors(params: Sequence[Any]) -> list[Mirror]:
     """Of the plain parameters over the buckets of ``params``."""
     shared = [param for param in params if param._shard_spec.residence.is_shared]
     mirrors = [mirror_of(owner_of(find_entry(param))) for param in shared]

@@ -3,7 +3,7 @@
 Either side's may be cleared, replaced or set at any time, by a caller or by autograd. What changed
 since both sides agreed is seen by identity: a gradient is a tensor object, and each side's is noted
 then. ``settle`` passes on what changed. It runs before and after gradients arrive, before a step,
-and before norms are taken.
+and before norms are taken or a scaler unscales.
 """
 
 from __future__ import annotations

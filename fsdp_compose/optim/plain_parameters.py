@@ -4,7 +4,8 @@
 They share memory with the sharded parameters in both directions: what an optimizer writes is what
 the next gather sends, and after each backward their ``.grad`` is the sharded gradient, of which the
 parameters' own ``.grad`` are slices. What is cleared, replaced or set on one side is so on the
-other when the next gradient arrives, at the optimizer's step, and where this library takes norms.
+other when the next gradient arrives, at the optimizer's step, and where this library takes norms or
+unscales.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.gradients import describe, groups_of_several
-from fsdp_compose.optim.mirror import leaves_of
+from fsdp_compose.optim.gradients import describe, groups_of_several, list_mirrors
+from fsdp_compose.optim.mirror import leaves_of, settle_gradients
 from fsdp_compose.sharded import is_sharded_parameter, spec_of
 
 
@@ -62,6 +62,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
+        settle_gradients(list_mirrors(_list_sharded(optimizer)))  # else its step does so afterwards
         if _is_needed_on_host(found_inf, optimizer):  # torch's copies there do not wait to arrive
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         with raw():  # on plain slices: the ranks agree on overflow once, below
@@ -112,13 +113,18 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
     What a small group found must reach the large one that contains it, in the same order on every
     rank, whatever the order in which the optimizer lists parameters.
     """
-    given = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    leaves = chain.from_iterable(map(leaves_of, map(leaf_of, given)))
-    sharded = list(filter(is_sharded_parameter, leaves))
+    sharded = _list_sharded(optimizer)
     groups = _groups_of(sharded)
     if len(groups) > 1:
         groups = _groups_of(sorted(sharded, key=lambda param: describe(spec_of(param))))
     return dict(sorted(groups.items(), key=lambda item: item[0].size))
+
+
+def _list_sharded(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The sharded parameters of an optimizer, or those that its plain ones are over."""
+    given = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    leaves = chain.from_iterable(map(leaves_of, map(leaf_of, given)))
+    return list(filter(is_sharded_parameter, leaves))
 
 
 def _groups_of(params: Iterable[Any]) -> dict[Group, torch.device]:

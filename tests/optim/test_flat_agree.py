@@ -352,6 +352,28 @@ def test_ranks_agree_on_overflow_of_plain_parameters(way: str) -> None:
 
 
 @ways
+@pytest.mark.parametrize("side", ["own", "plain"])
+def test_gradients_replaced_before_they_are_unscaled(side: str, way: str) -> None:
+    """Of a gradient that another took the place of, the other one is unscaled, and stepped."""
+
+    def ranks(rank: int) -> None:
+        made = twin(rank, 2, way)
+        made.optim = torch.optim.SGD(WAYS[way](made.model), 0.1)
+        made.plain_optim = torch.optim.SGD(made.reference.parameters(), 0.1)
+        scaler = fc.GradScaler("cpu", init_scale=1024.0)
+        loss, plain = made.losses(square, 0)
+        scaler.scale(loss).backward()
+        plain.backward()
+        for p in made.model.parameters() if side == "own" else WAYS[way](made.model):
+            p.grad = p.grad * 1.0
+        scaler.step(made.optim)
+        made.plain_optim.step()
+        made.check()
+
+    simulate_ranks(ranks)
+
+
+@ways
 def test_what_looks_at_whole_parameters_is_refused(way: str) -> None:
     """An optimizer of sums over all elements, and torch's own scaler, see one rank's part."""
     model = by_block(seeded(Tower))
