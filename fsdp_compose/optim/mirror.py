@@ -102,6 +102,7 @@ class Mirror:
         self.noted: dict[Entry, Note] = {}
         self.ids: list[int] = []  # of all that was noted: the plain ones' and the sharded ones'
         self.gone: list[object] = []  # gets an item when a noted gradient is deleted
+        self.has_lost = False  # a parameter was taken out of the bucket that a plain one was over
 
     def make(self, entry: Entry | None) -> nn.Parameter:
         """The plain parameter over an entry's slice, or over the whole shard."""
@@ -143,12 +144,19 @@ class Mirror:
         return nodes
 
     def unwatch(self, entries: Iterable[Entry]) -> None:
-        """Let go of the nodes of ``entries``, of which autograd wants gradients of slices."""
+        """Let go of ``entries``, which become plain: autograd wants gradients of slices of them.
+
+        What was over one of them stands for nothing any more.
+        """
         with raw():
             gone = {id(entry.param) for entry in entries}
             alive = [plain for ref in self.plain.values() if (plain := ref()) is not None]
             for source in filter(None, map(source_of, alive)):
                 source.nodes[:] = [n for n in source.nodes if id(n.variable) not in gone]
+        for ref in filter(None, [self.plain.pop(entry, None) for entry in entries]):
+            if (lost := ref()) is not None:
+                lost.__dict__[_SOURCE_KEY] = Source(_nothing, None, [])
+                self.has_lost = True
 
     def settle(self, flat: Grad = None, converted: bool = False) -> None:
         """Have both sides' gradients be the same memory, as of now.

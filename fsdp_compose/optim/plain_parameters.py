@@ -197,11 +197,19 @@ def _find_buckets(optimizer: Any) -> list[Callable[[], Bucket | None]]:
     """Those that plain parameters of the optimizer are over; looked up where others are in it."""
     params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
     known = _stepped_by(optimizer)
-    if len(params) != len(known.params) or not all(map(is_, params, known.params)):
+    is_known = len(params) == len(known.params) and all(map(is_, params, known.params))
+    if not is_known or any(map(_has_lost, known.buckets)):
         buckets = buckets_under(params)
         known = _Stepped(params if buckets else [], buckets)
         optimizer.__dict__[_STEPPED_KEY] = known
     return known.buckets
+
+
+def _has_lost(ref: Callable[[], Bucket | None]) -> bool:
+    """Whether ``refresh`` took a parameter out of the bucket that a plain one was over."""
+    bucket = ref()
+    mirror = None if bucket is None else mirror_of(bucket)
+    return mirror is not None and mirror.has_lost
 
 
 def _stepped_by(optimizer: Any) -> _Stepped:

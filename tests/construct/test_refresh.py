@@ -334,6 +334,31 @@ def test_a_flat_optimizer_outlives_a_replaced_head() -> None:
     simulate_ranks(check, 2)
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_plain_parameter_over_one_taken_out(stepped: bool) -> None:
+    """It is over nothing: its step would train what was given back, on the ranks that had it."""
+
+    def check(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        optim = adamw(fc.local_parameters(model))
+        for _ in range(1 + stepped):
+            square(model, data(0, rank)).backward()
+            if stepped:
+                optim.step()
+        bias, model.head.bias = model.head.bias, None
+        refresh(model)
+        before = bias.detach().clone()
+        with pytest.raises(RuntimeError, match="refresh took them out"):
+            optim.step()
+        assert torch.equal(bias, before)
+        optim = adamw(fc.local_parameters(model))
+        square(model, data(1, rank)).backward()
+        optim.step()
+        assert_at_rest(model)
+
+    simulate_ranks(check, 2)
+
+
 class Named(nn.Module):
     """A dense layer and this rank's expert, by its number."""
 
