@@ -37,6 +37,7 @@ class Value:
     tensor: torch.Tensor
     slot: Slot  # the first place it is read from
     mesh: Mesh | None  # None: no mesh was needed for it
+    is_verified: bool  # it must start alike on all of them: init="verify"
     repeated: tuple[Group, ...] = ()  # whose ranks repeat it, beside tensor parallelism
 
 
@@ -78,15 +79,14 @@ def compare_plans(
     if groups:
         real = [v for v in values if v.key not in meta]
         structure = [] if problem else [_describe_structure(plan) for plan in plans]
-        report = _make_report(problem, structure, plans, real, meta)
+        report = _make_report(problem, structure, real, meta)
         reports = _exchange_reports(report, groups, what)
         problem = problem or _first_problem(reports) or _first_difference(reports)
         meta = meta.union(*(report.meta for report in reports.values()))
-    verified = {plan.name for plan in plans if plan.options.init == "verify"}
     totals = {
         value.key: (int(sum_bytes(value.tensor)), value)
         for value in values
-        if value.repeated and value.key not in meta and value.key.split(":", 1)[0] in verified
+        if value.repeated and value.key not in meta and value.is_verified
     }
     return set(_compare_beside(modules, problem, totals, meta))
 
@@ -161,6 +161,7 @@ def compare_values(
 
 def values_of(plan: UnitPlan) -> Iterator[Value]:
     """The unit's own parameters and its buffers, each once."""
+    is_verified = plan.options.init == "verify"
     for bucket in plan.buckets:
         for item in bucket.found:
             name = item.names[0]
@@ -168,7 +169,8 @@ def values_of(plan: UnitPlan) -> Iterator[Value]:
             key = f"{plan.name}:p:{name}"
             axes = () if item.parallel is None else item.parallel.axes
             repeated = tuple(a.group for a in axes if a.dim is None and a.group.size > 1)
-            yield Value(key, name, what, item.param, item.slots[0], bucket.mesh, repeated)
+            slot = item.slots[0]
+            yield Value(key, name, what, item.param, slot, bucket.mesh, is_verified, repeated)
     seen: set[int] = set()
     for module in plan.modules:
         for path, submodule in plan.managed(module):
@@ -182,7 +184,8 @@ def values_of(plan: UnitPlan) -> Iterator[Value]:
                     what = f"buffer {plan.full_name(name)!r} of unit {plan.name!r}"
                     key = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
                     slot = Slot(weakref.ref(submodule), place, slots)
-                    yield Value(key, name, what, buffer, slot, mesh_of(plan, buffer))
+                    mesh = mesh_of(plan, buffer)
+                    yield Value(key, name, what, buffer, slot, mesh, is_verified)
 
 
 def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:
@@ -199,12 +202,10 @@ def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:
 def _make_report(
     problem: Exception | None,
     structure: list[Any],
-    plans: Sequence[UnitPlan],
     values: Sequence[Value],
     meta: frozenset[str],
 ) -> Report:
-    verified = {plan.name for plan in plans if plan.options.init == "verify"}
-    compared = [v for v in values if v.key.split(":", 1)[0] in verified and _list_peers(v)]
+    compared = [v for v in values if v.is_verified and _list_peers(v)]
     sums = [sum_bytes(v.tensor) for v in compared]
     totals = [int(t) for t in torch.stack([t.cpu() for t in sums]).tolist()] if sums else []
     return Report(

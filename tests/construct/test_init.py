@@ -147,6 +147,18 @@ def test_verify_names_what_differs(name: str) -> None:
         assert "rank 0 and rank 1" in text and 'init="broadcast"' in text
 
 
+def test_verify_compares_a_unit_named_with_a_colon() -> None:
+    """A key of an ``nn.ModuleDict`` may hold one."""
+
+    def ranks(rank: int) -> None:
+        tasks = unlike(rank, lambda: nn.ModuleDict({"task:a": nn.Linear(4, 4)}))
+        fully_shard(nn.Sequential(tasks), units=wrap.by_class(nn.Linear))
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "parameter '0.task:a.weight' of unit" in text, text
+        assert "differs between rank 0 and rank 1" in text
+
+
 @pytest.mark.parametrize("odd", [1, 2, 3])
 def test_verify_compares_over_both_axes(odd: int) -> None:
     """Verify compares over both axes of a hybrid mesh."""
