@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.base.policy import Placement
+from fsdp_compose.base.strides import contiguous_strides, storage_order
 from fsdp_compose.base.torch_private import buffer_slots
 from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.comm.meeting import gather_objects_or_differ
@@ -223,7 +224,7 @@ def _list_peers(value: Value) -> tuple[int, ...]:
 
 
 def _describe_structure(plan: UnitPlan) -> Any:
-    """What must be the same on every rank, as plain data: name, options, parameters, buckets."""
+    """What must be the same on every rank, as plain data: options, parameters, buffers, buckets."""
     params = [
         (
             f"parameter {plan.full_name(item.names[0])!r}",
@@ -231,8 +232,20 @@ def _describe_structure(plan: UnitPlan) -> Any:
             str(item.param.dtype),
             "trained" if item.param.requires_grad else "frozen",
             *(() if item.parallel is None else (_describe_place(item.parallel),)),
+            *_describe_order(item.part),
         )
         for item in plan.found
+    ]
+    # Sent one after the other, as each rank has them.
+    buffers = [
+        (
+            f"buffer {plan.full_name(value.name)!r}",
+            tuple(value.tensor.shape),
+            str(value.tensor.dtype),
+            *_describe_order(value.tensor),
+        )
+        for value in (values_of(plan) if plan.options.init == "broadcast" else ())
+        if not isinstance(value.tensor, torch.nn.Parameter)
     ]
     buckets = [
         (
@@ -245,7 +258,18 @@ def _describe_structure(plan: UnitPlan) -> Any:
         )
         for b in plan.buckets
     ]
-    return plan.name, [*_option_values(plan), *params, *buckets]
+    return plan.name, [*_option_values(plan), *params, *buffers, *buckets]
+
+
+def _describe_order(tensor: torch.Tensor) -> tuple[str, ...]:
+    """How its elements follow each other in memory, where that is not the usual order.
+
+    They are cut and sent in that order, in which other ranks put them together again.
+    """
+    strides, usual = storage_order(tensor), contiguous_strides(tensor.shape)
+    sizes = tensor.shape if tensor.numel() else ()
+    differ = any(a != b for a, b, size in zip(strides, usual, sizes, strict=False) if size != 1)
+    return (f"with strides {strides}",) if differ else ()
 
 
 def _describe_place(parallel: Parallel) -> str:

@@ -20,7 +20,7 @@ from fsdp_compose.construct import initialise
 from fsdp_compose.core.guards import replicas
 from fsdp_compose.core.guards.replicas import checksum
 
-from buffered import equal, full, unlike
+from buffered import equal, full, on_meta, unlike
 from harness import rank_errors, run_ranks
 from models import (
     EVERY_SHARD,
@@ -308,6 +308,35 @@ def fewer_units(rank: int) -> None:
     by_block(Tower(1 + rank))
 
 
+def other_order(rank: int) -> None:
+    """The same values: their slices would be cut from other places, and put together wrongly."""
+    model = unlike(0, lambda: nn.Linear(3, 4))
+    if rank == 1:
+        model.weight.data = model.weight.data.t().contiguous().t()
+    fully_shard(model, init="as_is")
+
+
+def loaded_on_one(rank: int) -> None:
+    model = on_meta(lambda: nn.Linear(3, 4))
+    if rank == 0:
+        loaded = {"weight": torch.randn(3, 4).t(), "bias": torch.randn(4)}
+        model.load_state_dict(loaded, assign=True)
+    fully_shard(model, init="broadcast")
+
+
+def other_buffer(rank: int) -> None:
+    model = Tower(1)
+    model.register_buffer("cache", torch.zeros(4 + rank), persistent=False)
+    fully_shard(model, init="broadcast")
+
+
+def other_order_of_buffers(rank: int) -> None:
+    model = Tower(1)
+    for name in ("ab", "ba")[rank]:
+        model.register_buffer(name, torch.zeros(2))
+    fully_shard(model, init="broadcast")
+
+
 WRONG = [
     (wrong_argument, "colum"),
     (wrong_init, "verifi"),
@@ -320,6 +349,10 @@ WRONG = [
     (frozen_on_one, "frozen"),
     (other_strategy, "keep_after_forward"),
     (fewer_units, "unit 'blocks.1'"),
+    (other_order, "trained with strides (1, 4), wanted parameter 'weight' (4, 3)"),
+    (loaded_on_one, "wanted parameter 'weight' (4, 3) torch.float32 trained with strides (1, 4)"),
+    (other_buffer, "found buffer 'cache' (5,) torch.float32, wanted buffer 'cache' (4,)"),
+    (other_order_of_buffers, "found buffer 'b' (2,) torch.float32, wanted buffer 'a' (2,)"),
 ]
 
 
