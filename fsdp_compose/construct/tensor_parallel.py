@@ -105,7 +105,8 @@ def _list_params(params: Any) -> list[Any]:
     return list(params)
 
 
-def _read_part(param: Any, number: int, dim: int) -> tuple[int, list[int], str]:
+def _read_part(param: Any, number: int, dim: int) -> tuple[int, int, list[int], str]:
+    """Its size in the dimension that is split, that dimension, its other sizes and its dtype."""
     check_kind("declare_tensor_parallel", "dim", dim, int, "the dimension that is split, an int")
     if not isinstance(param, nn.Parameter):
         raise TypeError(
@@ -124,11 +125,11 @@ def _read_part(param: Any, number: int, dim: int) -> tuple[int, list[int], str]:
             f"dimension {dim} that could be split."
         )
     at = dim % param.ndim
-    return param.shape[at], [*param.shape[:at], *param.shape[at + 1 :]], str(param.dtype)
+    return param.shape[at], at, [*param.shape[:at], *param.shape[at + 1 :]], str(param.dtype)
 
 
 def _spell(parts: list[Any]) -> list[str]:
-    return [f"{rest} {dtype}" for _, rest, dtype in parts]
+    return [f"{rest} {dtype} split in dimension {at}" for _, at, rest, dtype in parts]
 
 
 def _check_group(mesh: TPGroup) -> Group:

@@ -162,11 +162,14 @@ def test_a_declaration_that_cannot_be() -> None:
         param = nn.Parameter(torch.zeros(3, 4 + (rank if case == "differ" else 0)))
         if case == "dtensor":
             param = nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Shard(0)]))
-        dim = 2 if case == "dimension" else 0
+        dim = {"dimension": 2, "dimensions": rank}.get(case, 0)
+        if case == "dimensions":
+            param = nn.Parameter(torch.zeros(4, 4))
         declare_tensor_parallel(torch.zeros(2) if case == "type" else param, mesh["tp"], dim)
 
     for case, text in (
-        ("differ", r"rank \d has parts of \['\[\d\] torch.float32'\].*the same parameters in the"),
+        ("differ", r"rank \d has parts of \['\[\d\] torch.float32 split in .*the same parameters"),
+        ("dimensions", r"parts of \['\[4\] torch.float32 split in dimension \d'\], this rank has"),
         ("dtensor", "is a DTensor, which says how it is split; wanted a plain parameter"),
         ("dimension", "has no dimension 2 that could be split"),
         ("type", "item 0 is a Tensor; wanted a parameter"),
