@@ -20,6 +20,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_module, check_path
 from fsdp_compose.base.group import get_global_rank
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.core.autograd import EngineWork
@@ -174,15 +175,34 @@ def trace(module: nn.Module | None = None) -> Iterator[Timeline]:
         check_module("trace", module)
     timeline = Timeline(get_global_rank())
     recorder = _Recorder(timeline, None if module is None else list(iter_units(module)))
-    before = {name: vars(EngineWork)[name] for name in _TIMED}
     try:
-        for name, found in before.items():
-            setattr(EngineWork, name, recorder.timed(name, found))
+        for name in _TIMED:
+            setattr(EngineWork, name, recorder.timed(name))
         yield timeline
     finally:
-        for name, found in before.items():
-            setattr(EngineWork, name, found)
+        for name in recorder.below:
+            _take_out(recorder, name)
         recorder.close()
+
+
+def _take_out(recorder: _Recorder, name: str) -> None:
+    """Let nothing call the recorder's function any more.
+
+    Scopes need not end in the order in which they began: ranks of a simulation share the functions.
+    """
+    above, found = None, vars(EngineWork)[name]
+    while (timing := _function_of(found).__dict__["recorder"]) is not recorder:
+        above, found = timing, timing.below[name]
+    if above is None:
+        setattr(EngineWork, name, recorder.below[name])
+    else:
+        above.below[name] = recorder.below[name]
+
+
+def _function_of(found: Any) -> Callable[..., Any]:
+    """The function of a method of ``EngineWork``, which may be a static one."""
+    function: Callable[..., Any] = found.__func__ if isinstance(found, staticmethod) else found
+    return function
 
 
 class _Recorder:
@@ -191,6 +211,8 @@ class _Recorder:
     def __init__(self, timeline: Timeline, units: Sequence[Unit] | None) -> None:
         self.timeline = timeline
         self.known = None if units is None else {id(unit) for unit in units}
+        self.process = vars(here)  # whose calls it records: a simulation has several
+        self.below: dict[str, Any] = {}  # what each of its functions calls
         self.began = time.perf_counter()
         self.computing: list[tuple[Unit, str]] = []  # whose weights compute reads, innermost last
         self.since = 0.0  # when compute went on
@@ -206,14 +228,16 @@ class _Recorder:
             self.units[id(unit)] = unit
             self.timeline.shards += sum(shard_of(bucket).nbytes for bucket in unit.buckets)
 
-    def timed(self, name: str, found: Any) -> Any:
-        """``found``, a method of ``EngineWork``, with what it does recorded."""
-        is_static = isinstance(found, staticmethod)
-        function: Callable[..., Any] = found.__func__ if is_static else found
+    def timed(self, name: str) -> Any:
+        """A method of ``EngineWork`` as it is now, with what it does recorded."""
+        self.below[name] = vars(EngineWork)[name]
+        is_static = isinstance(self.below[name], staticmethod)
 
         def call(*args: Any) -> Any:
+            function = _function_of(self.below[name])
             unit = _unit_in(args[0] if is_static else args[1:])
-            if unit is not None and self.known is not None and id(unit) not in self.known:
+            is_known = unit is None or self.known is None or id(unit) in self.known
+            if not is_known or vars(here) is not self.process:
                 return function(*args)
             starts = name == "gather" and _is_sharded(unit)
             start = self.now()
@@ -223,6 +247,7 @@ class _Recorder:
             self.note(name, unit, start, self.now(), args)
             return result
 
+        call.__dict__["recorder"] = self
         return staticmethod(call) if is_static else call
 
     def now(self) -> float:

@@ -71,6 +71,22 @@ def test_only_the_units_asked_for_are_recorded() -> None:
     assert not fc.Timeline().last_step().spans
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_simulated_ranks_record_themselves(seed: int) -> None:
+    """Each rank its own calls, though their scopes end in any order; then nothing is timed."""
+
+    def train() -> list[str]:
+        model = by_block(seeded(Tower))
+        with fc.trace() as timeline:
+            square(model, data(0, 0)).backward()
+        return [moment.unit for moment in timeline.moments]
+
+    before = dict(vars(EngineWork))
+    first, *others = fc.simulate(train, 3, seed=seed)
+    assert dict(vars(EngineWork)) == before
+    assert first and all(found == first for found in others)
+
+
 def test_a_recording_is_a_chrome_trace(tmp_path: Path) -> None:
     """The file has what Perfetto reads: complete events, pairs of asynchronous ones, counters."""
 
