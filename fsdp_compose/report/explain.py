@@ -226,7 +226,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    storage = value.untyped_storage()
+                    storage = part_of(value).untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

@@ -55,6 +55,7 @@ from fsdp_compose.report.survey import (
 )
 from fsdp_compose.report.text import parse_size
 from fsdp_compose.report.traffic import TrafficReport
+from fsdp_compose.sharded import part_of
 
 STATES: Mapping[str, int] = {
     "sgd": 0,
@@ -332,7 +333,7 @@ def _memory(survey: Survey, step: Step, states: int) -> Memory:
     outside = 0
     for param in survey.outside.values():
         tensors = 1 + (1 + states) * param.requires_grad
-        outside += tensors * param.numel() * param.dtype.itemsize
+        outside += tensors * part_of(param).numel() * param.dtype.itemsize
     return Memory(
         shards=sum(b.shard_bytes for b in buckets),
         gradients=sum(b.grad_shard_bytes for b in buckets),

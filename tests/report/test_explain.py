@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compose import (
     Offload,
@@ -22,7 +23,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.report import Explanation, explain
+from fsdp_compose.report import Explanation, explain, plan
 
 from harness import run_ranks
 from models import Block, Ledger, Tower, by_block, data, one_unit, seeded, square, units
@@ -267,6 +268,26 @@ def test_optimizer_and_what_is_in_no_unit() -> None:
     assert found.total == found.units[0].total + found.optimizer + found.other
     assert "in no unit, ignored or left out: 4 trained parameters" in found.notes[0]
     assert "optimizer state" in str(found)
+
+
+def test_parts_of_tensor_parallelism_in_no_unit() -> None:
+    """Of a DTensor that was ignored, its gradient and its state, this rank's part is counted."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        parallelize_module(model[1], mesh["tp"], ColwiseParallel())
+        nbytes = 4 * 8 * 8 // 2
+        given = {"mesh": mesh["dp"], "ignored": [model[1]]}
+        assert plan(model, optimizer="adamw", **given).memory.outside == 4 * nbytes
+        fully_shard(model, **given)
+        optim = torch.optim.AdamW(model[1].parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        optim.step()
+        found = explain(model, optim)
+        assert (found.other, found.optimizer) == (2 * nbytes, 2 * nbytes + 4)
+
+    run_ranks(ranks)
 
 
 def test_why_it_is_this_big_is_said_as_in_a_plan() -> None:
