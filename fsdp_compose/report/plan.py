@@ -297,8 +297,9 @@ def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int
     if isinstance(optimizer, torch.optim.Optimizer):
         settings: dict[str, Any] = optimizer.defaults
         name = type(optimizer).__name__.lower()
-        if name in ("sgd", "rmsprop") and settings.get("momentum"):
-            return (1 if name == "sgd" else 2), f"{name} with momentum"
+        if name in ("sgd", "rmsprop"):
+            more = [key for key in ("momentum", "centered") if settings.get(key)]
+            return STATES[name] + len(more), " with ".join([name, *more])
         if settings.get("amsgrad"):
             name = f"{name}_amsgrad"
     else:

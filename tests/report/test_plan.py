@@ -320,6 +320,8 @@ def test_optimizer_state(optimizer: Any, tensors: int) -> None:
         lambda p: torch.optim.Adagrad(p),
         lambda p: torch.optim.RMSprop(p),
         lambda p: torch.optim.RMSprop(p, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p, centered=True),
+        lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
         lambda p: torch.optim.Adam(p),
         lambda p: torch.optim.NAdam(p),
         lambda p: torch.optim.RAdam(p),
