@@ -49,8 +49,8 @@ Problem = str
 
 def find_writes(unit: Unit, training: bool, output: Any) -> Problem | None:
     """After forward, while the unit is gathered: the error text for a write that would be lost."""
-    if _has_raised(output):
-        return None  # and that error is the one to see
+    if output is None and sys.exc_info()[0] is not None:  # one that handles an error may run it
+        return None  # forward raised, and that error is the one to see
     lost: Entry | None = None
     kept: list[Entry] = []
     for bucket in unit.gathered:
@@ -158,14 +158,10 @@ def find_lost_copies(unit: Unit, opened: Opened, output: Any) -> Problem | None:
     """After that forward: the error text for a write into a copy that was made for it alone."""
     copies, opened.copies = opened.copies, []
     for index, tensor, version in copies:
-        if tensor._version != version and not _has_raised(output):
+        has_raised = output is None and sys.exc_info()[0] is not None
+        if tensor._version != version and not has_raised:
             return _LOST.format(fqn=unit.entries[index].spec.fqn, unit=unit.name)
     return None
-
-
-def _has_raised(output: Any) -> bool:
-    """Whether the forward that returned ``output`` raised; one that handles an error may run it."""
-    return output is None and sys.exc_info()[0] is not None
 
 
 def raise_lost(problem: Problem | None) -> None:
