@@ -98,6 +98,7 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         leave_interrupted(last)
     lost: str | None = None
     backward: Backward = "none"
+    failed = True
     try:
         if unit.mp.output_dtype is not None:
             output = cast_output(unit.mp, output)
@@ -105,6 +106,8 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         backward = watch_outputs(unit, output) if lost is None else "none"
         if backward == "seen" and unit.switches.unshard_in_backward is not True:
             backward = note_unread(unit, module, output)
+        # A forward that handles an error, and returns something, did not raise it.
+        failed = lost is not None or (output is None and sys.exc_info()[0] is not None)
     finally:
         if run.finished.get(id(module)) != "hidden":
             run.finished[id(module)] = backward
@@ -118,7 +121,7 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         if lost is not None:
             forget_written(unit)
         if not active:
-            end_pass(unit, failed=lost is not None or sys.exc_info()[0] is not None)
+            end_pass(unit, failed)
     if lost is not None:
         raise_lost(lost)
     return output

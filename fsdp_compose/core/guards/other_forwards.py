@@ -95,7 +95,7 @@ def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
     read = None if opened.calls or opened.for_call else unit.run.showing
     lost = find_lost_copies(unit, opened, output) if opened.calls == 0 else None
     if opened.calls == 0 and opened.for_call:
-        _leave_apart(unit)
+        _leave_apart(unit, output)
     elif opened.calls == 0:
         install(unit, opened.tensors)
     raise_lost(lost)
@@ -194,7 +194,7 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor]) -> None:
         follow_order(unit)  # units inside it that are gathered as always may run without gradients
 
 
-def _leave_apart(unit: Unit) -> None:
+def _leave_apart(unit: Unit, output: Any) -> None:
     """Put back what the modules held, and end the call where it is the outermost."""
     schedule = unit.engine.schedule
     install_leaves(unit)
@@ -205,7 +205,7 @@ def _leave_apart(unit: Unit) -> None:
         leave_interrupted(last)
     if not schedule.active:
         if schedule.order.is_open and not transforms_active():
-            end_pass(unit, failed=sys.exc_info()[0] is not None)
+            end_pass(unit, failed=output is None and sys.exc_info()[0] is not None)
         schedule.eval_order = None
 
 

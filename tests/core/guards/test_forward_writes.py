@@ -399,6 +399,26 @@ def test_a_write_raises_where_an_error_is_handled(mode: str) -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_forward_where_an_error_is_handled_ends() -> None:
+    """One rank evaluates in an ``except`` block: that is an evaluation as the other rank's is."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            model(x).sum().backward()
+        with torch.no_grad():
+            try:
+                raise MemoryError
+            except MemoryError:
+                seen = [model(x) for _ in range(3)] if rank else []
+            seen += [] if rank else [model(x) for _ in range(3)]
+        model(x).sum().backward()
+        assert len(seen) == 3
+
+    run_ranks(ranks, 2)
+
+
 def test_assigned_weights_follow_the_shard_again() -> None:
     """After ``weight.data = x`` in an evaluation, another evaluation reads what a step wrote."""
 
