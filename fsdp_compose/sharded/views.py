@@ -87,7 +87,13 @@ def flat_spec(spec: ShardSpec) -> ShardSpec | None:
 
 
 def detach_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Detach a gradient, which is a view that torch would refuse, and mostly has no graph."""
+    """Detach a gradient, which is a view that torch would refuse, and mostly has no graph.
+
+    A parameter is frozen by it.
+    """
+    if args[0]._is_parameter:
+        args[0].requires_grad = False
+        return args[0]
     is_plain = not call_raw(Tensor.requires_grad.__get__, (), (args[0],))  # type: ignore[attr-defined]
     return args[0] if is_plain else call_raw(func, (), args, kwargs)
 

@@ -128,6 +128,9 @@ class _Whole(_Base):
         self.requires_grad = requires_grad
         return self
 
+    def detach_(self) -> Any:
+        return self.requires_grad_(False)
+
     @property
     def is_leaf(self) -> bool:
         return True

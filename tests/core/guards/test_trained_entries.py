@@ -54,9 +54,25 @@ def in_a_scope(model: nn.Module, param: Any, value: bool) -> None:
         dict(model.named_parameters())[name].requires_grad = value
 
 
+def by_detaching(model: nn.Module, param: Any, value: bool) -> None:
+    assert (param.requires_grad_() if value else param.detach_()) is param
+    assert param.requires_grad == value
+
+
+def detached_in_a_scope(model: nn.Module, param: Any, value: bool) -> None:
+    with gathered(model):
+        by_detaching(model, param, value)
+
+
+WAYS = [
+    *(by_property, by_method, by_function, by_setter, as_plain, by_module, in_a_scope),
+    *(by_detaching, detached_in_a_scope),
+]
+
+
 @pytest.mark.parametrize(
     "freeze",
-    [by_property, by_method, by_function, by_setter, as_plain, by_module, in_a_scope],
+    WAYS,
     ids=lambda function: function.__name__,
 )
 def test_a_change_is_heeded(freeze: Callable[..., None]) -> None:
