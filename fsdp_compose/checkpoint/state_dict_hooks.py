@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import remove_state_dict_hooks
@@ -40,7 +41,7 @@ from fsdp_compose.checkpoint.model import (
 )
 from fsdp_compose.checkpoint.optimizer.watch import watch_steps
 from fsdp_compose.checkpoint.ranks import meet_in, refuse_left_out
-from fsdp_compose.checkpoint.values import is_ready, show_whole
+from fsdp_compose.checkpoint.values import gather_whole, is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.added_parameters import is_ignored
@@ -49,7 +50,7 @@ from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.replaced_parameters import check_place, replaced
 from fsdp_compose.core.guards.units import get_state, require_units
 from fsdp_compose.core.state import Unit, find_state, iter_units
-from fsdp_compose.sharded import is_sharded, spec_of, to_local
+from fsdp_compose.sharded import is_sharded, part_of, spec_of, to_local
 
 _SHARDED = StateDictType("sharded")
 
@@ -227,15 +228,21 @@ def _slices_elsewhere(
 
 
 def _finish_full(module: nn.Module, prefix: str, state_dict: Any, cpu: bool, keep: bool) -> None:
-    """Give buffers the dtypes they had, move all to the host if asked for, or drop it all."""
+    """Make the rest plain copies, of the dtypes they had, on the host if asked for; or drop all."""
     dtypes, clean = buffer_dtypes(module), name_cleaner(module)
+    held = [t for t in (*module.parameters(), *module.buffers()) if not is_sharded(t)]
+    live = {part_of(tensor).untyped_storage().data_ptr() for tensor in held}
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict[key]
+        if isinstance(value, DTensor):
+            value = gather_whole(value.detach())
         if not keep:
             del state_dict[key]
         elif isinstance(value, Tensor):
             dtype = dtypes.get(clean(key[len(prefix) :]), value.dtype)
-            state_dict[key] = value.to("cpu" if cpu else value.device, dtype)
+            is_live = not is_sharded(value) and value.untyped_storage().data_ptr() in live
+            device = "cpu" if cpu else value.device
+            state_dict[key] = value.detach().to(device, dtype, copy=is_live)
 
 
 def _places(

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing import assert_close
 
 import fsdp_compose as fc
@@ -310,3 +312,27 @@ def test_a_step_of_one_number_is_no_slice(way: str) -> None:
 def batch(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(3, 2, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_full_by_type_shares_nothing(cpu: bool) -> None:
+    """Buffers and ignored parameters too, a DTensor among them as the plain whole."""
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].register_buffer("table", distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+        fc.fully_shard(model, units=fc.wrap.by_class({nn.BatchNorm1d}), ignored=[model[1]])
+        with fc.state_dict_type(model, "full", cpu_offload=cpu):
+            found = model.state_dict()
+        before = {name: value.clone() for name, value in found.items()}
+        assert {type(value) for value in found.values()} == {torch.Tensor}
+        model(torch.randn(8, 4) + 5)
+        with torch.no_grad():
+            model[1].weight.fill_(7)
+            model[1].table.mul_(2)
+        for name, value in before.items():
+            assert torch.equal(found[name], value), name
+        assert torch.equal(found["1.table"], torch.arange(4.0))
+
+    run_ranks(body)
