@@ -278,7 +278,7 @@ def write(
         native[contents.native[name]] = prepare(value, contents.values[name], cut)
     native.update(extra)
     if versions is not None:
-        native._metadata = versions  # type: ignore[attr-defined]
+        native._metadata = _name_versions(contents.module, versions)  # type: ignore[attr-defined]
     module = contents.module
     compare = strict and changes_keys_on_load(module)
     with without_our_hooks():
@@ -295,6 +295,15 @@ def write(
     forget_records(units_holding(module))
     clean = name_cleaner(module)
     return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
+
+
+def _name_versions(module: nn.Module, versions: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Versions of submodules by the paths that they have in ``module``, whatever wraps them."""
+    clean = name_cleaner(module)
+    known = {clean(f"{path}.")[:-1]: version for path, version in versions.items()}
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    found = ((path, known.get(clean(f"{path}.")[:-1])) for path in paths)
+    return OrderedDict((path, version) for path, version in found if version is not None)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,13 +149,16 @@ def broadcast_state(
     Raises:
         TypeError: rank 0's state is not a dictionary of plain tensors and picklable values.
     """
+    versions = getattr(state, "_metadata", None)
     if not groups:
-        return dict(state)
+        return _with_versions(dict(state), versions)
     first = all(group.rank == 0 for group in groups)
     problem: Exception | None = None
     if first and not isinstance(state, Mapping):
         problem = TypeError(f"broadcast_from_rank0: rank 0 has a {type(state).__name__}")
-    elif first and (sliced := [k for k, v in state.items() if is_sharded(v)]):
+    elif first and (
+        sliced := [k for k, v in state.items() if is_sharded(v) or isinstance(v, DTensor)]
+    ):
         problem = TypeError(
             f"broadcast_from_rank0: rank 0's {sliced[0]!r} is a slice; wanted full tensors."
         )
@@ -162,7 +166,8 @@ def broadcast_state(
         problem = _find_unreadable(state)
     call = f"{caller}(broadcast_from_rank0=True)"
     raise_on_all(problem, groups, what=call)
-    outline = broadcast_object(_outline(state) if first else None, groups, call)
+    told = (_outline(state), versions) if first else None
+    outline, versions = broadcast_object(told, groups, call)
     result: dict[str, Any] = {}
     for name, value in outline.items():
         if not isinstance(value, Outline):
@@ -170,17 +175,31 @@ def broadcast_state(
             continue
         target = target_of(name)
         tensor = (
-            state[name].detach().to(device).contiguous()
+            state[name].detach().to(device).resolve_conj().resolve_neg().contiguous()
             if first
             else torch.empty(value.shape, dtype=value.dtype, device=device)
         )
         for group in groups:  # in turn, rows before columns
-            comm.broadcast(tensor, group)
+            comm.broadcast(_as_bytes(tensor), group)
         if is_sharded(target) and tuple(spec_of(target).whole_shape) == value.shape:
             spec = target._shard_spec
             tensor = tag(whole_slice(tensor, spec).clone(), spec)
         result[name] = tensor
+    return _with_versions(result, versions)
+
+
+def _with_versions(values: dict[str, Any], versions: Any) -> dict[str, Any]:
+    """A state dict of ``values``, with the versions of modules that came with them, if any."""
+    result = OrderedDict(values)
+    if versions is not None:
+        result._metadata = versions  # type: ignore[attr-defined]
     return result
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, whose dtype gloo may not know."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.reshape(-1).view(torch.uint8)
 
 
 def _find_unreadable(state: Mapping[str, Any]) -> Exception | None:

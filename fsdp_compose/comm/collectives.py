@@ -458,7 +458,7 @@ def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> N
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
-    """Overwrite ``tensor`` with that of the group's rank ``source``; bytes, so any dtype."""
+    """Overwrite ``tensor``, of a dtype that the backend knows, with that of the rank ``source``."""
     if group.pg is not None and tensor.numel():
         here.traffic.control += 1
         with _blocking("receive a broadcast", group, tensor):

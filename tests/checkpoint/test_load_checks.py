@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils.parametrizations import weight_norm
 
 import fsdp_compose as fc
 
-from harness import simulate_ranks
+from harness import run_ranks, simulate_ranks
 from saved import equal
 
 Load = Callable[..., Any]
@@ -215,3 +217,71 @@ def test_optimizer_state_inside_gathered_raises() -> None:
 
     for world in (1, 2):
         simulate_ranks(run, world)
+
+
+class Versioned(nn.Module):
+    """Converts what was saved before its second version."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        if meta.get("version", 1) < 2:
+            state[prefix + "lin.bias"] = state[prefix + "lin.bias"] * 0
+        super()._load_from_state_dict(state, prefix, meta, *rest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("from_rank0", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_versions_come_with_state(world: int, compiled: bool, from_rank0: bool) -> None:
+    """From rank 0 too, and by the names that a wrapper gives: new state is not taken for old."""
+
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(Versioned())
+        model: Any = nn.Sequential(Versioned())
+        model.load_state_dict(plain.state_dict())
+        fc.fully_shard(model)
+        whole = torch.compile(model, backend="eager") if compiled else model
+        given = plain.state_dict() if rank == 0 or not from_rank0 else {}
+        fc.load_state_dict(whole, given, broadcast_from_rank0=from_rank0)
+        equal(fc.state_dict(model), plain.state_dict())
+
+    simulate_ranks(run, world)
+
+
+def test_any_dtype_is_sent_from_rank_0() -> None:
+    """Dtypes that gloo does not know, and views that conjugate; a DTensor is refused by name."""
+    given = {
+        "lin.weight": torch.arange(4.0).reshape(2, 2),
+        "small": torch.tensor([3, -4], dtype=torch.int16),
+        "large": torch.tensor([3, 70], dtype=torch.uint16),
+        "low": torch.tensor([1.5, -2]).to(torch.float8_e4m3fn),
+        "turn": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "part": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "one": torch.tensor(1 - 2j).conj(),
+    }
+
+    def run(rank: int) -> None:
+        model = nn.Module()
+        model.lin = nn.Linear(2, 2, bias=False)
+        for name, value in list(given.items())[1:]:
+            model.register_buffer(name, torch.zeros_like(value.clone(), dtype=value.dtype))
+        fc.fully_shard(model)
+        fc.load_state_dict(model, given if rank == 0 else {}, broadcast_from_rank0=True)
+        found = fc.state_dict(model)
+        for name, value in given.items():
+            assert found[name].tolist() == value.tolist(), name
+        mesh = init_device_mesh("cpu", (2,))
+        cut = {**given, "lin.weight": distribute_tensor(given["lin.weight"], mesh, [Shard(0)])}
+        with pytest.raises(TypeError, match=r"'lin.weight' is a slice; wanted full tensors"):
+            fc.load_state_dict(model, cut if rank == 0 else {}, broadcast_from_rank0=True)
+
+    run_ranks(run, 2)
