@@ -414,7 +414,7 @@ def _fill_outlines(
 
 def _extra_key(source: Source, group: Group) -> str | None:
     """Request this rank's ``extra``, or rank 0's when the number of ranks has changed."""
-    saved = {path[-1]: key for path, key in source.below(("extra",)).items()}
+    saved = _find_by_rank(source, "extra")
     if not saved:
         return None
     mine = saved.get(str(group.rank)) if len(saved) == group.size else None
@@ -423,9 +423,19 @@ def _extra_key(source: Source, group: Group) -> str | None:
     return key
 
 
+def _find_by_rank(source: Source, part: str) -> dict[str, str]:
+    """Keys of what each rank pickled; other programs may have saved other things in that place."""
+    outlines = {path[-1]: source.outline(key) for path, key in source.below((part,)).items()}
+    return {
+        rank: source.key_of(outline)
+        for rank, outline in outlines.items()
+        if str(rank).isdigit() and isinstance(outline, Tensor) and outline.dtype is torch.uint8
+    }
+
+
 def _comm_hooks_key(source: Source, module: nn.Module, group: Group) -> str | None:
     """Request what this rank's communication hooks remembered, if as many ranks saved it."""
-    saved = {path[-1]: key for path, key in source.below(("comm_hooks",)).items()}
+    saved = _find_by_rank(source, "comm_hooks")
     if len(saved) != group.size or not comm_hooks.remembers(module):
         return None
     key = saved.get(str(group.rank))

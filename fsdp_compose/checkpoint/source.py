@@ -103,13 +103,26 @@ class Source:
         return self._outlines[id(outline)][0]
 
     def model_prefix(self, names: Iterable[str]) -> Path_:
-        """Find the place in the saved dictionary below which most of ``names`` lie."""
+        """Find the place in the saved dictionary below which most of ``names`` lie.
+
+        Raises:
+            RuntimeError: several have as many, and none of them is ``"model"``.
+        """
         known = set(names)
         hits: dict[Path_, int] = {("model",): 0}
         for path in self.paths:
             if clean_name(str(path[-1])) in known:
                 hits[path[:-1]] = hits.get(path[:-1], 0) + 1
-        return max(hits, key=lambda prefix: hits[prefix])
+        best, *others = [prefix for prefix in hits if hits[prefix] == max(hits.values())]
+        if others and best != ("model",):
+            one, other = (".".join(map(str, prefix)) for prefix in (best, others[0]))
+            raise RuntimeError(
+                f"{self.path}: {one!r} and {other!r} both have the names of this module, and "
+                f"nothing tells which to load; call torch.distributed.checkpoint.load({{{one!r}: "
+                "module.state_dict()}, checkpoint_id=path), which writes into the module, or save "
+                "the one that is wanted as 'model'."
+            )
+        return best
 
     def optimizer(self) -> dict[str, Any]:
         """Optimizer state as it was saved, with outlines for the tensors in ``"state"``.

@@ -230,3 +230,29 @@ def test_plain_module_files_both_ways(tmp_path: Path) -> None:
     again_optim = adamw(again)
     again_optim.load_state_dict(saved["optim"])
     assert train(again, again_optim, 3, first=3) == ahead
+
+
+def test_what_other_programs_save_beside_the_model(tmp_path: Path) -> None:
+    """An ``extra`` of their own is passed by; two models that are alike are not chosen between."""
+
+    def run(rank: int) -> None:
+        first, second = fc.fully_shard(Net()), fc.fully_shard(Net(1))
+        dcp.save(
+            {"model": first.state_dict(), "extra": {"step": 3, "0": torch.ones(2)}},
+            checkpoint_id=str(tmp_path / "extra"),
+        )
+        model = fc.fully_shard(Net(2))
+        assert load_checkpoint(tmp_path / "extra", model) is None
+        equal(state_dict(model), state_dict(first))
+        both = {"student": first.state_dict(), "teacher": second.state_dict()}
+        dcp.save(both, checkpoint_id=str(tmp_path / "two"))
+        match = "'student' and 'teacher' both have the names of this module"
+        with pytest.raises(RuntimeError, match=match):
+            load_checkpoint(tmp_path / "two", model)
+        dcp.load({"teacher": model.state_dict()}, checkpoint_id=str(tmp_path / "two"))
+        equal(state_dict(model), state_dict(second))
+        dcp.save({**both, "model": both["teacher"]}, checkpoint_id=str(tmp_path / "three"))
+        load_checkpoint(tmp_path / "three", model)
+        equal(state_dict(model), state_dict(second))
+
+    run_ranks(run, 2)
