@@ -235,7 +235,8 @@ class _Writer:
 
     def _put(self, file: PlannedFile, name: str, tensor: Tensor) -> None:
         scope, put = self.opened.get(file.name) or self._open(file)
-        put(name, tensor.detach().to("cpu", file.tensors[name].dtype).contiguous())
+        plain = tensor.detach().resolve_conj().resolve_neg()  # else memory holds other numbers
+        put(name, plain.to("cpu", file.tensors[name].dtype).contiguous())
         self.missing[file.name].remove(name)
         if not self.missing[file.name]:
             self._finish(file, scope)

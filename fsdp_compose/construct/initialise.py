@@ -50,11 +50,12 @@ def broadcast(tensors: Iterable[torch.Tensor], mesh: Mesh, chunk_bytes: int = CH
     if not mesh.groups:
         return
     given = [part_of(tensor).detach() for tensor in tensors if part_of(tensor).numel()]
-    flats = [flatten(tensor, storage_order(tensor)) for tensor in given]
+    own = [tensor.resolve_conj().resolve_neg() for tensor in given]
+    flats = [flatten(tensor, storage_order(tensor)) for tensor in own]
     _broadcast_flat(flats, mesh, chunk_bytes)
-    for tensor, flat in zip(given, flats, strict=True):
+    for tensor, source, flat in zip(given, own, flats, strict=True):
         if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.as_strided(tensor.shape, storage_order(tensor)))
+            tensor.copy_(flat.as_strided(tensor.shape, storage_order(source)))
 
 
 def _broadcast_flat(flats: list[torch.Tensor], mesh: Mesh, chunk_bytes: int) -> None:

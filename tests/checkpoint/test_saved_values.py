@@ -336,3 +336,36 @@ def test_full_by_type_shares_nothing(cpu: bool) -> None:
         assert torch.equal(found["1.table"], torch.arange(4.0))
 
     run_ranks(body)
+
+
+class Turned(nn.Module):
+    """Buffers that are views that conjugate or negate what memory holds."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        turn = scale * torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]])
+        self.register_buffer("turn", turn.t().conj())
+        self.register_buffer("part", turn.conj().imag)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_buffers_that_conjugate(tmp_path: Path, world: int) -> None:
+    """They are verified, taken from rank 0 and saved as what they read as."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model, wanted = fc.fully_shard(Turned(1)), Turned(1)
+        given = Turned(1 + rank)
+        given.lin.load_state_dict(wanted.lin.state_dict())
+        taken = fc.fully_shard(given, init="broadcast")
+        fc.save_full(tmp_path / "full", model)
+        fc.save_checkpoint(tmp_path / "parts", model)
+        loaded = [fc.fully_shard(Turned(0)) for _ in range(2)]
+        fc.load_full(tmp_path / "full", loaded[0])
+        fc.load_checkpoint(tmp_path / "parts", loaded[1])
+        for one in (taken, *loaded):
+            assert one.turn.tolist() == wanted.turn.tolist()
+            assert one.part.tolist() == wanted.part.tolist()
+
+    run_ranks(body, world)

@@ -129,7 +129,7 @@ _CHUNK = 1 << 20  # words at a time, so that memory does not grow with the param
 @torch.no_grad()
 def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As ``checksum``, as a 0-dim tensor on the tensor's device."""
-    plain = part_of(tensor).detach()
+    plain = part_of(tensor).detach().resolve_conj().resolve_neg()
     flat = flatten(plain, storage_order(plain))
     data = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
     whole = data.numel() // 8 * 8
