@@ -20,7 +20,7 @@ from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.core.records import Switches
-from fsdp_compose.scopes.unshard import reduce_grads
+from fsdp_compose.scopes.unshard import reduce_units
 
 Keep: TypeAlias = Literal["sharded", "unsharded", "no_all_reduce"]
 KEEPS: tuple[Keep, ...] = ("sharded", "unsharded", "no_all_reduce")
@@ -305,8 +305,7 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
             if not done:
                 for bucket in unit.buckets:
                     discard_waiting(bucket)
-    if all(sync and all_reduce for sync, all_reduce in found):
-        reduce_grads(module)
+    reduce_units([unit for unit, flags in zip(units, found, strict=True) if all(flags)])
 
 
 def _read_flags(switches: Switches) -> tuple[bool, bool]:

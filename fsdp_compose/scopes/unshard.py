@@ -306,7 +306,11 @@ def reduce_grads(module: nn.Module) -> None:
         >>> model.bias.grad.full_tensor()
         tensor([1., 1.])
     """
-    units = require_units(module, "reduce_grads")
+    reduce_units(require_units(module, "reduce_grads"))
+
+
+def reduce_units(units: list[Unit]) -> None:
+    """As ``reduce_grads``, of these units."""
     clear_failed_steps(units)
     engines: dict[int, Engine] = {}
     for unit in units:

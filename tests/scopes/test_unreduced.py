@@ -384,3 +384,22 @@ def test_clearing_what_one_rank_took_part_in(keep: Any, to_none: bool) -> None:
     for part in ("all", "some", "none"):
         for goes_on in (True, False):
             simulate_ranks(check, 2, part, goes_on)
+
+
+def test_accumulate_reduces_what_it_postponed() -> None:
+    """Also where gradients of one unit inside were to wait anyway, which then wait on."""
+
+    def run(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}), init="broadcast")
+        fc.set_requires_gradient_sync(model[0], False)
+        with fc.accumulate(model, "unsharded"):
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+        waiting = fc.pending_gradients(model)
+        assert [p in waiting for p in model.parameters()] == [True, True, False, False]
+        assert model[1].bias.grad.full_tensor().tolist() == [2.0, 2.0]
+        fc.reduce_grads(model)
+        assert model[0].bias.grad.full_tensor().numel() == 2
+
+    run_ranks(run)
