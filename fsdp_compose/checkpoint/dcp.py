@@ -35,7 +35,7 @@ from fsdp_compose.checkpoint.contents import (
     require_released,
 )
 from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
-from fsdp_compose.checkpoint.metadata import read_metadata, unless_replaced, verify
+from fsdp_compose.checkpoint.metadata import manifests, read_metadata, unless_replaced, verify
 from fsdp_compose.checkpoint.model import state_dict, write
 from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
@@ -260,8 +260,9 @@ def load_checkpoint(
     says that it was not.
 
     Returns:
-        This rank's ``extra``; rank 0's when the number of ranks has changed; None when none was
-        saved. It is unpickled: load only files you trust.
+        This rank's ``extra``; that of rank 0, or of the first that saved one, where this rank saved
+        none or the number of ranks has changed; None when no rank did. It is unpickled: load only
+        files you trust.
 
     Raises:
         RuntimeError: on every rank: a file is missing, truncated or damaged, which is named; names
@@ -315,7 +316,8 @@ def _load(
         staged, unknown = _request_model(source, contents, strict, stages)
         targets = None if optim is None else list_members(module, optim)
         given = {} if targets is None else _request_optim(source, module, targets, stages)
-        key = _extra_key(source, group)
+        known = [found.world_size for found in manifests(root) if found.metadata == total]
+        key = _extra_key(source, group, *known)
         hooks_key = _comm_hooks_key(source, module, group)
         source.read()
         if targets is not None:
@@ -412,12 +414,16 @@ def _fill_outlines(
     return filled
 
 
-def _extra_key(source: Source, group: Group) -> str | None:
-    """Request this rank's ``extra``, or rank 0's when the number of ranks has changed."""
+def _extra_key(source: Source, group: Group, ranks: int | None = None) -> str | None:
+    """Request this rank's ``extra``, or rank 0's when the number of ranks has changed.
+
+    Args:
+        ranks: that saved, where the checkpoint says how many they were.
+    """
     saved = _find_by_rank(source, "extra")
     if not saved:
         return None
-    mine = saved.get(str(group.rank)) if len(saved) == group.size else None
+    mine = saved.get(str(group.rank)) if (ranks or len(saved)) == group.size else None
     key = mine or saved.get("0") or next(iter(saved.values()))
     source.want(key, None)
     return key

@@ -218,3 +218,19 @@ def test_what_a_save_did_not_make_is_left_alone(tmp_path: Path) -> None:
     (target / "data-train").mkdir(parents=True)
     assert main(["checkpoint", "convert", str(tmp_path), str(target)]) == 2
     assert (target / "data-train").is_dir()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_ranks_that_saved_an_extra_get_their_own(tmp_path: Path, checksum: bool) -> None:
+    """The others get that of the first; so do all where the number of ranks has changed."""
+
+    def save(rank: int) -> None:
+        extra = {"rank": rank} if rank else None
+        fc.save_checkpoint(tmp_path, fc.fully_shard(net()), extra=extra, checksum=checksum)
+
+    def load(rank: int) -> Any:
+        return fc.load_checkpoint(tmp_path, fc.fully_shard(net()))["rank"]
+
+    simulate_ranks(save, 3)
+    assert simulate_ranks(load, 3) == ([1, 1, 2] if checksum else [1, 1, 1])
+    assert simulate_ranks(load, 4) == [1] * 4
