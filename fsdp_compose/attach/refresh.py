@@ -31,6 +31,7 @@ from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import bind
 from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.gradients import any_waits
 from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.compare_ranks import compare_plans, count_ranks
@@ -184,7 +185,8 @@ class _Change:
 
 def _check_at_rest(unit: Unit) -> None:
     where = None
-    if is_running(unit) or unit.run.calls or any(bucket.arriving.packed for bucket in unit.buckets):
+    waits = any(bucket.arriving.packed or any_waits(bucket) for bucket in unit.buckets)
+    if is_running(unit) or unit.run.calls or waits:
         where = "its forward or backward, or before gradients that wait were reduced"
     elif unit.opened is not None:
         where = "a scope that shows its full parameters (gathered, unshard)"

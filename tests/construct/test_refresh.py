@@ -31,6 +31,7 @@ from models import (
     compare,
     data,
     fqns,
+    mesh_of_replicas,
     nested,
     one_unit,
     replicas,
@@ -297,6 +298,27 @@ def test_when_refresh_is_refused() -> None:
         unshard(model)
         with pytest.raises(RuntimeError, match="scope that shows"):
             refresh(model)
+
+
+@pytest.mark.parametrize("keep", ["unsharded", "no_all_reduce"])
+def test_refused_while_gradients_wait(keep: Any) -> None:
+    """Those of a parameter that is given back would be lost, or it would be given back in part."""
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower), mesh=mesh_of_replicas(2, 2))
+        with fc.accumulate(model, keep=keep):
+            square(model, data(0, rank)).backward()
+            bias, model.head.bias = model.head.bias, None
+            with pytest.raises(RuntimeError, match="before gradients that wait were reduced"):
+                refresh(model)
+            model.head.bias = bias
+        fc.reduce_grads(model)
+        assert bias.grad is not None
+        model.head.bias = None
+        refresh(model)
+        assert type(bias) is nn.Parameter and bias.grad is not None
+
+    simulate_ranks(check, 4)
 
 
 def test_the_check_costs_little() -> None:
