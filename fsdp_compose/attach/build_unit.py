@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.attach.entrances import ANSWERS, attach
+from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.group import SELF
 from fsdp_compose.base.memory import memory_of
 from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_reductions
@@ -172,6 +173,9 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         param.grad = None
         if isinstance(param, DTensor):
             open_dtensor(param)
+        elif param.is_inference():  # for good, whatever its data: what writes it is not counted
+            with torch.inference_mode(False):
+                swap_contents(param, nn.Parameter(shard.new_empty(0), param.requires_grad))
         else:
             param.data = shard.new_empty(0)
     ranks = plan.options.placement.spread

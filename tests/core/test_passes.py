@@ -26,6 +26,7 @@ from models import (
     compare,
     data,
     nested,
+    one_unit,
     seeded,
     square,
     train_twin,
@@ -143,6 +144,29 @@ def test_inference_first_and_between_steps(mode: Callable[[], Any], shard: str) 
                 compare("output", twin.model(x), twin.mine(x), twin.tolerance)
             twin.step()
         twin.check()
+
+    run_ranks(ranks)
+
+
+@pytest.mark.parametrize("way", [by_block, one_unit])
+def test_a_model_that_was_made_in_inference(way: Any) -> None:
+    """Its parameters are sharded as others are, and train as those of the plain model do."""
+
+    def ranks(rank: int) -> None:
+        plain = seeded(Tower)
+        with torch.inference_mode():
+            model = seeded(Tower)
+        way(model)
+        for made in (model, plain):
+            optim = torch.optim.SGD(made.parameters(), 0.1)
+            for seed in range(2):
+                with torch.inference_mode():
+                    made(data(seed, 0))
+                square(made, data(seed, 0)).backward()
+                optim.step()
+                optim.zero_grad()
+        for name, param in model.named_parameters():
+            assert torch.allclose(whole(param), plain.get_parameter(name))
 
     run_ranks(ranks)
 
