@@ -138,6 +138,7 @@ class OwnerOptimizer(Optimizer):
     ) -> None:
         self._matrices: list[Matrix] = []
         self._steps = 0
+        self._shown: list[dict[str, Any] | None] = []  # of each matrix, its state as it was shown
         super().__init__(params, {})
         self._build(make, work)
         self._links = Links.of(self._matrices)
@@ -192,7 +193,7 @@ class OwnerOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Matrices come first: their copies have the plain parameters of the optimizer's copy.
-        own = ("_matrices", "_links", "_steps", "optimizer")
+        own = ("_matrices", "_links", "_steps", "_shown", "optimizer")
         return {**{name: vars(self)[name] for name in own}, **super().__getstate__()}
 
     @property
@@ -228,7 +229,7 @@ class OwnerOptimizer(Optimizer):
             if 1 < self._steps <= 1 + _WATCHED_STEPS:
                 settings = list_settings(self.param_groups)
                 self._links.compare_settings(type(self.optimizer).__name__, settings)
-            self._hand_over_settings()
+            self._hand_over()
             self._links.meet("begin a step of owner_step", self._matrices)
             try:
                 collect_matrices(self._matrices)
@@ -259,10 +260,16 @@ class OwnerOptimizer(Optimizer):
         self.optimizer.load_state_dict({**state_dict, "state": kept})
         self._take_back()
 
-    def _hand_over_settings(self) -> None:
-        """Give the optimizer the settings that this one has now, such as a scheduler's."""
+    def _hand_over(self) -> None:
+        """Give the optimizer the settings that this one has now, and state that was put in it."""
         for mine, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             theirs.update((k, v) for k, v in mine.items() if k not in ("params", "param_names"))
+        for matrix, shown in zip(self._matrices, self._shown, strict=True):
+            state = self.state.get(matrix.param)
+            if matrix.is_mine and state is not shown:
+                self.optimizer.state.pop(matrix.plain, None)
+                if state is not None:
+                    self.optimizer.state[matrix.plain] = state
 
     def _take_back(self) -> None:
         """Show the optimizer's settings and state as those of the sharded parameters."""
@@ -272,6 +279,7 @@ class OwnerOptimizer(Optimizer):
         for matrix in self._matrices:
             if matrix.is_mine and matrix.plain in self.optimizer.state:
                 self.state[matrix.param] = self.optimizer.state[matrix.plain]
+        self._shown = [self.state.get(matrix.param) for matrix in self._matrices]
 
 
 def _check_closure(optimizer: Optimizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -202,6 +203,36 @@ def test_schedulers_loads_conversions_and_zero_grad() -> None:
             pair.optim.step()
             same = [torch.equal(a, whole(p)) for a, p in zip(before, chosen)]
             assert same == [i % 2 == 0 for i in range(len(chosen))]
+
+    run_ranks(body, 2)
+
+
+CLEARED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "all": lambda optim: optim.state.clear(),
+    "another dictionary": lambda optim: setattr(optim, "state", defaultdict(dict)),
+    "each": lambda optim: [values.clear() for values in optim.state.values()],
+    "replaced": lambda optim: optim.state.update({p: {} for p in optim.state}),
+    "one": lambda optim: optim.state.pop(optim.param_groups[0]["params"][0], None),
+}
+
+
+@pytest.mark.parametrize("way", CLEARED)
+def test_state_that_a_caller_clears(way: str) -> None:
+    """It is gone, as from any optimizer, and so in the next step."""
+
+    def body(rank: int) -> None:
+        plain, model = seeded(Tower), by_block(seeded(Tower))
+        make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        optim, plain_optim = fc.owner_step(model.parameters(), make), make(plain.parameters())
+        for seed in range(4):
+            for made, own in ((model, optim), (plain, plain_optim)):
+                made(data(seed, 0)).square().mean().backward()
+                own.step()
+                own.zero_grad()
+                if seed == 1:
+                    CLEARED[way](own)
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters()):
+            compare(name, whole(mine), theirs.detach(), Tolerance())
 
     run_ranks(body, 2)
 
