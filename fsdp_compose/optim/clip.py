@@ -134,8 +134,9 @@ def clip_grad_norm_(
             "error_if_nonfinite=False."
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    scaled = [grad.local if grad.stored is None else grad.stored for grad in grads]
     with torch.no_grad():
-        for key, members in by_kind([grad.local for grad in grads]).items():
+        for key, members in by_kind(scaled).items():
             torch._foreach_mul_(members, scale.to(key[0]))
     return total
 

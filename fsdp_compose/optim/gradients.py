@@ -58,6 +58,7 @@ class Gradient:
         groups: whose ranks hold the rest, or the same.
         copies: how many ranks of the groups hold the same elements.
         param: the parameter, or the first of several, if a unit has it.
+        stored: what is in ``.grad``, where ``local`` is the sum of that over ranks.
     """
 
     names: Sequence[str]
@@ -65,6 +66,7 @@ class Gradient:
     groups: tuple[Group, ...]
     copies: int = 1
     param: nn.Parameter | None = None
+    stored: torch.Tensor | None = None
 
 
 def list_parameters(params: Params, caller: str) -> nn.Module | list[torch.Tensor]:
@@ -268,10 +270,13 @@ def _take_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> Gradi
     if not isinstance(param, nn.Parameter):
         return Gradient((name,), part_of(grad.detach()), ())
     parallel = find_parallel(param, name, "")
+    stored = None
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        if grad.placements != param.placements:
+            stored = part_of(grad.detach())
         grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
-    part = part_of(grad.detach())
-    return Gradient((name,), part, _groups_beside(parallel), _count_copies(parallel))
+    part, copies = part_of(grad.detach()), _count_copies(parallel)
+    return Gradient((name,), part, _groups_beside(parallel), copies, stored=stored)
 
 
 def _groups_beside(parallel: Parallel | None) -> tuple[Group, ...]:

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -252,3 +254,20 @@ def test_units_share_one_group() -> None:
         model = sharded()
         groups = {id(spec_of(param).group) for param in model.parameters()}
         assert len(groups) == 1
+
+
+def test_partial_sums_of_tensor_parallelism_are_clipped() -> None:
+    """A gradient that ranks have not added up yet is scaled where it lies, not its sum."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        x = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
+        (x * param).sum().backward()
+        assert param.grad.placements == (Partial(),)
+        before = param.grad.full_tensor()
+        norm = fc.clip_grad_norm_([param], 1.0)
+        torch.testing.assert_close(norm, before.norm())
+        torch.testing.assert_close(param.grad.full_tensor(), before / before.norm())
+
+    run_ranks(ranks, 2)
