@@ -153,6 +153,8 @@ def _check_launch() -> Iterator[Finding]:
         yield Finding("wrong", f"MASTER_PORT is {port!r}", "set it to a number from 1 to 65535")
     elif port and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         with socket.socket() as listener:
+            # As torch does: what an ended job has left there for a minute is not in the way.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind(("127.0.0.1", int(port)))
             except OSError as error:

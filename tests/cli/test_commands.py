@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -205,6 +206,20 @@ def test_doctor_says_what_is_wrong(
         "5 of these are wrong",
     ):
         assert word in printed, printed
+
+
+def test_doctor_takes_the_port_of_an_ended_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system remembers its connections for a minute; a port that is listened on is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", address[1])):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        with socket.create_connection(address):
+            server.accept()[0].close()  # first, so that this side remembers
+        (taken,) = doctor._check_launch()
+        assert taken.state == "wrong" and "cannot be used" in taken.what
+    assert not list(doctor._check_launch())
 
 
 def test_bench_lists_runs_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
