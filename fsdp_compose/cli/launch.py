@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO
+from typing import IO, TextIO
 
 __all__ = ["free_port", "launch"]
 
@@ -171,11 +171,13 @@ def _start(ranks: _Ranks, rank: int, command: list[str], env: dict[str, str]) ->
             ranks.readers.append(reader)
 
 
-def _forward(rank: int, source: IO[str], sink: IO[str]) -> None:
+def _forward(rank: int, source: IO[str], sink: TextIO) -> None:
+    encoding = sink.encoding or "utf-8"  # in which not all that a rank writes can be said
     with source:
         for line in source:
+            text = line.rstrip().encode(encoding, "backslashreplace").decode(encoding)
             with suppress(BrokenPipeError):  # as `head` leaves it; ranks still write
-                sink.write(f"[rank {rank}] {line.rstrip()}\n")
+                sink.write(f"[rank {rank}] {text}\n")
                 sink.flush()
 
 

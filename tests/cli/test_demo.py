@@ -227,6 +227,15 @@ def test_run_gives_ranks_environment_and_arguments(script):
     assert sorted(done.stderr.splitlines()) == ["True", "[rank 1] True"]
 
 
+def test_what_the_terminal_cannot_show_is_escaped(script, monkeypatch):
+    """What a rank writes is forwarded to its end all the same."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    path = script("if rank == 1: os.write(1, b'caf\\xc3\\xa9\\n' * 9000)")
+    done = cli("run", "--nproc", "2", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[rank 1] caf\\xe9\n" * 9000
+
+
 def test_a_failing_rank_is_named_and_ends_the_others(script):
     path = script(
         "if rank == 2: print('last words', file=sys.stderr); sys.exit(7)",
