@@ -256,7 +256,7 @@ def test_units_share_one_group() -> None:
         assert len(groups) == 1
 
 
-def test_partial_sums_of_tensor_parallelism_are_clipped() -> None:
+def test_partial_sums_of_split_weights_are_clipped() -> None:
     """A gradient that ranks have not added up yet is scaled where it lies, not its sum."""
 
     def ranks(rank: int) -> None:
