@@ -63,10 +63,16 @@ class Boundary(torch.autograd.Function):
         return tuple([None if t is None else t.view_as(t) for t in tangents])
 
 
+_VIEWED = (torch.strided, torch.jagged)
+
+
 def bound_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Pass inputs that need gradients through one node, which ends a frozen unit's backward."""
+    """Pass inputs that need gradients through one node, which ends a frozen unit's backward.
+
+    Sparse ones have no views and stay as they are; the end of the whole backward ends the unit's.
+    """
     tensors, _ = find_tensors(inputs)
-    needing = {id(t): t for t in tensors if t.requires_grad}
+    needing = {id(t): t for t in tensors if t.requires_grad and t.layout in _VIEWED}
     unit.checks.bound_at = -1
     if not needing:
         return inputs

@@ -53,6 +53,27 @@ def test_inputs_of_a_frozen_unit_reach_it_unchanged() -> None:
     simulate_ranks(ranks)
 
 
+@pytest.mark.parametrize("others_need", [False, True])
+def test_a_sparse_input_of_a_frozen_unit(others_need: bool) -> None:
+    class Joined(nn.Linear):
+        def forward(self, edges: Tensor, x: Tensor) -> Tensor:
+            return torch.sparse.mm(edges, super().forward(x))
+
+    def ranks(rank: int) -> None:
+        plain = seeded(lambda: Joined(WIDTH, WIDTH)).requires_grad_(False)
+        model = fully_shard(copy.deepcopy(plain))
+        found = []
+        for module in (plain, model):
+            edges = torch.eye(3).double().to_sparse().requires_grad_()
+            x = data(0, rank, 3, WIDTH).requires_grad_(others_need)
+            square(lambda given, f=module, e=edges: f(e, given), x).backward()
+            found.append((edges.grad.to_dense(), x.grad))
+        assert_close(*found)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_inputs_of_a_frozen_unit_are_cast(needs_grad: bool) -> None:
     """To the compute dtype, whether a gradient comes back to them or not."""
