@@ -167,6 +167,24 @@ def test_training_and_hooks_inside_scopes() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("outer", [unsharded, gathered])
+def test_flags_set_in_a_scope_hold_around_it(outer: Callable[..., Any]) -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        model.first.weight.requires_grad_(False)
+        head, first = model.head.weight, model.first.weight
+        with outer(model):
+            with gathered(model):
+                head.requires_grad_(False)
+                first.requires_grad_(True)
+            assert not (head * 2).requires_grad
+            (3 * first.sum() + head.sum()).backward()
+        assert head.grad is None
+        assert torch.equal(whole(first.grad), torch.full_like(whole(first), 3))
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize("scope", [unsharded, gathered])
 def test_flags_set_in_a_scope_hold_in_it(scope: Callable[..., Any]) -> None:
     """What is frozen inside a scope trains no further there, and what is set free does."""

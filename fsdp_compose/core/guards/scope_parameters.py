@@ -64,6 +64,7 @@ class Layer:
     """The full tensor again, connected to the shard or not, after ``requires_grad`` changed."""
     is_renewed: bool = False  # it is the unit's own memory, which later forwards gather into
     is_outdated: bool = False  # it is from before a step: the parameter holds its shard meanwhile
+    is_retrained: bool = False  # ``requires_grad`` changed in a scope inside this one
 
 
 def give_gradient(entry: Entry, grad: torch.Tensor | None) -> None:
@@ -351,6 +352,10 @@ def hide(entry: Entry, scope: object) -> torch.Tensor | None:
         full.__class__, full.__dict__ = layer.kind, {}
     if entry.layers and entry.layers[-1].is_outdated:
         rest(entry)
+    elif entry.layers and entry.layers[-1].is_retrained:
+        outer = entry.layers[-1]
+        _exchange(held, outer.rebuild(entry, entry.param.requires_grad))
+        outer.is_retrained = False
     entry_param: torch.Tensor = full
     return entry_param
 
@@ -366,6 +371,8 @@ def set_trained(entry: Entry, value: bool) -> None:
     if entry.param.requires_grad == value:
         return
     entry.param.requires_grad = value
+    for outer in entry.layers[:-1]:
+        outer.is_retrained = True
     _exchange(entry.held, entry.layers[-1].rebuild(entry, value))
 
 
