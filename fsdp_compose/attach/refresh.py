@@ -239,9 +239,9 @@ def _select_inside(
 
 def _is_named(unit: Unit, modules: Sequence[nn.Module]) -> bool:
     """Whether parameters of the unit are named behind its own name."""
-    for bucket in unit.buckets:
-        for entry in bucket.entries:
-            return entry.spec.fqn == f"{unit.name}.{entry.names[0]}"
+    entries = [entry for bucket in unit.buckets for entry in bucket.entries]
+    if entries:  # those that other units read by now are named as there
+        return any(entry.spec.fqn == f"{unit.name}.{entry.names[0]}" for entry in entries)
     return unit.name != "+".join(type(module).__name__ for module in modules)
 
 
@@ -309,18 +309,16 @@ def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> Non
 
 def _find_prefixes(unit: Unit, change: _Change) -> dict[str, str]:
     """What stands before a parameter's name in the unit, by module of the unit."""
+    if len(unit.modules) == 1:
+        return {"": f"{unit.name}."} if change.plan.is_named else {}
     found: dict[str, str] = {}
-    several = len(unit.modules) > 1
     for bucket in unit.buckets:
         for entry in bucket.entries:
             if entry.names:
-                position, _, rest = entry.names[0].partition(".") if several else ("", "", "")
-                name = rest if several else entry.names[0]
+                position, _, name = entry.names[0].partition(".")
                 fqn = entry.spec.fqn
                 if fqn.endswith(name):
                     found.setdefault(position, fqn[: len(fqn) - len(name)])
-    if not several and change.plan.is_named:
-        found.setdefault("", f"{unit.name}.")
     return found
 
 

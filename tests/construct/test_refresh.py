@@ -16,7 +16,7 @@ import fsdp_compose as fc
 from fsdp_compose import fully_shard, gathered, state_dict, undo, unshard, wrap
 from fsdp_compose.attach.refresh import refresh
 from fsdp_compose.core.guards.added_parameters import check_additions
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import is_sharded, spec_of
 
 from harness import rank_errors, run_ranks, simulate_ranks, single_process
 from models import (
@@ -319,6 +319,20 @@ def test_refused_while_gradients_wait(keep: Any) -> None:
         assert type(bias) is nn.Parameter and bias.grad is not None
 
     simulate_ranks(check, 4)
+
+
+def test_names_after_a_parameter_has_moved() -> None:
+    """It is named as where it is now, and what comes to its former unit as in that one."""
+    with single_process():
+        first, second = model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        fully_shard(model, units=wrap.by_class(nn.Linear))
+        second.moved = first.weight
+        first.weight = nn.Parameter(torch.ones(4, 4).double())
+        refresh(model)
+        first.late = nn.Parameter(torch.ones(2).double())
+        refresh(model)
+        for name, param in model.named_parameters():
+            assert spec_of(param).fqn == name
 
 
 def test_the_check_costs_little() -> None:
