@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.nn.functional import pad
 
 _BITS = 30
 _MASK = (1 << _BITS) - 1
 _PIECE = {"cpu": 1 << 15}  # elements that are worked on at a time: they stay in the cache
 _LARGEST_PIECE = 1 << 22  # so many multiples of 2**-30 below 1 are added up exactly in float64
+_VECTOR = 32  # a multiple of how many numbers a processor takes at a time
 _ROUND = [1.5 * 2.0 ** (52 - _BITS * (limb + 1)) for limb in range(2)]
 """Adding and subtracting these rounds to a multiple of 2**-30, of 2**-60."""
 
@@ -55,8 +57,8 @@ def add_powers(
                 powers *= powers
             else:
                 powers = piece.abs().double().mul_(scale)
-                if order != 1:
-                    powers.pow_(order)
+                if order != 1:  # whole vectors: a processor takes what is left with other rounding
+                    powers = pad(powers, (0, -powers.numel() % _VECTOR)).pow_(order)
             sums.append(_add_rounded(powers))
     first, second = torch.stack(sums).unbind(1)
     parts = [_split(first), _split(second * 2.0**_BITS)]
