@@ -28,7 +28,7 @@ from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import find_parallel
-from fsdp_compose.core.guards.scope_parameters import leaf_of
+from fsdp_compose.core.guards.scope_parameters import clipped_of
 from fsdp_compose.core.guards.surroundings import check_once
 from fsdp_compose.core.state import owner_of, unit_of
 from fsdp_compose.optim.mirror import Mirror, leaves_of, mirror_of, settle_gradients
@@ -112,7 +112,7 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
     else:
         if isinstance(params, nn.Module):
             shown = list(parameter_names(params))  # not what a unit's forward reads in their place
-        leaves = list(chain.from_iterable(map(leaves_of, map(leaf_of, shown))))
+        leaves = list(chain.from_iterable(map(leaves_of, map(clipped_of, shown))))
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
     found, left = join_buckets(sharded) if joins else ([], sharded)
@@ -251,7 +251,7 @@ def _name_parameters(params: Params) -> dict[int, str]:
     """The names of a module's parameters, by id; there are none where it is given a list."""
     if not isinstance(params, nn.Module):
         return {}
-    return {id(leaf_of(param)): repr(name) for name, param in params.named_parameters()}
+    return {id(clipped_of(param)): repr(name) for name, param in params.named_parameters()}
 
 
 def groups_of_several(groups: tuple[Group, ...]) -> tuple[Group, ...]:

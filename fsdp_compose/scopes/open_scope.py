@@ -200,9 +200,11 @@ def _make_leaf(
 
 def show_in_scope(shown: dict[Entry, torch.Tensor], key: object, options: ScopeOptions) -> None:
     """Let parameters hold these full tensors until the scope ends."""
+    rebuild, own_grad = partial(_rebuild, options), options.with_grads
     for entry, full in shown.items():
         if full is not entry.held:
-            show(entry, full, new_layer(key, partial(_rebuild, options), options.with_grads))
+            returns_grad = own_grad and options.writeback
+            show(entry, full, new_layer(key, rebuild, own_grad, returns_grad=returns_grad))
 
 
 def _rebuild(options: ScopeOptions, entry: Entry, trained: bool) -> torch.Tensor:

@@ -227,6 +227,25 @@ def test_clipping_inside_a_scope_reaches_shards() -> None:
     run_ranks(check, 2)
 
 
+def test_clipping_of_gradients_that_are_written_back() -> None:
+    """In a scope that shows full gradients and writes them back, these are clipped, as edited."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.backward(square, 0)
+        with gathered(twin.model, with_grads=True, writeback=True):
+            for model in (twin.model, twin.reference):
+                model.first.weight.grad.mul_(10)
+            found = grad_norm(list(twin.model.parameters()))
+            assert clip_grad_norm_(twin.model, 1e-3) == found
+        wanted = torch.nn.utils.clip_grad_norm_(twin.reference.parameters(), 1e-3)
+        compare("norm", found, wanted.to(found.dtype), twin.tolerance)
+        twin.step()
+        twin.check()
+
+    run_ranks(check, 2)
+
+
 # Accumulation
 
 STEPS = 3

@@ -63,6 +63,7 @@ class Layer:
     rebuild: Callable[[Entry, bool], torch.Tensor]
     """The full tensor again, connected to the shard or not, after ``requires_grad`` changed."""
     is_renewed: bool = False  # it is the unit's own memory, which later forwards gather into
+    returns_grad: bool = False  # that gradient takes the place of the shard's at the scope's end
     is_outdated: bool = False  # it is from before a step: the parameter holds its shard meanwhile
     is_retrained: bool = False  # ``requires_grad`` changed in a scope inside this one
 
@@ -290,6 +291,14 @@ def holder_of(tensor: Any) -> Any:
     return tensor if entry.layers[-1].own_grad else entry.param
 
 
+def clipped_of(tensor: Any) -> Any:
+    """Return what has the gradient to be clipped: the shard, or what writes its own back to it."""
+    if not isinstance(tensor, _Whole):
+        return tensor
+    entry = find_entry(tensor)
+    return tensor if entry.layers[-1].returns_grad else entry.param
+
+
 def is_connected(tensor: Any) -> bool:
     """Whether it is a parameter shown in full, through which gradients reach its shard."""
     return isinstance(tensor, _Whole) and tensor.grad_fn is not None
@@ -322,9 +331,10 @@ def new_layer(
     rebuild: Callable[[Entry, bool], torch.Tensor],
     own_grad: bool = False,
     is_renewed: bool = False,
+    returns_grad: bool = False,
 ) -> Layer:
     """A layer for ``show``, whose tensor is not known yet."""
-    return Layer(scope, None, torch.Tensor, own_grad, rebuild, is_renewed)
+    return Layer(scope, None, torch.Tensor, own_grad, rebuild, is_renewed, returns_grad)
 
 
 def hide(entry: Entry, scope: object) -> torch.Tensor | None:
