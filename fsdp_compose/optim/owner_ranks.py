@@ -116,7 +116,7 @@ class Links:
         try:
             yield
         except Exception as error:
-            if not any(log.is_skippable for log, _ in told):  # the end of that scope tells them
+            if not any(log.skippable for log, _ in told):  # the end of that scope tells them
                 left = [t for t, n in zip(told, epochs, strict=True) if t[0].epoch(t[1]) == n]
                 _tell(error, left)
             if isinstance(error, StepDiscarded) and error.reasons:

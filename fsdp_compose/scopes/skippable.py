@@ -240,13 +240,13 @@ class _Links:
     def postpone_meetings(self) -> Iterator[None]:
         """Inside, a rank that finds that others have ended the step meets them in ``_agree``."""
         for log in self.logs:
-            log.is_skippable = True
+            log.skippable = "open"
             log.unmet.clear()
         try:
             yield
         finally:
             for log in self.logs:
-                log.is_skippable = False
+                log.skippable = None
 
     @property
     def can_tell(self) -> bool:

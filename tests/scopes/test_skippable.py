@@ -91,6 +91,28 @@ def test_one_rank_raises_and_all_skip(world: int, strategy: ShardingStrategy | N
     run_ranks(ranks, world)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rank_that_catches_the_error_does_not_go_on(replicas: int) -> None:
+    """Each microbatch after it raises too, also over replicas, whose ranks waited for others."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2) if replicas > 1 else None
+        twin = Twin(rank, 4, Fragile, lambda m: by_block(m, mesh=mesh))
+        told = 0
+        with skippable_step(twin.model) as step:
+            if rank == 0:
+                raise ValueError("bad batch")
+            for seed in range(3):
+                try:
+                    square(twin.model, data(seed, rank)).backward()
+                except RuntimeError as error:
+                    told += "discards this step" in str(error)
+        assert step.skipped and told == 3 * (rank > 0)
+        twin.train()
+
+    simulate_ranks(ranks, 4)
+
+
 def test_ranks_fail_in_different_places() -> None:
     def ranks(rank: int) -> None:
         twin = Twin(rank, 3, Fragile)

@@ -25,7 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -147,7 +147,7 @@ class Log:
     channels: dict[Group, None] = field(default_factory=dict)  # groups that data travels over
     told: Sequence[Any] = ()  # of the last disagreement, on its way
     unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
-    is_skippable: bool = False  # in a skippable step, whose end meets every group in one order
+    skippable: Literal["open", "over"] | None = None  # a step whose end meets all groups in order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
     steps: Steps = field(default_factory=Steps)  # since the ranks last compared
 
@@ -176,6 +176,8 @@ class Log:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
+        if self.skippable == "over":  # which was raised and caught, and no other rank goes on
+            raise StepDiscarded({})
         if len(self.events) >= MAX_EVENTS:
             self.end_step(trained=False)
         if not self.events and self.steps.writes.found:
@@ -381,8 +383,9 @@ class Log:
                 "apply(), for whose end this rank waits; nothing was written. See its error; then "
                 "every rank may begin it again."
             )
-        if meets == DISCARDED and self.is_skippable:
+        if meets == DISCARDED and self.skippable:
             self.unmet.add(group)
+            self.skippable = "over"
             raise StepDiscarded({})
         if meets:
             self._raise((group,), self.step, self.events, late=False)
@@ -422,6 +425,7 @@ class Log:
         if discards := {
             r: events[-1][3] for r, events, _ in reports if events and events[-1][1] == DISCARD
         }:
+            self.skippable = self.skippable and "over"
             raise StepDiscarded(discards)
         if text := explain_stepped(step, done):
             raise RuntimeError(text)

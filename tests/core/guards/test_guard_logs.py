@@ -79,7 +79,7 @@ def test_a_new_log_has_noted_nothing() -> None:
     assert (log.units, log.step, log.passes, log.hash) == (0, 1, 0, 0)
     assert (log.disagreements, log.doubts) == (0, 0)
     assert log.is_stepwise and log.pending is None
-    assert not (log.is_proven or log.is_debugging or log.is_skippable)
+    assert not (log.is_proven or log.is_debugging or log.skippable)
     for name in ("events", "epochs", "guesses", "channels", "unread", "unmet"):
         assert not getattr(log, name) and getattr(log, name) is not getattr(other, name)
 
@@ -458,15 +458,18 @@ def test_who_is_told_that_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.args == (log.groups, 1, [ONE], False)
     assert {one for *_, one in told} == set(log.told) == {second, third}
     assert all(args[:2] == (log, 0) for args in told) and len(told) == 2
-    for is_skippable, meets in ((True, KEPT), (False, KEPT), (False, DISCARDED)):
-        log.is_skippable = is_skippable
+    for skippable, meets in (("open", KEPT), (None, KEPT), (None, DISCARDED)):
+        log.skippable = skippable
         with pytest.raises(Raised) as error:
             log.disagree(first, meets)
         assert error.value.args == ((first,), 1, [ONE], False)
-    log.is_skippable = True
+    log.skippable = "open"
     with pytest.raises(StepDiscarded, match="another rank discards this step"):
         log.disagree(second, meets=DISCARDED)
     assert log.unmet == {second} and len(told) == 2
+    with pytest.raises(StepDiscarded):  # however often it tries to go on
+        log.note(ONE)
+    assert log.events == [ONE]
     with pytest.raises(Raised) as error:
         log.disagree(first, meets=0)
     assert error.value.args[0] is log.groups
