@@ -15,7 +15,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
-from fsdp_compose.cli.launch import free_port
+from fsdp_compose.cli.launch import AGENT_STORE, free_port
 
 State = Literal["ok", "note", "wrong"]
 PATIENCE = 60.0  # seconds in which two ranks must import torch and gather
@@ -168,7 +168,8 @@ def _check_launch() -> Iterator[Finding]:
 
 def check_two_ranks() -> Iterator[Finding]:
     """A gather between two ranks of this machine, as a unit's is."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    others = ("RANK", "WORLD_SIZE", AGENT_STORE)
+    environment = {k: v for k, v in os.environ.items() if k not in others}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environment["OMP_NUM_THREADS"] = "1"
     ranks = [

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, TextIO
 
-__all__ = ["free_port", "launch"]
+__all__ = ["AGENT_STORE", "free_port", "launch"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOMENT = 1.0
@@ -80,6 +80,7 @@ def launch(
     base = dict(os.environ if env is None else env)
     base.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // nproc)))
     base.setdefault("PYTHONUNBUFFERED", "1")
+    base.pop(AGENT_STORE, None)
     base |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -101,6 +102,9 @@ def launch(
                 reader.join(timeout=1.0)
     return code
 
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Tells ranks of torchrun that it keeps their store, for which other ranks would look in vain."""
 
 PORTS = range(15000, 32000)
 """Below those that systems give to outgoing connections, one of which could take a port that was

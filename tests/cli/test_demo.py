@@ -236,6 +236,19 @@ def test_what_the_terminal_cannot_show_is_escaped(script, monkeypatch):
     assert done.stdout == "[rank 1] caf\\xe9\n" * 9000
 
 
+def test_ranks_started_by_a_rank_of_torchrun_meet(script, monkeypatch):
+    """They keep their own store; torchrun has told its ranks that it keeps theirs."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    path = script(
+        "from datetime import timedelta",
+        "import torch.distributed as dist",
+        "dist.init_process_group('gloo', timeout=timedelta(seconds=10))",
+        "print(dist.get_world_size())",
+    )
+    done = cli("run", "--nproc", "2", path)
+    assert done.returncode == 0 and "[rank 1] 2" in done.stdout, done.stderr
+
+
 def test_a_failing_rank_is_named_and_ends_the_others(script):
     path = script(
         "if rank == 2: print('last words', file=sys.stderr); sys.exit(7)",
