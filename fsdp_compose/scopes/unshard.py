@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_kind, check_module
-from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, renew_bucket, wait_gathered
@@ -32,7 +32,7 @@ from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, start_all_reduce, start_reduce
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, as_read, find_state, owner_of, units_with
-from fsdp_compose.sharded import ShardSpec
+from fsdp_compose.sharded import ShardSpec, part_of, part_slice, to_local
 
 
 def own_units(module: nn.Module, caller: str) -> list[Unit]:
@@ -235,9 +235,15 @@ def reshard(module: nn.Module) -> None:
         while opened is not None and not isinstance(opened, Unsharded):
             around, opened = opened, opened.outer
         if isinstance(opened, Unsharded):
-            for entry, before in zip(unit.entries, opened.versions, strict=True):
+            then, now = versions_at_fill(unit), leaf_versions_of(unit)
+            for index, (entry, before) in enumerate(
+                zip(unit.entries, opened.versions, strict=True)
+            ):
                 full = hide(entry, opened)
-                if full is not None and full._version != before:
+                is_current = then[index] == now[index]
+                if full is not None and (
+                    full._version != before or (is_current and _is_written_unseen(entry, full))
+                ):
                     edited = edited or entry
                 del full  # which may free a graph that keeps the unit gathered
             if around is not None:
@@ -260,6 +266,16 @@ def reshard(module: nn.Module) -> None:
             "between unshard and reshard, and the edit would be lost; edit parameters inside "
             "`with fsdp_compose.gathered(module, writeback=True):`."
         )
+
+
+def _is_written_unseen(entry: Entry, full: torch.Tensor) -> bool:
+    """Whether a write through ``.data`` or NumPy, which leaves no version, is in the own slice."""
+    bucket, mine = owner_of(entry), to_local(entry.param)
+    can_tell = bucket.phase is GATHERED and bucket.mp.gather_codec is None
+    if not can_tell or full.device.type != "cpu" or mine.device.type != "cpu":
+        return False
+    shown = part_slice(part_of(full).detach(), entry.spec).contiguous()
+    return not torch.equal(mine.to(shown.dtype).view(torch.uint8), shown.view(torch.uint8))
 
 
 def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) -> None:

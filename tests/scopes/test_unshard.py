@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import Prefetch, fully_shard, load_checkpoint, save_checkpoint, state_dict
+from fsdp_compose import (
+    MixedPrecision,
+    Prefetch,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+    state_dict,
+)
 from fsdp_compose.base.process import here
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.scopes.gathered import gathered
@@ -236,6 +243,35 @@ def test_writes_after_a_gather_ahead_are_read(
             x = data(seed, rank)
             with torch.no_grad():
                 torch.testing.assert_close(model(x), plain(x))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_unseen_writes_while_unsharded_are_lost(dtype: torch.dtype | None) -> None:
+    """Those through ``.data`` and NumPy too, which leave no version: reshard raises."""
+
+    def by_data(weight: Tensor) -> None:
+        weight.data.fill_(7)
+
+    def by_numpy(weight: Tensor) -> None:
+        weight.detach().view(torch.int16).numpy()[:] = 7
+
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower), mp_policy=MixedPrecision(param_dtype=dtype))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for write in (by_data, by_numpy):
+            unshard(model)
+            for weight in (model.first.weight, model.head.weight):  # slices of every rank
+                write(weight)
+            with pytest.raises(RuntimeError, match="the edit would be lost"):
+                reshard(model)
+            unshard(model)
+            square(model, data(0, rank)).backward()
+            optim.step()
+            optim.zero_grad()
+            reshard(model)
+        assert_at_rest(model)
 
     run_ranks(check, 2)
 
