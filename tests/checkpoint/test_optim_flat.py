@@ -158,3 +158,23 @@ def test_state_of_two_models_is_refused_for_one(make) -> None:
             load_optim_state_dict(model, torch.optim.Adam(make(other)), saved)
 
     simulate_ranks(check)
+
+
+def test_state_that_some_parameters_of_a_buffer_lack() -> None:
+    """As those that had no gradient: they are before their first step, and the others are not."""
+
+    def check(rank: int) -> None:
+        model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init="broadcast")
+        stepped = torch.optim.AdamW(model.parameters())
+        for p in model[1].parameters():
+            p.grad = torch.ones_like(p)
+        stepped.step()
+        state = optim_state_dict(model, stepped)
+        flat = torch.optim.AdamW(flat_parameters(model))
+        with pytest.raises(RuntimeError, match=r"'step' is 1 of '1\..*' and 0 of '0\."):
+            load_optim_state_dict(model, flat, state)
+        local = torch.optim.AdamW(local_parameters(model))
+        load_optim_state_dict(model, local, state)
+        assert optim_state_dict(model, local)["state"].keys() == {"1.weight", "1.bias"}
+
+    run_ranks(check, 1)

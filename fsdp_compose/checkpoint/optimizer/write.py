@@ -277,8 +277,9 @@ def _find_differences(targets: Targets, given: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for member in members:
         first: dict[str, tuple[str, float]] = {}
-        for part in member.parts:
-            for key, value in given["state"].get(part.name, {}).items():
+        for part in sorted(member.parts, key=lambda part: not given["state"].get(part.name)):
+            values = given["state"].get(part.name) or dict.fromkeys(first, 0)  # it begins at 0
+            for key, value in values.items():
                 if not _is_number(value) or is_elementwise(key, value, part, given):
                     continue
                 number = float(value)
