@@ -139,7 +139,7 @@ def gathered(
         if comparison is not None:
             comparison.tell_failure()
         raise
-    changes = find_replacements(scopes)
+    changes, problem = find_replacements(scopes), find_changed_ties(scopes) if writeback else None
     if writeback and not rank0_only:
         accept_deletions(scopes, changes)
     else:
@@ -148,7 +148,7 @@ def gathered(
     # Two parameters may have changed places, so what was put there may be another parameter.
     changes = {entry: fulls.get(id(value), value) for entry, value in changes.items()}
     with torch.no_grad():
-        finish(scopes, changes, options, comparison)
+        finish(scopes, changes, options, comparison, problem)
 
 
 summon_full_params = gathered
@@ -224,13 +224,43 @@ def find_replacements(scopes: dict[Unit, Scope]) -> dict[Entry, Any]:
     found: dict[Entry, Any] = {}
     for unit, scope in scopes.items():
         for values, name, index in unit.links.places:
-            value, entry = values.get(name), unit.entries[index]
-            known = [entry.held, entry.param, unit.links.aliases[index], scope.before[index]]
-            if unit.run.live is not None:
-                known.append(unit.run.live.tensors[index])
-            if all(value is not item for item in known):
-                found[entry] = value
+            value = values.get(name)
+            if not _is_own(unit, scope, index, value):
+                found[unit.entries[index]] = value
     return found
+
+
+def _is_own(unit: Unit, scope: Scope, index: int, value: Any) -> bool:
+    """Whether ``value`` is what the scope, or the unit's pass, put in the entry's place."""
+    entry = unit.entries[index]
+    known = [entry.held, entry.param, unit.links.aliases[index], scope.before[index]]
+    if unit.run.live is not None:
+        known.append(unit.run.live.tensors[index])
+    return any(value is item for item in known)
+
+
+def find_changed_ties(scopes: dict[Unit, Scope]) -> str | None:
+    """The error for parameters that the body tied to each other, or untied; None for none."""
+    holders: dict[int, Entry] = {}  # by what lies in the places now
+    held: dict[Entry, int] = {}
+    places = ((u, s, *place) for u, s in scopes.items() if s.is_here for place in u.links.places)
+    for unit, scope, values, name, index in places:
+        value, entry = values.get(name), unit.entries[index]
+        if value is None:
+            continue
+        key = id(entry.held if _is_own(unit, scope, index, value) else value)
+        other = holders.setdefault(key, entry)
+        if other is entry and held.setdefault(entry, key) == key:
+            continue
+        what = f"{entry.spec.fqn!r} was replaced under some of its names alone, or by several"
+        if other is not entry:
+            what = f"{entry.spec.fqn!r} and {other.spec.fqn!r} were made one tensor"
+        return (
+            f"gathered: parameter {what}, and nothing was written back, as each parameter keeps "
+            "its own shard. To tie or untie parameters, put one, or one made of p.full_tensor(), "
+            "in its place outside the scope, on every rank, and call fsdp_compose.refresh(model)."
+        )
+    return None
 
 
 def accept_deletions(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> None:
@@ -283,8 +313,8 @@ def finish(
     changes: dict[Entry, Any],
     options: ScopeOptions,
     comparison: EditComparison | None,
+    problem: str | None,
 ) -> None:
-    problem: str | None = None
     for unit, scope in scopes.items():
         if scope.is_here:
             problem = problem or find_problem(unit, scope, changes, options)

@@ -99,6 +99,58 @@ def test_views_of_weights_take_their_places(grad: bool) -> None:
     run_ranks(ranks, 2)
 
 
+def _tie(model: nn.Sequential) -> None:
+    model[2].weight = model[1].weight
+
+
+def _share(model: nn.Sequential) -> None:
+    model[1].weight = model[2].weight = nn.Parameter(torch.ones(3, 3).double())
+
+
+def _untie(model: nn.Sequential) -> None:
+    model[3].weight = nn.Parameter(torch.zeros(3, 3).double())
+
+
+def _part(model: nn.Sequential) -> None:
+    model[0].weight, model[3].weight = (
+        nn.Parameter(torch.full((3, 3), n).double()) for n in (1.0, 2.0)
+    )
+
+
+@pytest.mark.parametrize("edit", [_tie, _share, _untie, _part])
+@pytest.mark.parametrize("policy", [None, wrap.by_class({nn.Linear})])
+def test_ties_change_outside_of_scopes(edit: Callable[[Any], None], policy: Any) -> None:
+    """In a scope that is an error, as each parameter would keep its own shard, or one for both."""
+
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        model[3].weight = model[0].weight
+        return model
+
+    def ranks(rank: int) -> None:
+        model, plain = fully_shard(seeded(tied), units=policy), seeded(tied)
+        before = [whole(p) for p in model.parameters()]
+        with pytest.raises(RuntimeError, match=r"gathered: parameter .* tie or untie"):
+            with torch.no_grad(), gathered(model, writeback=True):
+                edit(model)
+        assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before))
+        with torch.no_grad(), gathered(model, writeback=True):
+            model[0].weight = model[3].weight = nn.Parameter(torch.full((3, 3), 0.5))
+            model[1].weight, model[2].weight = model[2].weight, model[1].weight
+            plain[0].weight.fill_(0.5)
+            plain[1].weight, plain[2].weight = plain[2].weight, plain[1].weight
+        edit(plain)
+        edit(model)
+        refresh(model)
+        for module in (model, plain):
+            module(torch.ones(2, 3).double()).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(p), q), name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+    run_ranks(ranks, 2)
+
+
 class Reader(nn.Module):
     """An embedding, a body, and logits by the embedding's weight, which another unit may own."""
 
