@@ -103,7 +103,7 @@ def sample_bytes(value: Tensor) -> bytes:
     spread = [index * last // max(1, count - 1) for index in range(count)]
     at = torch.tensor(spread, device="cpu")
     place = torch.unravel_index(at, value.shape) if value.ndim else ()
-    picked = value.detach()[place].reshape(-1).cpu().contiguous()
+    picked = value.detach()[place].resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
     return to_bytes(picked.view(torch.uint8))
 
 

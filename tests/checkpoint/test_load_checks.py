@@ -285,3 +285,17 @@ def test_any_dtype_is_sent_from_rank_0() -> None:
             fc.load_state_dict(model, cut if rank == 0 else {}, broadcast_from_rank0=True)
 
     run_ranks(run, 2)
+
+
+def test_a_number_that_conjugates_is_loaded() -> None:
+    def run(rank: int) -> None:
+        model = nn.Module()
+        model.turn = nn.Parameter(torch.tensor(0j))
+        model.part = nn.Parameter(torch.tensor(0.0))
+        fc.fully_shard(model)
+        turned = torch.tensor(3 - 4j).conj()
+        fc.load_state_dict(model, {"turn": turned, "part": turned.imag})
+        assert complex(model.turn.full_tensor()) == 3 + 4j
+        assert float(model.part.full_tensor()) == 4
+
+    run_ranks(run, 2)
