@@ -340,9 +340,9 @@ def check_filled_elsewhere(package: Path) -> list[str]:
                 case ast.Delete(targets=targets):
                     written = targets
                 case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in MUTATORS:
-                    written = [ast.Subscript(value)]
+                    written = [ast.Subscript(value, ast.Constant(0))]
                 case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[value, *_]):
-                    written = [ast.Subscript(value)]
+                    written = [ast.Subscript(value, ast.Constant(0))]
             for target in written:
                 root = target
                 while isinstance(root, ast.Attribute | ast.Subscript):
