@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, cast
@@ -25,6 +25,7 @@ from fsdp_compose.base.torch_private import (
     buffer_slots,
     non_persistent,
     parameter_slots,
+    read_version,
     set_local_part,
 )
 from fsdp_compose.base.unwritten import Mark, is_unwritten, mark_unwritten
@@ -113,6 +114,9 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
 
     Returns:
         Ids of the tensors that were left unwritten.
+
+    Raises:
+        ValueError: a module wrote what a module inside it had in memory, such as loaded weights.
     """
     own = {id(item.param) for bucket in plan.buckets for item in bucket.found}
     fresh: dict[int, torch.Tensor] = {}
@@ -131,12 +135,21 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
         makers.update((key, init_fn.maker(key)) for key in makers if init_fn.knows(key))
     for maker in dict.fromkeys(makers.values()):
         kept = {key for key, module in makers.items() if module is maker}
+        loaded = [*_list_loaded(maker, fresh)]
         with only(maker, kept, plan.options.device, fresh=True), torch.no_grad():
             _initialise_module(maker, init_fn)
         left = {key for key in kept if marks[key].is_on(part_of(fresh[key]))}
         if left and init_fn is not None and not isinstance(init_fn, Seeded):
             with only(maker, kept, plan.options.device, left, fresh=True), torch.no_grad():
                 _initialise_module(maker, init_fn)
+        for name, tensor, version in loaded:
+            if read_version(tensor) != version:
+                raise ValueError(
+                    f"fully_shard: initialising {type(maker).__name__} of unit {plan.name!r}, "
+                    f"which has tensors on the meta device, wrote {name!r} inside it too, which "
+                    "was in memory already, so its values are lost. Load it after fully_shard, or "
+                    "pass a param_init_fn(module) that writes only what the module holds itself."
+                )
     return {key for key, mark in marks.items() if mark.is_on(part_of(fresh[key]))}
 
 
@@ -267,6 +280,19 @@ def _whole_of(
     if not isinstance(tensor, nn.Parameter):
         return whole
     return nn.Parameter(whole, tensor.requires_grad)
+
+
+def _list_loaded(
+    maker: nn.Module, fresh: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """(name, tensor, version) of plain ones below ``maker`` that nobody is to initialise."""
+    for path, submodule in maker.named_modules():
+        for values in (parameter_slots(submodule), buffer_slots(submodule)):
+            for name, tensor in values.items() if submodule is not maker else ():
+                if tensor is None or id(tensor) in fresh or tensor.is_meta or is_sharded(tensor):
+                    continue
+                if not tensor.is_inference():
+                    yield f"{path}.{name}", tensor, read_version(tensor)
 
 
 def _initialise_module(module: nn.Module, init_fn: InitFn | None) -> None:

@@ -364,6 +364,35 @@ def test_reset_parameters_leaves_real_weights() -> None:
     run_ranks(ranks, 2)
 
 
+class Gated(nn.Module):
+    """``reset_parameters`` resets the layer inside, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gate)
+        self.lin.reset_parameters()
+
+
+@pytest.mark.parametrize("units", [None, wrap.by_class(nn.Linear)])
+def test_loaded_weights_are_not_initialised_again(units: Any) -> None:
+    """A module on meta would reset a layer inside it that was loaded: an error on every rank."""
+
+    def ranks(rank: int) -> None:
+        model = on_meta(Gated)
+        model.lin = nn.Linear(WIDTH, WIDTH)
+        with pytest.raises(ValueError, match=r"wrote 'lin\.weight' inside it too"):
+            fully_shard(model, units=units)
+        model = on_meta(Gated)  # where the layer is on meta, resetting it twice is harmless
+        fully_shard(model, units=units)
+        assert torch.equal(whole(model.gate), torch.ones(WIDTH))
+
+    run_ranks(ranks, 2)
+
+
 class Magnitude(nn.Module):
     """An adapter whose first values follow from a loaded weight and buffer, as DoRA's do."""
 
