@@ -377,17 +377,16 @@ class Gated(nn.Module):
         self.lin.reset_parameters()
 
 
-@pytest.mark.parametrize("units", [None, wrap.by_class(nn.Linear)])
-def test_loaded_weights_are_not_initialised_again(units: Any) -> None:
+def test_loaded_weights_are_not_initialised_again() -> None:
     """A module on meta would reset a layer inside it that was loaded: an error on every rank."""
 
     def ranks(rank: int) -> None:
         model = on_meta(Gated)
         model.lin = nn.Linear(WIDTH, WIDTH)
         with pytest.raises(ValueError, match=r"wrote 'lin\.weight' inside it too"):
-            fully_shard(model, units=units)
+            fully_shard(model)
         model = on_meta(Gated)  # where the layer is on meta, resetting it twice is harmless
-        fully_shard(model, units=units)
+        fully_shard(model, units=wrap.by_class(nn.Linear))
         assert torch.equal(whole(model.gate), torch.ones(WIDTH))
 
     run_ranks(ranks, 2)
