@@ -31,14 +31,18 @@ class Memory(NamedTuple):
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     """The memory of a strided tensor; None where it has no elements."""
-    if not tensor.numel():
+    count, itemsize = tensor.numel(), tensor.itemsize
+    if not count:
         return None
-    itemsize = tensor.itemsize
-    strides = tuple(int(step) * itemsize for step in tensor.stride())
+    shape = tuple(tensor.shape)
+    strides = tuple([int(step) * itemsize for step in tensor.stride()])
     start = int(tensor.storage_offset()) * itemsize
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
+    stop = start + count * itemsize
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        stop = start + last + itemsize
     storage = StorageWeakRef(tensor.untyped_storage())
-    return Memory(storage, start, start + last + itemsize, tuple(tensor.shape), strides, itemsize)
+    return Memory(storage, start, stop, shape, strides, itemsize)
 
 
 def share_bytes(one: Memory, other: Memory) -> bool:

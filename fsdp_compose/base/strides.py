@@ -9,6 +9,8 @@ import torch
 
 def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides in which ``tensor`` is flattened: its own when they are dense, else contiguous."""
+    if tensor.is_contiguous():
+        return tuple(tensor.stride()) if tensor.numel() else contiguous_strides(tensor.shape)
     dims = sorted(
         (stride, size)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)

@@ -266,6 +266,8 @@ def _describe_order(tensor: torch.Tensor) -> tuple[str, ...]:
 
     They are cut and sent in that order, in which other ranks put them together again.
     """
+    if tensor.is_contiguous():
+        return ()
     strides, usual = storage_order(tensor), contiguous_strides(tensor.shape)
     sizes = tensor.shape if tensor.numel() else ()
     differ = any(a != b for a, b, size in zip(strides, usual, sizes, strict=False) if size != 1)

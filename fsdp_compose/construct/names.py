@@ -26,7 +26,7 @@ _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 def clean_name(name: str) -> str:
     """``name`` without wrappers' attributes, as far as the name alone tells: ``module.`` stays."""
-    return ".".join(part for part in name.split(".") if part not in PREFIXES)
+    return ".".join([part for part in name.split(".") if part not in PREFIXES])
 
 
 def name_cleaner(module: nn.Module) -> Callable[[str], str]:
