@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
+    MixedPrecision,
     Prefetch,
     ShardingStrategy,
     fully_shard,
@@ -311,3 +313,15 @@ def be_quick() -> Heard:
     """Speak up after a quarter of a second."""
     waiting.WARN_AFTER, waiting.POST_AFTER = 0.25, 0.1
     return Heard()
+
+
+def check_sums(rank: int) -> None:
+    """256 + 1 - 256 + 0, in bfloat16 over shards and replicas, is added up in float32."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for grid in (None, mesh):
+        mp = MixedPrecision(reduce_dtype=torch.float32)
+        model = fully_shard(nn.Linear(8, 1, bias=False).bfloat16(), mesh=grid, mp_policy=mp)
+        x = torch.full((1, 8), (256.0, 1.0, -256.0, 0.0)[rank], dtype=torch.bfloat16)
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+        assert (model.weight.grad.full_tensor() == 0.25).all()

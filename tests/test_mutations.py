@@ -30,7 +30,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.checkpoint import metadata
 from fsdp_compose.checkpoint.optimizer import agree as optim_agree
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm import waiting
+from fsdp_compose.comm import sums, waiting
 from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.core.guards import scope_parameters
@@ -50,6 +50,7 @@ from laws import (
     check_prefetch,
     check_released,
     check_steps,
+    check_sums,
     check_traffic,
     check_two_graphs,
     inside_out,
@@ -188,11 +189,16 @@ def gather_zeros() -> None:
     comm.gather_parts = mutant
 
 
+def sum_replicas_in_grad_dtype() -> None:
+    original = MixedPrecision.dtypes_for
+    MixedPrecision.dtypes_for = lambda self, storage, replicas=1: original(self, storage)
+
+
 def reduce_in_compute_dtype() -> None:
     original = MixedPrecision.dtypes_for
 
-    def mutant(self: Any, storage: Any) -> Any:
-        dtypes = original(self, storage)
+    def mutant(self: Any, storage: Any, replicas: int = 1) -> Any:
+        dtypes = original(self, storage, replicas)
         return dtypes._replace(reduce=dtypes.compute)
 
     MixedPrecision.dtypes_for = mutant
@@ -496,6 +502,10 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
         lambda: setattr(Schedule, "keep", lambda *_: None), check_budget, 2,
     ),
     "reduce dtype ignored": (reduce_in_compute_dtype, check_reduce_dtype, 2),
+    "sums kept in the shards' dtype": (
+        lambda: setattr(sums, "_wide_for", lambda given, total: total), check_sums, 4,
+    ),
+    "replicas add in the shards' dtype": (sum_replicas_in_grad_dtype, check_sums, 4),
     "frozen made trainable": (thaw, check_frozen, 2),
     "other ranks' weights lost": (gather_zeros, check_training, 2),
     "gradients handed out twice": (reduce_twice, check_training, 2),

@@ -134,11 +134,15 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of parameters in compute, of gradients in a reduction, and of ``.grad``."""
+    """The dtypes of parameters in compute, of gradients in a reduction, and of ``.grad``.
+
+    ``summed`` is that of this rank's part of the sum until all axes of the mesh have added to it.
+    """
 
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    summed: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,10 @@ class MixedPrecision:
     Args:
         param_dtype: dtype of floating-point parameters in forward and backward, and of the gather.
         reduce_dtype: dtype in which gradients travel; ``param_dtype``'s when None. They are summed
-            in at least fp32 where the library sums (gloo) and end in the shard's dtype. In
-            float16 they are first divided, in float16, by a power of two near the square root of
-            the number of ranks, as their sum may overflow.
+            in at least fp32 where the library sums (gloo) and end in the shard's dtype. Over the
+            replicas of a hybrid mesh, the sums travel in the wider of both dtypes. In float16
+            they are first divided, in float16, by a power of two near the square root of the
+            number of ranks, as their sum may overflow.
         output_dtype: dtype floating-point outputs of the unit are cast to.
         buffer_dtype: dtype the unit's floating-point buffers are cast to, once, when sharded.
             State dicts of kind "full" and ``save_full`` have them in the dtype they had.
@@ -220,15 +225,17 @@ class MixedPrecision:
                 'True, False or "root".'
             )
 
-    def dtypes_for(self, storage: torch.dtype) -> Dtypes:
+    def dtypes_for(self, storage: torch.dtype, replicas: int = 1) -> Dtypes:
         """What this decides for parameters kept in ``storage``."""
         if storage.is_complex:
-            return Dtypes(storage, storage.to_real(), storage)
+            return Dtypes(storage, storage.to_real(), storage, storage.to_real())
         if not storage.is_floating_point:
-            return Dtypes(storage, storage, storage)
+            return Dtypes(storage, storage, storage, storage)
         compute = self.param_dtype or storage
         reduce = self.reduce_dtype or compute
-        return Dtypes(compute, reduce, reduce if self.keep_low_precision_grads else storage)
+        grad = reduce if self.keep_low_precision_grads else storage
+        summed = torch.promote_types(reduce, grad) if replicas > 1 else grad
+        return Dtypes(compute, reduce, grad, summed)
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,7 @@ class Dtypes:
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype  # of ``.grad``
+    summed: torch.dtype  # of sums over ranks, until those over the replicas are added; real
 
 
 @dataclass(eq=False, repr=False)

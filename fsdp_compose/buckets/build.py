@@ -29,7 +29,7 @@ def make_bucket(
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
     device = mesh.device
-    dtypes = Dtypes(*mp.dtypes_for(shard.dtype))
+    dtypes = Dtypes(*mp.dtypes_for(shard.dtype, mesh.replicate_axis.size))
     in_place = layout.world_size == 1 and dtypes.compute == shard.dtype and device == shard.device
     with torch.inference_mode(False), torch.no_grad():
         full = shard if in_place else torch.empty(layout.numel, dtype=dtypes.compute, device=device)

@@ -36,14 +36,26 @@ _IN_CACHE = 1 << 17  # elements
 def add_up(parts: Sequence[torch.Tensor], total: torch.Tensor, scale: float, in_tree: bool) -> None:
     """Set ``total`` to the sum of ``parts``, in their order or as a tree, times ``scale``.
 
-    On a CPU piece by piece, so that what is added to has not left the cache.
+    It is added in no less than float32, whatever the dtypes of both, and rounded once. On a CPU
+    piece by piece, so that what is added to has not left the cache.
     """
+    dtype = _wide_for(parts[0].dtype, total.dtype)
     size = _IN_CACHE if total.device.type == "cpu" else total.numel()
+    room = None if dtype == total.dtype else total.new_empty(min(size, len(total)), dtype=dtype)
     for rows in zip(total.split(size), *(part.split(size) for part in parts), strict=True):
         piece, *terms = rows
+        sums = piece if room is None else room[: len(piece)]
         first = len(terms) if in_tree else 2
-        add_in_tree(terms[:first], piece)
+        add_in_tree(terms[:first], sums)
         for other in terms[first:]:
-            piece += other
+            sums += other
         if scale != 1.0:
-            piece.mul_(scale)
+            sums.mul_(scale)
+        if sums is not piece:
+            piece.copy_(sums)
+
+
+def _wide_for(given: torch.dtype, total: torch.dtype) -> torch.dtype:
+    """The dtype to add up in what is of ``given``, for a sum that is kept in ``total``."""
+    wide = torch.promote_types(given, total)
+    return torch.promote_types(wide, torch.float32) if wide.is_floating_point else wide

@@ -50,7 +50,7 @@ def plan_buckets(
             check_meshes(item.parallel, item.names[0], plan.name, mesh, options.mesh)
     note_repeated(own, mesh, beside)
     for (storage, _, chosen), items in groups.items():
-        compute, reduce, _ = chosen.dtypes_for(storage)
+        compute, reduce, *_ = chosen.dtypes_for(storage)
         itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
         extents = [
             Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity_for(plan, i))

@@ -173,22 +173,22 @@ def _all_reduce(reduction: Reduction) -> None:
     bucket, streams = reduction.bucket, reduction.unit.engine.streams
     assert bucket.arriving.partial is not None
     grad = sum_over_replicas(bucket, bucket.arriving.partial, reduction.used)
-    reduction.result = typed(bucket, grad)
+    reduction.result = typed(grad, bucket.dtypes.grad)
     reduction.done = streams.record(streams.reduce)
 
 
 def _combine(reduction: Reduction) -> torch.Tensor:
-    """This rank's sharded gradient of the bucket, over both mesh axes, in the storage dtype."""
+    """This rank's sharded gradient of the bucket, over both mesh axes, as ``.grad`` is kept."""
     bucket, switches = reduction.bucket, reduction.unit.switches
-    real = bucket.dtypes.grad.to_real() if bucket.dtypes.grad.is_complex else bucket.dtypes.grad
+    summed, kept = bucket.dtypes.summed, bucket.dtypes.grad
     if switches.comm_hook is not None:
-        grad = _run_comm_hook(reduction).to(real, copy=True)  # the hook may keep its result
+        grad = _run_comm_hook(reduction).to(summed, copy=True)  # the hook may keep its result
         if bucket.arriving.partial is not None:  # from backwards before the hook was registered
             reduction.added, bucket.arriving.partial = bucket.arriving.partial, None
             grad = grad + sum_over_replicas(bucket, reduction.added, reduction.used)
-        return typed(bucket, grad)
+        return typed(grad, kept)
     assert reduction.scatter is not None
-    grad = reduction.scatter.result(real, 1.0 if bucket.mesh.slots else reduction.scale)
+    grad = reduction.scatter.result(summed, 1.0 if bucket.mesh.slots else reduction.scale)
     if bucket.arriving.partial is not None:
         grad += bucket.arriving.partial
         reduction.added, bucket.arriving.partial = bucket.arriving.partial, None
@@ -197,7 +197,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
             bucket.arriving.partial = grad
         else:
             grad = sum_over_replicas(bucket, grad, reduction.used)
-    return typed(bucket, grad) if real != bucket.dtypes.grad else grad
+    return typed(grad, kept) if summed != kept else grad
 
 
 def _run_comm_hook(reduction: Reduction) -> torch.Tensor:

@@ -244,13 +244,13 @@ def price_accumulation(survey: Survey) -> tuple[Accumulation, ...]:
     trained = [bucket for bucket in survey.buckets if bucket.trained_numel]
     over_shards = sum(b.flat_bytes - b.flat_bytes // b.gather_ranks for b in trained)
     over_replicas = sum(
-        2 * b.grad_shard_bytes * (b.replicas - 1) // b.replicas for b in trained if b.replicas > 1
+        2 * b.summed_bytes * (b.replicas - 1) // b.replicas for b in trained if b.replicas > 1
     )
-    over_replicas += sum(b.grad_shard_bytes * (b.fused - 1) for b in trained)
+    over_replicas += sum(b.summed_bytes * (b.fused - 1) for b in trained)
     found = [Accumulation("sharded", 0, over_shards + over_replicas)]
     if over_replicas:
         waiting = [b for b in trained if b.replicas > 1 or b.fused > 1]
-        partial = sum(b.shard_numel * b.fused * b.reduce.itemsize for b in waiting)
+        partial = sum(b.summed_bytes * b.fused for b in waiting)
         found.append(Accumulation("no_all_reduce", partial, over_shards))
     found.append(Accumulation("unsharded", sum(b.flat_bytes for b in trained), 0))
     return tuple(found)

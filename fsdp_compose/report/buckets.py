@@ -100,6 +100,12 @@ class PlannedBucket:
         return self.shard_numel * self.grad.itemsize if self.trained_numel else 0
 
     @property
+    def summed_bytes(self) -> int:
+        """A shard's gradients as they travel over replicas: no narrower than between shards."""
+        dtype = torch.promote_types(self.reduce, self.grad)
+        return self.shard_numel * dtype.itemsize if self.trained_numel else 0
+
+    @property
     def flat_bytes(self) -> int:
         """The flat buffer that gradients are packed into."""
         parts = 2 if self.storage.is_complex else 1

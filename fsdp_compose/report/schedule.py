@@ -286,10 +286,10 @@ class _Ledger:
             moved = bucket.flat_bytes - bucket.flat_bytes // bucket.gather_ranks
             done += TrafficReport(reduces=1, reduce_bytes=moved)
         if bucket.fused > 1 and bucket.flat_bytes:
-            moved = bucket.grad_shard_bytes * (bucket.fused - 1)
+            moved = bucket.summed_bytes * (bucket.fused - 1)
             done += TrafficReport(reduces=1, reduce_bytes=moved)
         if bucket.replicas > 1:
-            moved = 2 * bucket.grad_shard_bytes * (bucket.replicas - 1) // bucket.replicas
+            moved = 2 * bucket.summed_bytes * (bucket.replicas - 1) // bucket.replicas
             done += TrafficReport(all_reduces=1, all_reduce_bytes=moved)
         self.traffic[i] += done
 
@@ -300,11 +300,11 @@ class _Ledger:
             arrived = 0 if i in self.arrived or bucket.on_host else bucket.grad_shard_bytes
             self.arrived.add(i)
             freed = {"received": -bucket.received_bytes, "packed": -self._packed_bytes(i)}
-            summed = bucket.grad_shard_bytes * bucket.fused
+            summed = bucket.summed_bytes * bucket.fused
             if bucket.fused > 1:
                 sums = summed if bucket.converts_gradients else 0
                 senders = bucket.fused - 1 if bucket.point_to_point else 1
-                others = bucket.grad_shard_bytes * senders
+                others = bucket.summed_bytes * senders
                 self.change(reduced=sums + others)
                 self.change(reduced=arrived - sums - others, **freed)
             elif bucket.converts_gradients:

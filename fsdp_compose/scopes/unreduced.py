@@ -19,7 +19,6 @@ from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.buckets.gradients import any_waits, cut, discard_waiting
-from fsdp_compose.buckets.reduce import typed
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.unshard import explain_open
 from fsdp_compose.sharded import (
@@ -156,7 +155,7 @@ def _is_used(entry: Entry) -> bool:
 def cut_partial(entry: Entry, flat: torch.Tensor) -> torch.Tensor:
     """Its elements of a bucket's ``partial``, larger than a shard where replicas cut it again."""
     bucket = owner_of(entry)
-    partial = typed(bucket, flat)
+    partial = torch.view_as_complex(flat.view(-1, 2)) if bucket.dtypes.grad.is_complex else flat
     start = entry.spec.offset - bucket.mesh.gather_axis.rank * partial.numel()
     return partial[max(start, 0) : max(start + entry.spec.numel, 0)]
 
