@@ -30,7 +30,7 @@ from fsdp_compose.base.policy import INITS, Init
 from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import bind
-from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.entries import find_entry, give_slice
 from fsdp_compose.buckets.gradients import any_waits
 from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.construct.choose_buckets import plan_buckets
@@ -276,6 +276,7 @@ def _pad_bucket(bucket: Bucket, entry: Entry) -> None:
     padding = Entry(param, spec, (f"{entry.names[0]} (removed)",), [])
     bucket.entries[entry.index] = padding
     bind(bucket, padding, entry.index)
+    give_slice(padding, param)
 
 
 def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import timeit
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -391,6 +392,26 @@ def test_a_plain_parameter_over_one_taken_out(stepped: bool) -> None:
         square(model, data(1, rank)).backward()
         optim.step()
         assert_at_rest(model)
+
+    simulate_ranks(check, 2)
+
+
+def test_what_was_taken_out_is_the_callers_alone() -> None:
+    """Norms and clipping over flat parameters leave it out, and nothing of it is kept alive."""
+
+    def check(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        fc.flat_parameters(model)
+        square(model, data(0, rank)).backward()
+        head, model.head = model.head, nn.Linear(WIDTH, 2).double()
+        refresh(model, init="as_is")
+        flat, before = fc.flat_parameters(model), head.weight.grad.clone()
+        assert torch.equal(fc.grad_norm(flat), fc.grad_norm(model))
+        fc.clip_grad_norm_(flat, 1e-3)
+        assert torch.equal(head.weight.grad, before)
+        gone = weakref.ref(head.weight)
+        del head
+        assert gone() is None
 
     simulate_ranks(check, 2)
 
