@@ -2,15 +2,17 @@
 
 Where no module stands around the units of a model, as in a script's own loop over blocks, nothing
 but the optimizer knows what is trained with them. Each optimizer is looked through once, and again
-when it was given more parameters or more was sharded. Clipping them together, which comes before,
-is an error too: the norm would differ between ranks.
+when it has other parameters, others of them train, or more was sharded. Clipping them together,
+which comes before, is an error too: the norm would differ between ranks.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import parameter_slots
+from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
@@ -28,9 +31,17 @@ from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.sharded import ShardedParameter, is_sharded_parameter
 
-_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
 _AVERAGED = "_fsdp_compose_averaged"
 """Attribute of plain parameters that DistributedDataParallel was found to average."""
+
+
+class _Seen(NamedTuple):
+    """What an optimizer and the process had when the optimizer was looked through."""
+
+    units: list[int]  # by device, how many there were
+    params: list[int]  # by id: hooks of a parameter may hold the optimizer
+    trains: list[bool]
 
 
 def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
@@ -39,13 +50,14 @@ def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         RuntimeError: naming them.
     """
-    counts = tuple([len(engine.units) for engine in here.engines.values()])
-    counts += tuple([len(group["params"]) for group in optimizer.param_groups])
-    if _known.get(optimizer) == counts:
+    units = [len(engine.units) for engine in here.engines.values()]
+    params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    with raw():
+        seen = _Seen(units, list(map(id, params)), list(map(requires_grad, params)))
+    if _known.get(optimizer) == seen:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     if _check_params(params, f"{type(optimizer).__name__}.step()", "trains", "an optimizer"):
-        _known[optimizer] = counts
+        _known[optimizer] = seen
         look_again()
 
 

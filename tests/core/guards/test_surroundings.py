@@ -205,6 +205,29 @@ def test_plain_parts_that_are_trained_later(change: str) -> None:
     simulate_ranks(ranks)
 
 
+@pytest.mark.parametrize("change", ["unfrozen", "exchanged"])
+def test_an_optimizer_whose_parameters_change(change: str) -> None:
+    """It is looked through again where it has as many parameters, and others are to be trained."""
+
+    def ranks(rank: int) -> None:
+        block, head = fully_shard(seeded(Block)), seeded(lambda: nn.Linear(6, 2))
+        head.requires_grad_(False)
+        optim = sgd([*block.parameters(), *head.parameters()])
+        for step in range(2):
+            square(nn.Sequential(block, head), data(step, rank)).backward()
+            optim.step()
+        if change == "unfrozen":
+            head.requires_grad_(True)
+        else:
+            head = seeded(lambda: nn.Linear(6, 2))
+            optim.param_groups[0]["params"][-2:] = head.parameters()
+        head(block(data(2, rank))).sum().backward()
+        with pytest.raises(RuntimeError, match=r"step\(\): .* in no unit: 'Linear\.weight"):
+            optim.step()
+
+    simulate_ranks(ranks)
+
+
 def test_a_later_unit_beside_plain_parts() -> None:
     """Two units were trained together; then the second runs with a head, without the first."""
 
