@@ -49,7 +49,7 @@ def _lend_grad_buffer(bucket: Bucket) -> GradBuffer | None:
     if lease is None:
         return None
     made = lease.kept.get(bucket)
-    if made is None or made.flat.dtype != dtype:
+    if made is None or (made.flat.dtype, made.flat.numel()) != (dtype, numel):
         with torch.inference_mode(False):
             made = make_grad_buffer(bucket, lease.memory.view(dtype))
         lease.kept[bucket] = made

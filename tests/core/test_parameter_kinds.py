@@ -255,3 +255,23 @@ def test_numbers_of_every_kind(world: int) -> None:
             assert param.dtype == twin.plain[0].get_parameter(name).dtype
 
     run_ranks(ranks, world)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+def test_a_model_becomes_complex() -> None:
+    """Its gradients were packed before, as as many real numbers as it has elements."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: nn.Sequential(nn.Linear(WIDTH, 3)), one_unit)
+        twin.backward(square, 0)
+        for model in (twin.model, *twin.plain):
+            model.zero_grad()
+            model.to(torch.complex128)
+        twin.backward(absolute, 1)
+        twin.check()
+
+    run_ranks(ranks, 2)
+
+
+def absolute(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x.to(torch.complex128)).abs() ** 2).mean()
