@@ -59,6 +59,11 @@ def by_detaching(model: nn.Module, param: Any, value: bool) -> None:
     assert param.requires_grad == value
 
 
+def by_torchs_detaching(model: nn.Module, param: Any, value: bool) -> None:
+    assert (param.requires_grad_() if value else torch.detach_(param)) is param
+    assert param.requires_grad == value
+
+
 def detached_in_a_scope(model: nn.Module, param: Any, value: bool) -> None:
     with gathered(model):
         by_detaching(model, param, value)
@@ -66,7 +71,7 @@ def detached_in_a_scope(model: nn.Module, param: Any, value: bool) -> None:
 
 WAYS = [
     *(by_property, by_method, by_function, by_setter, as_plain, by_module, in_a_scope),
-    *(by_detaching, detached_in_a_scope),
+    *(by_detaching, by_torchs_detaching, detached_in_a_scope),
 ]
 
 
