@@ -268,7 +268,7 @@ def fuse(mesh: Mesh, given: MeshLike | None) -> Mesh:
     if ranks not in known:
         pg = ordered_group(ranks)
         known[ranks] = group_of(pg, mesh.device)
-    both = with_transport(known[ranks], shard.transport)
+    both = with_transport(group_of(known[ranks].pg, mesh.device), shard.transport)
     return replace(mesh, shard=both, replicate=SELF, axes=(shard, replicate))
 
 
@@ -386,7 +386,7 @@ def subgroup_of(group: Group, size: int) -> Group:
         first = group.rank // size * size
         ranks = group.ranks[first : first + size]
         known[size] = Group(ordered_group(ranks), group.rank - first, size, group.backend, ranks)
-    return with_transport(known[size], group.transport)
+    return replace(known[size], backend=group.backend, transport=group.transport)
 
 
 def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.device:

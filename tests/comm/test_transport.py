@@ -106,6 +106,18 @@ def test_reductions_have_a_communicator_of_their_own(monkeypatch: pytest.MonkeyP
     run_ranks(ranks, 2)
 
 
+def test_a_smaller_group_serves_its_tensors_device() -> None:
+    """Also where units on another device, which another backend serves, asked for it first."""
+
+    def ranks(rank: int) -> None:
+        every = mesh.group_of(dist.group.WORLD, torch.device("cpu"))
+        first = mesh.subgroup_of(every, 2)
+        other = mesh.subgroup_of(replace(every, backend="nccl"), 2)
+        assert (first.backend, other.backend, other.pg) == ("gloo", "nccl", first.pg)
+
+    run_ranks(ranks, 4)
+
+
 def test_a_copy_is_not_sent_once_weights_are_written() -> None:
     """By a transport of one's own that copies, on a backend that compares nothing before."""
     sent: list[Tensor] = []
