@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.arguments import check_kind, describe_value
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw, read_base
 from fsdp_compose.buckets.bucket import Bucket
@@ -185,6 +186,8 @@ def _are_slices(grads: Sequence[Any], bases: Sequence[Any], base: torch.Tensor) 
 class _Known:
     """What a bucket's gradients are called, and who has the rest of them."""
 
+    mesh: Mesh
+    places: list[tuple[str, str]]  # unit and name of each
     names: tuple[str, ...]
     groups: tuple[Group, ...]
     is_plain: bool
@@ -201,13 +204,13 @@ def _know(bucket: Bucket) -> _Known | None:
     """
     if unit_of(bucket).switches.comm_hook is not None:
         return None
-    known = _known.get(bucket)
-    if known is None:
+    known, places = _known.get(bucket), list(map(_get_place, bucket.entries))
+    if known is None or known.mesh is not bucket.mesh or known.places != places:
         specs = [entry.spec for entry in bucket.entries]
         is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
         names = tuple(map(describe, specs))
         groups = groups_of_several((bucket.mesh.shard,))
-        known = _known[bucket] = _Known(names, groups, is_plain)
+        known = _known[bucket] = _Known(bucket.mesh, places, names, groups, is_plain)
     return known if known.is_plain else None
 
 
@@ -216,6 +219,7 @@ def describe(spec: ShardSpec) -> str:
     return f"{spec.fqn!r} (unit {spec.unit!r})"
 
 
+_get_place = attrgetter("spec.unit", "spec.fqn")
 _get_residence = attrgetter("_shard_spec.residence")
 
 

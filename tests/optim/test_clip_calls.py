@@ -23,7 +23,7 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.optim import clip as clipping
 from fsdp_compose.sharded import spec_of
 
-from harness import fake_world, run_ranks
+from harness import fake_world, run_ranks, simulate_ranks
 
 
 class Calls(TorchDispatchMode):
@@ -271,3 +271,18 @@ def test_partial_sums_of_split_weights_are_clipped() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), before / before.norm())
 
     run_ranks(ranks, 2)
+
+
+def test_names_that_parameters_have_by_now() -> None:
+    """A block was clipped alone, and is part of a model since; ranks compare names of gradients."""
+
+    def ranks(rank: int) -> None:
+        block = fc.fully_shard(nn.Linear(4, 4))
+        block(torch.ones(4)).sum().backward()
+        fc.clip_grad_norm_(block, 1.0)
+        model = fc.fully_shard(nn.Sequential(nn.ReLU(), block))
+        if rank == 1:
+            block.weight.grad = block.weight.grad.clone()  # it is named by itself there
+        fc.clip_grad_norm_(model, 1.0)
+
+    simulate_ranks(ranks)
