@@ -22,7 +22,7 @@ from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
 from fsdp_compose.base.unwritten import Mark, mark_unwritten
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import make_bucket
-from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.buckets.entries import find_entry, rename_entry
 from fsdp_compose.comm.collectives import open_segments
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
@@ -49,7 +49,6 @@ from fsdp_compose.sharded import (
     Residence,
     ShardSpec,
     open_dtensor,
-    tag,
     take_over_hooks,
     to_local,
 )
@@ -322,5 +321,4 @@ def rename_nested_units(outer: nn.Module) -> None:
                     fqn = f"{path_of.get(id(member), path)}.{name}"
                 else:
                     fqn = f"{path}.{name}"
-                entry.spec = replace(entry.spec, fqn=fqn, unit=path)
-                tag(entry.param, entry.spec)
+                rename_entry(entry, fqn, path)

@@ -30,7 +30,7 @@ from fsdp_compose.base.policy import INITS, Init
 from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import bind
-from fsdp_compose.buckets.entries import find_entry, give_slice
+from fsdp_compose.buckets.entries import find_entry, give_slice, rename_entry
 from fsdp_compose.buckets.gradients import any_waits
 from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.construct.choose_buckets import plan_buckets
@@ -333,5 +333,4 @@ def _rename_entry(entry: Entry, item: Found, prefixes: dict[str, str]) -> None:
         fqn = prefixes.get("", "") + first
     entry.names, entry.slots = tuple(item.names), item.slots
     if fqn != entry.spec.fqn:
-        entry.spec = replace(entry.spec, fqn=fqn)
-        tag(entry.param, entry.spec)
+        rename_entry(entry, fqn, entry.spec.unit)

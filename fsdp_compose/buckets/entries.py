@@ -6,15 +6,18 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
-from fsdp_compose.sharded import KEPT, spec_of
+from fsdp_compose.sharded import KEPT, is_sharded, spec_of, tag
 
 _ENTRY_KEY = "_fsdp_compose_entry"
 
@@ -31,6 +34,16 @@ def give_slice(entry: Entry, param: nn.Parameter) -> None:
     bucket = None if entry.owner is None else entry.owner()
     if bucket is not None:
         bucket.views.params[entry.index] = param
+
+
+def rename_entry(entry: Entry, fqn: str, unit: str) -> None:
+    """Name the parameter, and its gradient where that was given out, which ranks compare."""
+    entry.spec = replace(entry.spec, fqn=fqn, unit=unit)
+    tag(entry.param, entry.spec)
+    with raw():
+        grad = get_grad(entry.param)
+        if is_sharded(grad):
+            tag(grad, entry.spec)
 
 
 def find_entry(param: nn.Parameter) -> Entry:

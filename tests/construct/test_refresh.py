@@ -336,6 +336,23 @@ def test_names_after_a_parameter_has_moved() -> None:
             assert spec_of(param).fqn == name
 
 
+@pytest.mark.parametrize("how", ["inserted", "wrapped"])
+def test_a_gradient_is_renamed_with_its_parameter(how: str) -> None:
+    """Also where one rank alone had read it: ranks compare the names of what they reduce."""
+
+    def check(rank: int) -> None:
+        (block,) = model = seeded(lambda: nn.Sequential(nn.Linear(4, 4)))
+        unit = fully_shard(block if how == "wrapped" else model)
+        unit(data(0, rank, 3, 4)).sum().backward()
+        seen = block.weight.grad if rank == 1 else None
+        model.insert(0, nn.ReLU())
+        refresh(model) if how == "inserted" else fully_shard(model)
+        assert block.weight.grad.norm() > 0 and seen is (block.weight.grad if rank else None)
+        assert spec_of(block.weight.grad).fqn == "1.weight"
+
+    simulate_ranks(check, 2)
+
+
 def test_the_check_costs_little() -> None:
     """Under 3 µs a unit; measured against a generous multiple, since machines are busy."""
     with single_process():
