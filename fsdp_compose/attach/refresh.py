@@ -203,7 +203,8 @@ def _find_change(
     options: Options = unit.options if init is None else replace(unit.options, init=init)
     modules = [module for ref in unit.modules if (module := ref()) is not None]
     plan = UnitPlan(unit.name, modules, options, _is_named(unit, modules))
-    left_alone = frozenset(unit.checks.left_alone)
+    known_ids = unit.checks.left_alone.items()
+    left_alone = frozenset(key for key, ref in known_ids if ref() is not None)  # else another's id
     ignored = tuple(unit.checks.left_alone.values())
     plan.ignored = Ignored(left_alone, left_alone, left_alone, ignored)
     known = {id(values) for values, _, _ in unit.links.places}

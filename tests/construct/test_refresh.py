@@ -273,6 +273,20 @@ def broadcasts(rank: int) -> list[Tensor]:
     return [whole(p) for p in model.parameters()]
 
 
+def test_what_has_the_id_of_an_ignored_buffer_is_cast() -> None:
+    """Buffers that were ignored are gone after ``module.to(...)``, and others get their ids."""
+    with single_process():
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+        low = fc.MixedPrecision(buffer_dtype=torch.bfloat16)
+        fully_shard(model, mp_policy=low, ignored=[model[1]])
+        late = nn.BatchNorm1d(2)
+        left_alone = units(model)[0].checks.left_alone
+        left_alone[id(late.running_mean)] = left_alone.pop(id(model[1].running_mean))
+        model[1].double()
+        refresh(model.append(late))
+        assert late.running_mean.dtype == torch.bfloat16
+
+
 def test_ranks_agree() -> None:
     for error in rank_errors(different, 2):
         assert "up.a" in str(error) and "differs between rank 0 and rank 1" in str(error)
