@@ -39,7 +39,7 @@ _AVERAGED = "_fsdp_compose_averaged"
 class _Seen(NamedTuple):
     """What an optimizer and the process had when the optimizer was looked through."""
 
-    units: list[int]  # by device, how many there were
+    units: list[int]  # how many there were, and had been sharded over several ranks until then
     params: list[int]  # by id: hooks of a parameter may hold the optimizer
     trains: list[bool]
 
@@ -51,6 +51,7 @@ def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
         RuntimeError: naming them.
     """
     units = [len(engine.units) for engine in here.engines.values()]
+    units += [log.units for engine in here.engines.values() for log in engine.logs.values()]
     params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
     with raw():
         seen = _Seen(units, list(map(id, params)), list(map(requires_grad, params)))

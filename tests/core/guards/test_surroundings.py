@@ -228,6 +228,25 @@ def test_an_optimizer_whose_parameters_change(change: str) -> None:
     simulate_ranks(ranks)
 
 
+def test_a_block_that_is_sharded_over_more_ranks() -> None:
+    """It was each rank's own before, as what is trained with it still is."""
+
+    def ranks(rank: int) -> None:
+        block, head = seeded(Block), seeded(lambda: nn.Linear(6, 2))
+        optim = sgd([*block.parameters(), *head.parameters()])
+        for mesh in ("self", None):
+            fully_shard(block, mesh=mesh)
+            head(block(data(0, rank if mesh is None else 0))).sum().backward()
+            if mesh is None:
+                with pytest.raises(RuntimeError, match=r"in no unit: 'Linear\.weight"):
+                    optim.step()
+            else:
+                optim.step()
+                fc.undo(block)
+
+    simulate_ranks(ranks)
+
+
 def test_a_later_unit_beside_plain_parts() -> None:
     """Two units were trained together; then the second runs with a head, without the first."""
 
