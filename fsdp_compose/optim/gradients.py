@@ -113,6 +113,7 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
     else:
         if isinstance(params, nn.Module):
             shown = list(parameter_names(params))  # not what a unit's forward reads in their place
+            check_clipped(shown)  # some may be trained only since it was looked through
         leaves = list(chain.from_iterable(map(leaves_of, map(clipped_of, shown))))
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]

@@ -228,6 +228,23 @@ def test_an_optimizer_whose_parameters_change(change: str) -> None:
     simulate_ranks(ranks)
 
 
+def test_clipping_what_was_unfrozen_since() -> None:
+    """Ranks would scale the gradients of the block by different numbers."""
+
+    def ranks(rank: int) -> None:
+        block, head = fully_shard(seeded(Block)), seeded(lambda: nn.Linear(6, 2))
+        model = nn.Sequential(block, head.requires_grad_(False))
+        for _ in range(2):
+            square(model, data(0, rank)).backward()
+            fc.clip_grad_norm_(model, 1.0)
+        head.requires_grad_(True)
+        square(model, data(1, rank)).backward()
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_: .* in no unit: 'Linear\.weight"):
+            fc.clip_grad_norm_(model, 1.0)
+
+    simulate_ranks(ranks)
+
+
 def test_a_block_that_is_sharded_over_more_ranks() -> None:
     """It was each rank's own before, as what is trained with it still is."""
 
