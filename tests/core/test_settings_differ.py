@@ -134,6 +134,23 @@ def test_ranks_may_have_other_groups() -> None:
     simulate_ranks(ranks)
 
 
+def test_optimizers_in_another_order_on_each_rank() -> None:
+    """They may step in any order, and a rate that differs afterwards is found all the same."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        first, *rest = model.parameters()
+        optims = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.2)]
+        for seed in range(2):
+            train(model, optims[:: 1 - 2 * rank], rank, seed)
+        optims[0].param_groups[0]["lr"] = 0.1 + rank
+        train(model, optims, rank, 2)
+        with pytest.raises(RuntimeError, match=FOUND):
+            train(model, optims, rank, 3)
+
+    run_ranks(ranks)
+
+
 def test_what_the_same_settings_send() -> None:
     """No collective more than without an optimizer, however often the rate changes."""
 

@@ -23,8 +23,8 @@ class Settings:
 
 
 def number_of(settings: Sequence[Settings]) -> int:
-    """A number that follows from all of them; 0 where there are none."""
-    return hash(tuple([one.number for one in settings])) & _MASK if settings else 0
+    """A number that follows from all of them, whichever came first; 0 where there are none."""
+    return hash(tuple(sorted([one.number for one in settings]))) & _MASK if settings else 0
 
 
 def texts_of(settings: Iterable[Settings]) -> dict[tuple[str, str], dict[str, str]]:
