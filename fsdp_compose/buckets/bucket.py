@@ -281,12 +281,14 @@ class History:
         earlier: how often the shards that it had before were written.
         agreed: (entries used here, entries used by some rank) when ranks last compared, as bits.
         unready: entries whose values are still to be loaded, see moved_parameters.py.
+        emptied: they are since ``to_empty()``, which may have been called on this rank alone.
         mirror: plain tensors over its memory, see optim/plain_parameters.py.
     """
 
     earlier: int = 0
     agreed: tuple[int, int] | None = None
     unready: list[tuple[Entry, Mark]] = field(default_factory=list)
+    emptied: bool = False
     mirror: Mirror | None = None
 
 

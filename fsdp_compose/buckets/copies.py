@@ -50,6 +50,7 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
             set_local(entry.param, local)
     waiting = [copied.entries[entry.index] for entry, _ in bucket.history.unready]
     copied.history.unready = [(entry, Mark(entry.param)) for entry in waiting]
+    copied.history.emptied = bucket.history.emptied
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [copy_slot(slot, memo) for slot in old.slots]
         if old.layers:  # a scope shows it in full, which a copy of the model does not inherit

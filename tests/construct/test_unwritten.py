@@ -164,6 +164,26 @@ def test_to_empty_after_sharding() -> None:
     run_ranks(ranks)
 
 
+def test_one_rank_alone_empties_its_parameters() -> None:
+    """Before what rank 0 has is loaded, all ranks raise; after it they train, and nobody waits."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(lambda: Tower(2)))
+        state = fc.state_dict(model, kind="full")
+        if rank:
+            model.to_empty(device="cpu")
+        with pytest.raises(RuntimeError, match=r"rank 1 wants to have .* of unit .* loaded"):
+            model(data(0, rank))
+        fc.load_state_dict(model, state if rank == 0 else {}, broadcast_from_rank0=True)
+        square(model, data(0, rank)).backward()
+        if rank:
+            model.to_empty(device="cpu")
+        model.load_state_dict(state)
+        assert all(torch.equal(state[n], v) for n, v in fc.state_dict(model, kind="full").items())
+
+    run_ranks(ranks)
+
+
 def test_swapping_parameters_is_refused() -> None:
     """torch.__future__'s swapping would give the optimizer's parameters away: one clear error."""
 

@@ -176,7 +176,7 @@ def test_each_bucket_that_was_emptied_is_asked_for() -> None:
             with torch.no_grad():
                 for param in model[written].parameters():
                     param.fill_(0.5)
-                named = rf"'{missing}\.weight', parameter '{missing}\.bias' came from"
+                named = rf"parameter '{missing}\.(weight|bias)' came from"
                 with pytest.raises(RuntimeError, match=named):
                     model(data(0, rank))
                 for param in model[missing].parameters():

@@ -25,6 +25,7 @@ from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.build import make_bucket, place_parameters
 from fsdp_compose.buckets.gradients import make_grad_buffer
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.state import Unit, engine_of, units_with
 from fsdp_compose.sharded import replace_grad, tag, to_local
 
@@ -67,8 +68,9 @@ def copy_moved_parameters(bucket: Bucket) -> None:
     bucket.fill.is_superseded = bucket.phase is not Phase.SHARDED and not bucket.in_place
     bucket.residence.moved = False
     waiting = [entry for entry, _ in bucket.history.unready]
-    if bucket.residence.emptied:  # on every rank, and ``require_written`` needs them all
+    if bucket.residence.emptied:  # also where a slice is empty: ranks name the same ones
         bucket.residence.emptied = False
+        bucket.history.emptied = not waiting or bucket.history.emptied
         waiting = list(bucket.entries)
     bucket.history.unready = [(entry, Mark(entry.param)) for entry in waiting]
     if bucket.history.mirror is not None:
@@ -207,6 +209,9 @@ def require_all_written(units: Iterable[Unit]) -> None:
 def require_written(unit: Unit) -> None:
     """Raise on every rank when some rank has not loaded a value that was left for loading.
 
+    One rank may have emptied its parameters alone. So on gloo a rank that lacks nothing goes on,
+    and raises where it meets one that does.
+
     Raises:
         RuntimeError: naming what is missing.
     """
@@ -221,8 +226,12 @@ def require_written(unit: Unit) -> None:
         for name, slot, mark in unit.checks.unready_buffers
         if mark.is_on(slot.values[slot.name])
     ]
-    for bucket in unit.gathered[:1]:
-        for group in bucket.mesh.groups:
+    what = missing[0] if missing else "all values"
+    told = f"have {what} of unit {unit.name!r} loaded, which nothing has written"
+    for group in unit.gathered[0].mesh.groups if unit.gathered else ():
+        if missing or _all_wait(unit):
+            meet_alone(group, told, "have values loaded")
+        if _all_wait(unit) or not comm.is_point_to_point(group):
             reports = comm.gather_objects(missing, group, "a forward, gathered() or saving")
             missing = list(dict.fromkeys(name for report in reports for name in report))
     if missing:
@@ -235,5 +244,11 @@ def require_written(unit: Unit) -> None:
             "fully_shard(param_init_fn=...) or give the module that owns it a reset_parameters()."
         )
     for bucket in unit.gathered:
-        bucket.history.unready = []
+        bucket.history.unready, bucket.history.emptied = [], False
     unit.checks.unready_buffers = []
+
+
+def _all_wait(unit: Unit) -> bool:
+    """Whether values of the unit are left for loading on every rank, as where they were meta."""
+    lists = (b.history.unready for b in unit.gathered if not b.history.emptied)
+    return bool(unit.checks.unready_buffers) or any(lists)
