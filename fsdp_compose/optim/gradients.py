@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.scope_parameters import clipped_of
 from fsdp_compose.core.guards.surroundings import check_once
-from fsdp_compose.core.state import owner_of, unit_of
+from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import Mirror, leaves_of, mirror_of, settle_gradients
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.scopes.unshard import check_reduced
@@ -169,6 +169,8 @@ def join_buckets(
         if bucket.residence.regraded and not _are_slices(grads, bases, base):
             continue
         if base.numel() == bucket.layout.shard_numel and base.dim() == 1:
+            for gap in known.gaps:
+                base.data[gap].zero_()  # without a count: no gradient is written
             found.append(Gradient(known.names, base, known.groups, param=param))
             joined.update(own)
     if len(joined) < len(ids):
@@ -192,6 +194,8 @@ class _Known:
     names: tuple[str, ...]
     groups: tuple[Group, ...]
     is_plain: bool
+    gaps: tuple[slice, ...]
+    """Where no gradient lies; what is there, such as a NaN that all were scaled by, is no norm's."""
 
 
 _known: WeakKeyDictionary[Bucket, _Known] = WeakKeyDictionary()
@@ -200,19 +204,26 @@ _known: WeakKeyDictionary[Bucket, _Known] = WeakKeyDictionary()
 def _know(bucket: Bucket) -> _Known | None:
     """None where the norm of the flat gradient is not that of the gradients in it.
 
-    Tensor parallelism splits parameters of one bucket in different ways, complex gradients lie in a
-    buffer of real numbers, and a communication hook may leave something between the gradients.
+    Tensor parallelism splits parameters of one bucket in different ways, and complex gradients lie
+    in a buffer of real numbers.
     """
-    if unit_of(bucket).switches.comm_hook is not None:
-        return None
     known, places = _known.get(bucket), list(map(_get_place, bucket.entries))
     if known is None or known.mesh is not bucket.mesh or known.places != places:
         specs = [entry.spec for entry in bucket.entries]
         is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
         names = tuple(map(describe, specs))
         groups = groups_of_several((bucket.mesh.shard,))
-        known = _known[bucket] = _Known(bucket.mesh, places, names, groups, is_plain)
+        gaps = tuple(_list_gaps(bucket))
+        known = _known[bucket] = _Known(bucket.mesh, places, names, groups, is_plain, gaps)
     return known if known.is_plain else None
+
+
+def _list_gaps(bucket: Bucket) -> Iterable[slice]:
+    """Where this rank's shard holds no parameter."""
+    views = bucket.views
+    ends = list(accumulate(views.splits))
+    for index in sorted(set(range(len(ends))) - set(views.pieces)):
+        yield slice(ends[index] - views.splits[index], ends[index])
 
 
 def describe(spec: ShardSpec) -> str:

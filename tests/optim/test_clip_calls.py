@@ -197,6 +197,29 @@ def test_what_a_hook_leaves_in_gaps_is_not_counted() -> None:
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("clip", [fc.clip_grad_norm_, nn.utils.clip_grad_norm_])
+@pytest.mark.parametrize("granularity", [None, lambda fqn, param: "tensor"])
+def test_padding_of_gradients_is_in_no_norm(clip: Any, granularity: Any) -> None:
+    """Neither the NaN that gradients were clipped by before, nor noise added to flat ones."""
+
+    def body(rank: int) -> None:
+        model = fc.fully_shard(build(), granularity=granularity)
+        plain, noisy = build(), fc.flat_parameters(model)
+        for each in (model, plain):
+            each(torch.full((2, 5), torch.nan)).sum().backward()
+            assert clip(each.parameters(), 1.0).isnan()
+            each.zero_grad(set_to_none=False)
+            backward(each)
+        for param in [*noisy, *plain.parameters()]:
+            param.grad.add_(1.0)
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(clip(model.parameters(), 0.1), wanted)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+    run_ranks(body, 2)
+
+
 def share(model: nn.Module) -> None:
     """As many gradients lie in the first block's buffer as it has parameters."""
     first, second, _ = model
