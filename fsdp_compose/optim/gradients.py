@@ -194,8 +194,7 @@ class _Known:
     names: tuple[str, ...]
     groups: tuple[Group, ...]
     is_plain: bool
-    gaps: tuple[slice, ...]
-    """Where no gradient lies; what is there, such as a NaN that all were scaled by, is no norm's."""
+    gaps: tuple[slice, ...]  # where no gradient lies, but a NaN may that all were scaled by
 
 
 _known: WeakKeyDictionary[Bucket, _Known] = WeakKeyDictionary()
