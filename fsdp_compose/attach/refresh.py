@@ -278,6 +278,8 @@ def _pad_bucket(bucket: Bucket, entry: Entry) -> None:
     bucket.entries[entry.index] = padding
     bind(bucket, padding, entry.index)
     give_slice(padding, param)
+    unready = bucket.history.unready
+    bucket.history.unready = [pair for pair in unready if pair[0] is not entry]
 
 
 def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> None:
@@ -303,10 +305,21 @@ def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> Non
         for item, entry in zip(plan.found, entries, strict=True)
         for slot in item.slots
     ]
+    _forget_unready_buffers(unit)
     unit.checks.epoch, unit.checks.trigger, unit.run.live = unit.checks.epoch + 1, None, None
     unit.link()
     cast_buffers(plan, unit.mp)
     meta.values.update((value.key, (unit, value)) for value in values)
+
+
+def _forget_unready_buffers(unit: Unit) -> None:
+    """Wait no more for values of buffers that are not in the unit any more."""
+    inside = {id(module) for _, module in managed(unit)}
+    unit.checks.unready_buffers = [
+        (name, slot, mark)
+        for name, slot, mark in unit.checks.unready_buffers
+        if id(slot.module()) in inside and slot.values.get(slot.name) is not None
+    ]
 
 
 def _find_prefixes(unit: Unit, change: _Change) -> dict[str, str]:

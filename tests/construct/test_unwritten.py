@@ -13,7 +13,7 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose import fully_shard
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import Block, Tower, by_block, data, seeded, sgd, square, whole
 
 
@@ -215,3 +215,31 @@ def test_swapping_parameters_is_refused() -> None:
         assert isinstance(model.blocks[0], Block) and model.first.weight.dtype == torch.float32
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("what", ["weight", "mask", "part"])
+def test_what_was_taken_out_is_not_waited_for(what: str) -> None:
+    """Nothing can load it any more; what is there still is waited for."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.weight = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+            self.register_buffer("mask", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.kept
+
+    def ranks(rank: int) -> None:
+        with torch.device("meta"):
+            model = Part()
+            model.part = Part()
+        fully_shard(model)
+        setattr(model, what, None)
+        fc.refresh(model)
+        with pytest.raises(RuntimeError, match=r"'kept'.* came from the meta device"):
+            model(torch.ones(4))
+        model.load_state_dict({key: torch.full((4,), 2.0) for key in model.state_dict()})
+        assert model(torch.ones(4)).tolist() == [2.0] * 4
+
+    simulate_ranks(ranks, 2)
