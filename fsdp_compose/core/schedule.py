@@ -229,17 +229,18 @@ class Schedule(Generic[U, P]):
 
     def leave_forward(self, unit: U, backward: Backward, training: bool, recomputing: bool) -> None:
         """After forward: release the unit, unless it is kept for its backward."""
-        if recomputing:
-            self.hold(unit, BACKWARD)  # which is under way; its gradients release the unit
-        else:
+        try:
             kept = unit.switches.keep_after_forward
             if kept is None:
                 kept = not self.active and backward == "seen"
-            if backward == "hidden" or (kept and (backward == "seen" or not training)):
+            if recomputing:
+                self.hold(unit, BACKWARD)  # which is under way; its gradients release the unit
+            elif backward == "hidden" or (kept and (backward == "seen" or not training)):
                 self.keep(unit, KEPT)
             elif backward == "seen":
                 self.work.spread(unit)
-        self.drop(unit, FORWARD)
+        finally:  # without memory for what it spreads, too
+            self.drop(unit, FORWARD)
 
     def end_forward(self, complete: bool, training: bool) -> Change | None:
         """End the outermost forward; return a change where it was expected to go on."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compose as fc
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.core import gathering
 from fsdp_compose.simulation import simulate
 
 from models import Tower, assert_at_rest, by_block, data, mesh_of_replicas, seeded, sgd, square
@@ -169,3 +170,32 @@ def test_gathering_again_fails() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "gather_parts", played_gather)
         simulate(ranks, 2)
+
+
+def test_no_memory_for_what_a_forward_spreads() -> None:
+    """The unit is released all the same: a forward after a write does not read what was before."""
+
+    def ranks() -> None:
+        rank = dist.get_rank()
+        model, plain = by_block(seeded(Tower), reshard_after_forward=2), seeded(Tower)
+        failing.add(rank)
+        with pytest.raises(torch.OutOfMemoryError):
+            square(model, data(0, rank))
+        failing.remove(rank)
+        assert_at_rest(model)
+        with torch.no_grad():
+            for param in (*model.parameters(), *plain.parameters()):
+                param.mul_(0.5)
+        torch.testing.assert_close(square(model, data(1, rank)), square(plain, data(1, rank)))
+
+    failing: set[int] = set()
+    keep = gathering.keep_part
+
+    def played_keep(bucket: Any) -> None:
+        if dist.get_rank() in failing:
+            raise torch.OutOfMemoryError("played")
+        keep(bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "keep_part", played_keep)
+        simulate(ranks, 4)
