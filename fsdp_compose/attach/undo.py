@@ -132,17 +132,18 @@ def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:
 
 
 def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> None:
-    """Gather the parameters of a bucket, or those of ``only``, and make them plain again."""
+    """Gather the parameters of a bucket, or those of ``only``, and make them plain again.
+
+    All are gathered before the first is made plain: without memory for one, none is.
+    """
     shard = shard_of(bucket)
     full = gather_flat(bucket, shard, shard.dtype, "undo or refresh")
     entries = bucket.entries if only is None else only
+    found = [(entry, _copy_part(full, entry), _gather_gradient(entry)) for entry in entries]
     if bucket.history.mirror is not None:
         bucket.history.mirror.unwatch(entries)
-    for entry in entries:
+    for entry, part, grad in found:
         param, spec = entry.param, entry.spec
-        grad = None if param.grad is None else gather_part(param.grad)
-        part = torch.empty_strided(spec.shape, spec.stride, dtype=full.dtype, device=full.device)
-        part.as_strided((spec.numel,), (1,)).copy_(full[spec.offset : spec.offset + spec.numel])
         with raw():
             param.grad = None
             untag(param)
@@ -159,3 +160,16 @@ def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> N
         take_leaf_hooks(param)
         tables = give_back_hooks(spec)
         give_leaf_hooks(param, tables.gradient, tables.accumulated)
+
+
+def _copy_part(full: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The entry's parameter in memory of its own, out of the gathered bucket."""
+    spec = entry.spec
+    part = torch.empty_strided(spec.shape, spec.stride, dtype=full.dtype, device=full.device)
+    part.as_strided((spec.numel,), (1,)).copy_(full[spec.offset : spec.offset + spec.numel])
+    return part
+
+
+def _gather_gradient(entry: Entry) -> torch.Tensor | None:
+    grad = entry.param.grad
+    return None if grad is None else gather_part(grad)

@@ -199,3 +199,30 @@ def test_no_memory_for_what_a_forward_spreads() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "keep_part", played_keep)
         simulate(ranks, 4)
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_an_undo_without_memory(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit is plain or sharded as a whole, trains as before, and is undone by another call."""
+    model, plain = by_block(seeded(Tower)), seeded(Tower)
+    optims = sgd(model.parameters()), sgd(plain.parameters())
+    made, make = count(1), torch.empty_strided
+
+    def play(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(made) == at:
+            raise torch.OutOfMemoryError("played")
+        return make(*args, **kwargs)
+
+    for one in (model, plain):
+        square(one, data(0, 0)).backward()
+    monkeypatch.setattr(torch, "empty_strided", play)
+    with pytest.raises(torch.OutOfMemoryError):
+        fc.undo(model)
+    for one, optim in zip((model, plain), optims, strict=True):
+        square(one, data(1, 0)).backward()
+        optim.step()
+    fc.undo(model)
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(found) is nn.Parameter
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(found.grad, wanted.grad)
