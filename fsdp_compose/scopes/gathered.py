@@ -21,7 +21,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.gathering import install, install_leaves, refresh_stale, wait_gathered
+from fsdp_compose.core.gathering import refresh_stale, wait_gathered
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
@@ -29,7 +29,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_at_rest
 from fsdp_compose.core.guards.replicas import sum_bytes
-from fsdp_compose.core.guards.scope_parameters import give_gradient, hide
+from fsdp_compose.core.guards.scope_parameters import give_gradient
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.scopes.compared_edits import EditComparison
@@ -37,6 +37,7 @@ from fsdp_compose.scopes.module_edits import check_edits, remember_modules, rest
 from fsdp_compose.scopes.open_scope import (
     Scope,
     ScopeOptions,
+    close_scopes,
     open_units,
     remember_versions,
     version_of,
@@ -134,10 +135,12 @@ def gathered(
             check_edits(module, units, before)
     except BaseException:
         restore_edited(before)
-        restore_modules(scopes)
-        agree_with_rank0(units, options, failed=True)
-        if comparison is not None:
-            comparison.tell_failure()
+        try:
+            restore_modules(scopes)
+        finally:
+            agree_with_rank0(units, options, failed=True)
+            if comparison is not None:
+                comparison.tell_failure()
         raise
     changes, problem = find_replacements(scopes), find_changed_ties(scopes) if writeback else None
     if writeback and not rank0_only:
@@ -284,27 +287,25 @@ def accept_deletions(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> No
 def restore_modules(scopes: dict[Unit, Scope]) -> dict[int, torch.Tensor]:
     """Let modules and parameters hold what they held before the scope.
 
+    Where a scope inside this one is still open, this one ends with that one.
+
     Returns the scope's tensors, by the id of the parameter that held each.
     """
-    for unit, scope in scopes.items():
-        if unit.opened is not scope:
-            raise RuntimeError(
-                f"gathered: scopes over unit {unit.name!r} were not left in the reverse order of "
-                "entry. Leave the scope that was entered last first."
-            )
-    fulls: dict[int, torch.Tensor] = {}
-    for unit, scope in scopes.items():
-        unit.opened = scope.outer
-        for entry in unit.entries:
-            full = hide(entry, scope.key)
-            if full is not None:
-                fulls[id(entry.held)] = full
-    for unit, scope in scopes.items():
+    ending = {unit: scope for unit, scope in scopes.items() if unit.opened is scope}
+    fulls = close_scopes(ending)
+    for unit in ending:
+        while isinstance(around := unit.opened, Scope) and around.is_left:
+            fulls.update(close_scopes({unit: around}))
+    for scope in scopes.values():
         scope.tensors = [fulls.get(id(tensor), tensor) for tensor in scope.tensors]
-        if is_running(unit):
-            install(unit, scope.before)
-        else:
-            install_leaves(unit)
+        scope.is_left = True
+    late = next((unit for unit in scopes if unit not in ending), None)
+    if late is not None:
+        raise RuntimeError(
+            f"gathered: scopes over unit {late.name!r} were not left in the reverse order of "
+            "entry; this one ends with the one inside it, and nothing was written back. Leave the "
+            "scope that was entered last first."
+        )
     return fulls
 
 
@@ -331,7 +332,7 @@ def finish(
         _write_back(unit, scope, changes, options)
     for unit, scope in scopes.items():
         outer = scope.outer
-        while isinstance(outer, Scope):
+        while isinstance(outer, Scope) and not outer.is_left:
             remember_versions(unit, outer)
             outer = outer.outer
         if Hold.USER in unit.holds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,14 +14,15 @@ from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.torch_private import raw, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.buckets.gather import gather_flat
-from fsdp_compose.core.gathering import install
-from fsdp_compose.core.guards.connect import connect
+from fsdp_compose.core.gathering import install, install_leaves
+from fsdp_compose.core.guards.connect import connect, is_running
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import (
     as_parameter,
     end_rests,
+    hide,
     is_whole,
     new_layer,
     show,
@@ -48,6 +50,7 @@ class Scope(Opened):
 
     options: ScopeOptions = field(kw_only=True)
     is_here: bool = True  # this rank has the full tensors
+    is_left: bool = False  # it ended before one inside it, with which its tensors go
     key: object = field(kw_only=True)  # of the call of ``gathered`` that opened it
     before: list[Any] = field(default_factory=list)  # what the modules held, by entry
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -74,10 +77,24 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
                 fulls.update(_full_parameters(bucket, here, options))
             if options.with_grads:
                 grads.update(_full_grads(bucket, here, options))
+    shown = connect_or_copy(units, fulls, grads, options)
+    key, scopes = object(), dict[Unit, Scope]()
+    try:
+        show_in_scope(shown, key, options)
+        _open_shown(units, scopes, key, options)
+    except BaseException:  # such as no memory: nothing was opened
+        for unit in units:
+            _hide_all(unit, key)
+        close_scopes(scopes)
+        raise
+    return scopes
+
+
+def _open_shown(
+    units: list[Unit], scopes: dict[Unit, Scope], key: object, options: ScopeOptions
+) -> None:
+    """Let the units' modules hold what their parameters show, and fill ``scopes``."""
     may_follow = any(node is not None for unit in units for node in unit.graphs.nodes)
-    key = object()
-    show_in_scope(connect_or_copy(units, fulls, grads, options), key, options)
-    scopes: dict[Unit, Scope] = {}
     for unit in units:
         before = [None] * len(unit.entries)
         for values, name, index in unit.links.places:
@@ -100,7 +117,28 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
         if may_follow and options.writeback and not options.rank0_only:
             scope.sums = [sum_bytes(tensor) for tensor in tensors]
         install(unit, tensors)
-    return scopes
+
+
+def close_scopes(scopes: Mapping[Unit, Scope]) -> dict[int, torch.Tensor]:
+    """Let parameters and modules hold what they held before.
+
+    Returns the scopes' tensors, by the id of the parameter that held each.
+    """
+    fulls: dict[int, torch.Tensor] = {}
+    for unit, scope in scopes.items():
+        unit.opened = scope.outer
+        fulls.update(_hide_all(unit, scope.key))
+    for unit, scope in scopes.items():
+        if is_running(unit):
+            install(unit, scope.before)
+        else:
+            install_leaves(unit)
+    return fulls
+
+
+def _hide_all(unit: Unit, key: object) -> dict[int, torch.Tensor]:
+    hidden = [(entry, hide(entry, key)) for entry in unit.entries]
+    return {id(entry.held): full for entry, full in hidden if full is not None}
 
 
 def remember_versions(unit: Unit, scope: Scope) -> None:

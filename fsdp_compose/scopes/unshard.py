@@ -136,11 +136,16 @@ def _show(unit: Unit) -> None:
         shown = connect(owners(unit), fulls, reaches)
     _watch_graphs(unit, reaches)
     opened = Unsharded(tensors=[], in_forward=False)
-    for entry in unit.entries:
-        full = shown[entry]
-        full = full if full.grad_fn else as_parameter(full)
-        rebuild = partial(_rebuild, weakref.ref(unit))
-        show(entry, full, new_layer(opened, rebuild, is_renewed=True))
+    rebuild = partial(_rebuild, weakref.ref(unit))
+    try:
+        for entry in unit.entries:
+            full = shown[entry]
+            full = full if full.grad_fn else as_parameter(full)
+            show(entry, full, new_layer(opened, rebuild, is_renewed=True))
+    except BaseException:
+        for entry in unit.entries:
+            hide(entry, opened)
+        raise
     opened.tensors = [entry.held for entry in unit.entries]
     opened.versions = [tensor._version for tensor in opened.tensors]
     unit.opened = opened

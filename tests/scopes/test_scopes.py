@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compose.base.process import here
+from fsdp_compose.scopes import open_scope
 from fsdp_compose.scopes.gathered import gathered, summon_full_params
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
@@ -437,3 +439,61 @@ def test_writing_in_the_units_own_forward_is_refused() -> None:
 
     for error in rank_errors(check, 2):
         assert error is not None and "inside a forward or backward" in error and "'Writes'" in error
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+def test_scopes_left_in_another_order(writeback: bool) -> None:
+    """The outer one, left first, raises and ends with the inner one; then the model is as it was.
+
+    The inner one is over a part, so that some units close with the outer one at once.
+    """
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        with torch.set_grad_enabled(not writeback):
+            outer = gathered(twin.model, writeback=writeback)
+            inner = gathered(twin.model.blocks, writeback=writeback)
+            outer.__enter__()
+            inner.__enter__()
+            if writeback:
+                twin.model.blocks[0].up.weight.add_(1)
+                twin.reference.blocks[0].up.weight.add_(1)
+            with pytest.raises(RuntimeError, match=r"reverse order.*ends with the one inside it"):
+                outer.__exit__(None, None, None)
+            assert is_sharded(twin.model.head.weight)
+            inner.__exit__(None, None, None)
+        assert all(is_sharded(p) for p in twin.model.parameters())
+        assert_at_rest(twin.model)
+        twin.train()
+        fc.refresh(twin.model)
+        fc.undo(twin.model)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"with_grads": True}, {"writeback": True}])
+def test_a_scope_that_cannot_be_entered(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while full tensors are shown, or put into modules, leaves none of them there."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        for name in ("show", "install"):
+            for at in (0, 2):
+                calls = count()
+                original = getattr(open_scope, name)
+
+                def fail(*args: Any, at: int = at, calls: Any = calls, do: Any = original) -> None:
+                    if next(calls) == at:
+                        raise torch.OutOfMemoryError("played")
+                    do(*args)
+
+                with monkeypatch.context() as patched:
+                    patched.setattr(open_scope, name, fail)
+                    with pytest.raises(torch.OutOfMemoryError):
+                        gathered(twin.model, **options).__enter__()
+                assert all(is_sharded(p) for p in twin.model.parameters())
+                twin.train()
+
+    run_ranks(check, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.base.process import here
 from fsdp_compose.core.schedule import Hold
+from fsdp_compose.scopes import unshard as scope
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.scopes.stream import iter_full
 from fsdp_compose.scopes.unshard import prefetch_units, reduce_grads, reshard, unshard
@@ -401,3 +403,26 @@ def test_state_dicts_beside_a_tie_that_is_unsharded(shown: str, steps: bool, tmp
         model(torch.ones(2, 6)).sum().backward()
 
     run_ranks(ranks, 2)
+
+
+def test_an_unshard_that_fails_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while parameters take their full tensors leaves slices in all of them."""
+
+    def check(rank: int) -> None:
+        twin, shown, show = Twin(rank, 2, Tower), count(), scope.show
+
+        def play(*args: Any) -> None:
+            if next(shown) == 2:
+                raise torch.OutOfMemoryError("played")
+            show(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(scope, "show", play)
+            with pytest.raises(torch.OutOfMemoryError):
+                unshard(twin.model.blocks[0])
+        assert all(is_sharded(p) for p in twin.model.parameters())
+        twin.train()
+        reshard(twin.model.blocks[0])
+        assert_at_rest(twin.model)
+
+    run_ranks(check, 2)
