@@ -243,9 +243,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     refuse_postponing(units, "no_sync")
     clear_failed_steps(units)
     found = [unit.switches.sync for unit in units]
-    for unit in units:
-        unit.switches.sync = False
     try:
+        for unit in units:
+            unit.switches.sync = False
         yield
     finally:
         for unit, sync in zip(units, found, strict=True):
@@ -292,11 +292,11 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
         refuse_postponing(units, f"accumulate(keep={keep!r})")
     clear_failed_steps(units)
     found = [_read_flags(unit.switches) for unit in units]
-    for unit in units:
-        unit.switches.sync = keep != "unsharded"
-        unit.switches.all_reduce = keep != "no_all_reduce"
     done = False
     try:
+        for unit in units:
+            unit.switches.sync = keep != "unsharded"
+            unit.switches.all_reduce = keep != "no_all_reduce"
         yield
         done = True
     finally:
