@@ -80,7 +80,7 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
     if task is None or task.id != graph_task_id():
         task = running_task(unit)
     if node is not None:
-        node.received_in = task.id
+        node.received_in, node.is_spent = task.id, not task.keeps_graph
     if chosen is not None:
         pairs = zip(trained, grads, strict=True)
         grads = tuple([g if unit.entries[i] in chosen.entries else None for i, g in pairs])
@@ -328,7 +328,7 @@ class Gather(torch.autograd.Function):
         ctx.materialize_grads = False
         unit = unit_ref()
         assert unit is not None
-        ctx.ends_pass, ctx.received_in = True, None
+        ctx.ends_pass, ctx.received_in, ctx.is_spent = True, None, False
         unit.graphs.nodes.add(ctx)
         aliases = unit.links.aliases
         trains_all = len(trained) == len(aliases)

@@ -64,7 +64,7 @@ def running_task(unit: Unit) -> Task:
     if task is not None:
         return task
     outermost = not engine.tasks
-    task = engine.tasks[task_id] = Task(task_id)
+    task = engine.tasks[task_id] = Task(task_id, graph_is_kept())
     engine_ref = weakref.ref(engine)
 
     @untraced
@@ -177,14 +177,14 @@ def _list_readers(unit: Unit) -> list[Any]:
     for plain parameters inside a frozen unit, the unit stays gathered until its next forward.
     """
     nodes = [node for other in list(unit.engine.units) for node in tuple(other.graphs.nodes)]
-    return [*unit.graphs.nodes, *filter(node_will_run, nodes)] or [*filter(None, [unit.run.live])]
+    own = [node for node in unit.graphs.nodes if not node.is_spent]  # some rank may keep old ones
+    return [*own, *filter(node_will_run, nodes)] or [*filter(None, [unit.run.live])]
 
 
 def retain(unit: Unit, *readers: Any) -> None:
     """Keep the unit gathered: a graph over its backward is being made, which reads its weights.
 
-    Args:
-        readers: objects that live at least as long as the graph; ``consume`` removes them.
+    It ends when ``readers``, which live at least as long as the graph, are gone or consumed.
     """
     unit.engine.schedule.keep(unit, Hold.RETAINED)
     unit.graphs.readers.update(readers)

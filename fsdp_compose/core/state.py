@@ -329,6 +329,7 @@ class Task:
     """
 
     id: int
+    keeps_graph: bool  # its graph can be run again (retain_graph)
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # that it opened
     open: dict[Unit, None] = field(default_factory=dict)  # units whose backward is running

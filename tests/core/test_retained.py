@@ -17,7 +17,7 @@ from fsdp_compose import fully_shard, gathered
 
 from harness import run_ranks
 from laws import check_two_graphs, slope_of
-from models import Tower, Twin, assert_at_rest, data, seeded, units
+from models import Tower, Twin, assert_at_rest, data, seeded, square, units
 
 
 def frozen_in_the_middle() -> nn.Module:
@@ -43,6 +43,22 @@ def test_a_kept_graph_is_walked_twice() -> None:
             loss.backward()
         assert_at_rest(twin.model)
         twin.step()
+        twin.check()
+
+    run_ranks(train, 2)
+
+
+def test_one_rank_keeps_graphs_that_were_run() -> None:
+    """As a log of losses does: the units are released on every rank alike."""
+
+    def train(rank: int) -> None:
+        twin, kept = Twin(rank, 2, Tower), []
+        for seed in range(4):
+            for loss in twin.losses(slope_of if seed % 2 else square, seed):
+                loss.backward()
+                kept += [loss] if rank == 0 else []
+            assert_at_rest(twin.model)
+            twin.step()
         twin.check()
 
     run_ranks(train, 2)

@@ -47,7 +47,7 @@ class Connect(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.reach = reach
         ctx.set_materialize_grads(False)
-        ctx.ends_pass, ctx.received_in = False, None
+        ctx.ends_pass, ctx.received_in, ctx.is_spent = False, None, False
         unit = reach.unit()
         assert unit is not None
         unit.graphs.nodes.add(ctx)

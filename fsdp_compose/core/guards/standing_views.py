@@ -76,7 +76,7 @@ class Stand(torch.autograd.Function):
         ctx.materialize_grads = False
         unit = unit_ref()
         assert unit is not None
-        ctx.ends_pass, ctx.received_in = True, None
+        ctx.ends_pass, ctx.received_in, ctx.is_spent = True, None, False
         return tuple(map(torch.Tensor.detach, map(unit.links.aliases.__getitem__, trained)))
 
     @staticmethod

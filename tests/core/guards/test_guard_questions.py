@@ -267,7 +267,7 @@ def test_a_switch_clears_what_failed_on_every_device() -> None:
         last = units(model)[-1]
         first, last.engine = last.engine, engine_of(torch.device("meta"), EngineWork)
         for engine in (first, last.engine):
-            engine.tasks[1] = Task(1)
+            engine.tasks[1] = Task(1, False)
             engine.tasks[1].callback = None
             assert engine.has_failed
         set_requires_gradient_sync(model, True)
