@@ -194,7 +194,8 @@ def _full_grads(
             given = [e for e, g in local.items() if g is not None and g.dtype == dtype]
             for entry in given:
                 pieces[bucket.views.pieces[entry.index]].copy_(local[entry])
-            flat = gather_flat(bucket, shard, dtype, "gathered(with_grads=True)")
+            names = ", ".join([repr(entry.spec.fqn) for entry in given])  # the same on every rank
+            flat = gather_flat(bucket, shard, dtype, f"gathered(with_grads=True): {names}")
             if here:
                 flat = flat.cpu() if options.offload_to_cpu else flat
                 found.update((e, full_tensor(flat, e)) for e in given)

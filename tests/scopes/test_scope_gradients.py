@@ -90,6 +90,20 @@ def test_no_gradients_is_none() -> None:
     run_ranks(check, 2)
 
 
+def test_ranks_that_cleared_other_gradients() -> None:
+    """They would see zeros in the place of each other's slices."""
+
+    def train(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        list(model.parameters())[rank].grad = None
+        with gathered(model, with_grads=True):
+            pass
+
+    for error in rank_errors(train, 2):
+        assert "ranks do different things" in error and "'first.weight'" in error
+
+
 def test_with_grads_refuses_open_accumulation() -> None:
     """``with_grads`` during open accumulation is an error."""
 
