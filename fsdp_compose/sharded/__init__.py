@@ -13,6 +13,7 @@ Files, each importing only from those above it:
     parallel    where a rank's part of a tensor lies that tensor parallelism split
     spec        where a slice lies in its parameter and its bucket
     chunks      a slice as chunks of a distributed checkpoint
+    ranks       numbers of all ranks, for reductions that autograd records
     reduce      reductions over the ranks of a group
     cut         cuts this rank's elements out of a whole tensor
     kept_grad   a parameter's gradient, kept where reading it costs little

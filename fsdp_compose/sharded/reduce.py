@@ -21,10 +21,9 @@ from torch import Tensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_stack import clipping_under_way, tensors_of_total_norm
-from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
-from fsdp_compose.comm.uneven import all_gather_uneven
 from fsdp_compose.sharded.ops import functions
+from fsdp_compose.sharded.ranks import GatherRanks, average, count_ties, find_extreme
 from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec
 
 __all__ = ["REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_of"]
@@ -32,37 +31,6 @@ __all__ = ["REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_of"]
 Reduction = Callable[..., Any]
 dtype_of: Callable[[Tensor], torch.dtype] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _HALF = (torch.float16, torch.bfloat16)
-
-
-class _GatherRanks(torch.autograd.Function):
-    """(n,) on each rank -> (ranks, n) on all; backward averages over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group, purpose: str) -> Tensor:
-        ctx.group, ctx.purpose = group, purpose
-        lengths = [partial.numel()] * group.size
-        ranks = all_gather_uneven(partial.contiguous(), lengths, group, purpose)
-        return ranks.view(group.size, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _AverageOwn.apply(grad, ctx.group, ctx.purpose), None, None
-
-
-class _AverageOwn(torch.autograd.Function):
-    """(ranks, n) on all -> (n,), this rank's row of the average; what backward of a gather is.
-
-    Its own backward, which ``create_graph`` asks for, is a gather again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ranks: Tensor, group: Group, purpose: str) -> Tensor:
-        ctx.group, ctx.purpose = group, purpose
-        return _average(ranks, group)[group.rank]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _GatherRanks.apply(grad, ctx.group, ctx.purpose), None, None
 
 
 class _AverageReplicas(torch.autograd.Function):
@@ -84,15 +52,11 @@ class _Average(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _average(values, group)
+        return average(values, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _Average.apply(grad, ctx.group), None
-
-
-def _average(values: Tensor, group: Group) -> Tensor:
-    return all_reduce(values.clone(memory_format=torch.contiguous_format), group) / group.size
 
 
 def average_over_replicas(
@@ -138,7 +102,7 @@ def _over(partial: Tensor, op: str, group: Group, purpose: str) -> Tensor:
         vector = vector.to(torch.uint8)
     if op in ("max", "min") and compares(vector, group) and not _is_recorded(partial):
         return _extreme_over(vector, op, group, purpose).to(partial.dtype).reshape(shape)
-    ranks = _GatherRanks.apply(vector, group, purpose)
+    ranks = GatherRanks.apply(vector, group, purpose)
     # For max and min too, because a collective's own maximum may lose a NaN.
     combine: dict[str, Callable[..., Tensor]] = {
         "sum": torch.sum,
@@ -228,9 +192,24 @@ def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
             return NotImplemented
         if spec.seen.numel() == 0:
             return reduce(local)  # torch's own error
-        return _across(reduce(local) if local.numel() else _limit(local, op), op, spec)
+        value = reduce(local) if local.numel() else _limit(local, op)
+        what = f"take the {op} of {spec.fqn!r}"
+        return _combine_extremes(value, [local], op, spec.groups, what)
 
     return extreme
+
+
+def _combine_extremes(
+    values: Tensor, slices: Iterable[Tensor], op: str, groups: tuple[Group, ...], what: str
+) -> Tensor:
+    """Combine the largest or smallest elements of slices; ``values`` is () or has one for each."""
+    if not _is_recorded(values):
+        for group in groups:
+            values = _over(values, op, group, what)
+        return values
+    each = zip(slices, values.reshape(-1).unbind(), strict=True)
+    counts = torch.stack([count_ties(local, value) for local, value in each])
+    return find_extreme(values, counts, op, groups, what)
 
 
 def _limit(local: Tensor, op: str) -> Tensor:
@@ -287,11 +266,12 @@ def _var(
 
 
 def _std(local: Tensor, spec: ShardSpec, *args: Any, **kwargs: Any) -> Any:
-    if local.dtype in _HALF:
-        out = _var(local.float(), spec, *args, **kwargs)
-        return out if out is NotImplemented else out.sqrt().to(local.dtype)
-    out = _var(local, spec, *args, **kwargs)
-    return out if out is NotImplemented else out.sqrt()
+    out = _var(_wide(local), spec, *args, **kwargs)
+    if out is NotImplemented:
+        return out
+    # The gradient of a deviation of 0 is 0, not the root's of 0, which is infinite.
+    root = torch.where(out == 0, out, torch.where(out == 0, 1.0, out).sqrt())
+    return root.to(_real(local.dtype))
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
@@ -315,20 +295,23 @@ def _vector_norm(
     accumulate = dtype or (torch.float32 if local.dtype in _HALF else None)
     value = _local_norm(local, order, accumulate)
     what = f"take the norm of order {order:g}{clipping_under_way()} of {spec.fqn!r}"
-    return _combine_norms(value, order, spec.groups, what).to(_real(dtype or local.dtype))
+    return _combine_norms(value, [local], order, spec.groups, what).to(_real(dtype or local.dtype))
 
 
 def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
-    """The norm of a slice; of an empty one, what changes no result."""
+    """The norm of a slice; of an empty one, what changes no result, with torch's own errors."""
     if local.numel() == 0 and (order < 0 or order == math.inf):
-        return _limit(
-            local.abs().to(_real(dtype or local.dtype)), "max" if order > 0 else "min"
-        ).relu()
+        local = torch.nn.functional.pad(local, (0, 1), value=0.0 if order > 0 else math.inf)
     return torch.linalg.vector_norm(local, order, dtype=dtype)
 
 
-def _combine_norms(norms: Tensor, order: float, groups: tuple[Group, ...], what: str) -> Tensor:
+def _combine_norms(
+    norms: Tensor, slices: Sequence[Tensor], order: float, groups: tuple[Group, ...], what: str
+) -> Tensor:
     """Combine the norms of slices into the norm of the whole."""
+    if abs(order) == math.inf:
+        sizes = (local.detach().abs() for local in slices)
+        return _combine_extremes(norms, sizes, "max" if order > 0 else "min", groups, what)
     for group in groups:
         if group.size > 1:
             norms = _norms_over(norms, order, group, what)
@@ -339,11 +322,9 @@ def _norms_over(norms: Tensor, order: float, group: Group, what: str) -> Tensor:
     """Combine norms over one group."""
     if order in (0.0, 1.0):
         return _over(norms, "sum", group, what)
-    if abs(order) == math.inf:
-        return _over(norms, "max" if order > 0 else "min", group, what)
     if order == 2.0 and not _is_recorded(norms):
         return _over(norms.double().square(), "sum", group, what).sqrt()
-    ranks = _GatherRanks.apply(norms.reshape(-1), group, what)
+    ranks = GatherRanks.apply(norms.reshape(-1), group, what)
     return torch.linalg.vector_norm(ranks, order, dim=0).reshape(norms.shape)
 
 
@@ -455,9 +436,12 @@ def foreach_reduce(
         names = ", ".join([name for name, _ in found])
         if is_norm:
             what = f"take the norms of order {order:g}{clipping_under_way()} of {names}"
-            total = _combine_norms(vector, order, first.groups, what)
+            slices = [tensors[i] for i in members]
+            total = _combine_norms(vector, slices, order, first.groups, what)
         else:
-            total = _across(vector, "max", first, f"largest elements of {names}, first")
+            what = f"take the largest elements of {names}, first of {first.fqn!r}"
+            slices = [tensors[i] for i in members]
+            total = _combine_extremes(vector, slices, "max", first.groups, what)
         for i, value in zip(members, total.unbind(), strict=True):
             out[i] = value
     wanted = [dtype or kind for kind in kinds] if half or by_group or dtype else ()
