@@ -88,7 +88,7 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """After forward: put the sharded parameters back, and release the unit.
 
     A hook on the outputs gathers it again in backward. This runs also when forward raised, since
-    non-reentrant checkpointing ends a recomputation with an exception.
+    non-reentrant checkpointing ends a recomputation with an exception. Then it returns nothing.
     """
     active, run = unit.engine.schedule.active, unit.run
     run.calls -= 1
@@ -106,7 +106,6 @@ def leave_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         backward = watch_outputs(unit, output) if lost is None else "none"
         if backward == "seen" and unit.switches.unshard_in_backward is not True:
             backward = note_unread(unit, module, output)
-        # A forward that handles an error, and returns something, did not raise it.
         failed = lost is not None or (output is None and sys.exc_info()[0] is not None)
     finally:
         if run.finished.get(id(module)) != "hidden":
