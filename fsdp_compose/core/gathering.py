@@ -252,8 +252,8 @@ def _release(engine: Engine, bucket: Bucket) -> None:
 
 
 def install(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    links = unit.links
-    unit.run.showing = tensors
+    run, links = unit.run, unit.links
+    run.showing = run.showing if tensors is links.leaves else tensors  # until leaves are there
     placed = tensors if links.indices is None else map(tensors.__getitem__, links.indices)
     exhaust(map(setitem, links.tables, links.names, placed))
     if links.recurrent != []:  # None: not looked for yet

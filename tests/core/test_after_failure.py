@@ -12,7 +12,9 @@ from torch import nn
 from torch.func import functional_call
 
 from fsdp_compose import MixedPrecision, ShardingStrategy, state_dict
+from fsdp_compose.core import gathering
 from fsdp_compose.core.guards import partly_run
+from fsdp_compose.sharded import is_sharded
 
 from harness import run_ranks, simulate_ranks
 from models import Tower, Twin, by_block, data, seeded, square, whole
@@ -152,5 +154,34 @@ def test_an_interrupt_while_leaves_are_put_back(
         with pytest.raises(KeyboardInterrupt):
             twin.model(data(1, rank))
         twin.train()
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_interrupt_between_two_leaves(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a unit's forward: what its modules hold still is not taken for the user's."""
+    left: dict[int, int] = {}
+
+    def interrupted(table: dict[str, Any], name: str, value: Any) -> None:
+        rank = dist.get_rank()
+        if rank in left and is_sharded(value):
+            left[rank] -= 1
+            if left[rank] < 0:
+                del left[rank]
+                raise KeyboardInterrupt
+        table[name] = value
+
+    monkeypatch.setattr(gathering, "setitem", interrupted)
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.train()
+        left[rank] = at
+        with pytest.raises(KeyboardInterrupt):
+            twin.model(data(1, rank))
+        twin.optim.zero_grad()
+        twin.train()
+        assert all(is_sharded(p) for p in twin.model.parameters())
 
     simulate_ranks(ranks)
