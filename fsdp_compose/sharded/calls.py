@@ -314,7 +314,7 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = first_spec(args, kwargs)
-    if len(args) != 2 or kwargs or any(value.ndim != 1 for value in args):
+    if len(args) != 2 or kwargs or args[0].ndim != 1 or args[0].shape != args[1].shape:
         refuse(func, spec)
     first = args[0].conj() if func in _CONJUGATING else args[0]
     return (first * args[1]).sum()

@@ -190,6 +190,7 @@ def test_what_cannot_raise_is_documented() -> None:
             lambda: p.new(2),
             lambda: torch.inner(p, torch.tensor(2.0)),
             lambda: torch.dot(shard([torch.rand(5)], world())[0], torch.tensor(2.0)),
+            lambda: torch.dot(shard([torch.rand(5)], world())[0], torch.rand(1)),
             lambda: torch.tensor([p]),
             lambda: torch.as_tensor([p, p]),
         ):
