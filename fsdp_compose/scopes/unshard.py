@@ -15,7 +15,7 @@ from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
 from fsdp_compose.core.gathering import install_leaves, refresh_stale, renew_bucket, wait_gathered
-from fsdp_compose.core.guards.collective_log import Log
+from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of, versions_at_fill
@@ -28,6 +28,7 @@ from fsdp_compose.core.guards.scope_parameters import (
     show,
 )
 from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.waiting_gradients import drop_waiting_gradients
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.reducing import drain, land, start_all_reduce, start_reduce
 from fsdp_compose.core.schedule import Hold
@@ -315,6 +316,9 @@ def reduce_grads(module: nn.Module) -> None:
     Afterwards they are in ``.grad``, averaged over all ranks. Every rank must call it, outside
     backward; where nothing waits it does nothing.
 
+    If it fails, as where a communication hook raises, what waited is dropped with a warning: clear
+    ``.grad`` and run the step again.
+
     Raises:
         ValueError: ``module`` contains no unit.
         RuntimeError: microbatches of a step with ``deterministic=`` are missing.
@@ -351,6 +355,10 @@ def reduce_units(units: list[Unit]) -> None:
                 elif bucket.arriving.partial is not None:
                     unit.engine.reductions.append(start_all_reduce(bucket))
                 drain(unit.engine)
+        except BaseException as error:  # such as of a hook, which may have written the gradients
+            if not isinstance(error, StepDiscarded):  # for whose scope they are put back
+                drop_waiting_gradients(units, [unit.name])
+            raise
         finally:
             switches.all_reduce, switches.last_backward = found
     for engine in engines.values():

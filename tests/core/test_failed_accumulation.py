@@ -128,6 +128,40 @@ def test_a_failed_backward_drops_what_waits(way: str, caplog: pytest.LogCaptureF
     assert sum(re.search(named, text) is not None for text in said) == 2, said
 
 
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_failed_reduction_drops_what_waits(
+    fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hook raises in ``reduce_grads``: part of the gradients is gone, which is said."""
+
+    def ranks() -> None:
+        _, twin = make_twin()
+        calls = 0
+
+        def hook(state: Any, bucket: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == fails_at + 1:
+                raise ValueError("of the hook")
+            return fc.default_hook(state, bucket)
+
+        with fc.no_sync(twin.model):
+            twin.backward(square, 0)
+        fc.register_comm_hook(twin.model, None, hook)
+        with pytest.raises(ValueError, match="of the hook"):
+            fc.reduce_grads(twin.model)
+        twin.zero_grad()
+        fc.reduce_grads(twin.model)
+        assert all(param.grad is None for param in twin.model.parameters())
+        fc.register_comm_hook(twin.model, None, None)
+        twin.train(steps=1)
+
+    with caplog.at_level(logging.WARNING, "fsdp_compose"):
+        simulate(ranks, 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("Clear .grad and run the whole step again" in text for text in said) == 2, said
+
+
 def test_an_ordinary_failure_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """What a backward that reduces had packed itself is dropped without a warning."""
 
