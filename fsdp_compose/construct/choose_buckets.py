@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, check_fusable, check_subgroup, compute_device, resolve_mesh
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
-from fsdp_compose.base.strides import storage_order
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.construct.check_slots import check_weights, refuse_tensor_parallel
@@ -238,15 +237,5 @@ def precision_for(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> Mix
 
 def _granularity_for(plan: UnitPlan, item: Found) -> Granularity:
     chosen: Any = plan.options.granularity
-    name, part = plan.full_name(item.names[0]), item.part
-    found = chosen(name, item.param) if callable(chosen) else chosen
-    if found == "row" and part.dim() > 1 and part.shape[0] > 1 and part.numel():
-        strides = storage_order(part)
-        if strides[0] != part.numel() // part.shape[0]:
-            raise ValueError(
-                f"fully_shard: parameter {name!r} of unit {plan.name!r} is to be cut between rows "
-                f"(granularity='row'), which do not lie one after the other in its memory: shape "
-                f"{tuple(part.shape)}, strides {strides}. Before fully_shard: param.data = "
-                "param.data.contiguous()."
-            )
+    found = chosen(plan.full_name(item.names[0]), item.param) if callable(chosen) else chosen
     return 1 if found is None else cast(Granularity, found)

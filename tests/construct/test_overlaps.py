@@ -193,18 +193,6 @@ def test_lazy_conjugates_are_refused_by_name() -> None:
         fully_shard(model)
 
 
-def test_rows_that_are_columns_in_memory_are_refused() -> None:
-    """What would be cut between columns; rows with other strides inside them are rows."""
-    columns, images = nn.Linear(4, 3), nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-    columns.weight.data = columns.weight.data.t().contiguous().t()
-    assert not images.weight.is_contiguous()
-    fully_shard(images, granularity="row")
-    with pytest.raises(ValueError, match=r"'weight' of unit 'Linear'.*do not lie .* \(1, 3\)"):
-        fully_shard(columns, granularity="row")
-    columns.weight.data = columns.weight.data.contiguous()
-    fully_shard(columns, granularity="row")
-
-
 def test_lazy_modules_are_refused_with_units_too() -> None:
     with pytest.raises(ValueError, match=r"parameter '0\.weight' of unit '0' is an Uninitialized"):
         fully_shard(nn.Sequential(nn.LazyLinear(3)), units=wrap.by_class({nn.Linear}))
