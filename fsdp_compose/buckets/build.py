@@ -29,7 +29,8 @@ def make_bucket(
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
     device = mesh.device
-    dtypes = Dtypes(*mp.dtypes_for(shard.dtype, mesh.replicate_axis.size))
+    replicas = mesh.replicate_axis.size if mesh.slots is None else 1  # in a tree all round alike
+    dtypes = Dtypes(*mp.dtypes_for(shard.dtype, replicas))
     in_place = layout.world_size == 1 and dtypes.compute == shard.dtype and device == shard.device
     with torch.inference_mode(False), torch.no_grad():
         full = shard if in_place else torch.empty(layout.numel, dtype=dtypes.compute, device=device)

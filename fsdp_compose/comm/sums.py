@@ -36,10 +36,11 @@ _IN_CACHE = 1 << 17  # elements
 def add_up(parts: Sequence[torch.Tensor], total: torch.Tensor, scale: float, in_tree: bool) -> None:
     """Set ``total`` to the sum of ``parts``, in their order or as a tree, times ``scale``.
 
-    It is added in no less than float32, whatever the dtypes of both, and rounded once. On a CPU
-    piece by piece, so that what is added to has not left the cache.
+    It is added in no less than float32, whatever the dtypes of both, and rounded once; in a tree,
+    whose nodes may be summed on several ranks, in the dtype of ``total``. On a CPU piece by piece,
+    so that what is added to has not left the cache.
     """
-    dtype = _wide_for(parts[0].dtype, total.dtype)
+    dtype = total.dtype if in_tree else _wide_for(parts[0].dtype, total.dtype)
     size = _IN_CACHE if total.device.type == "cpu" else total.numel()
     room = None if dtype == total.dtype else total.new_empty(min(size, len(total)), dtype=dtype)
     for rows in zip(total.split(size), *(part.split(size) for part in parts), strict=True):

@@ -77,11 +77,13 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
                 fulls.update(_full_parameters(bucket, here, options))
             if options.with_grads:
                 grads.update(_full_grads(bucket, here, options))
+    may_follow = any(node is not None for unit in units for node in unit.graphs.nodes)
+    sums = may_follow and options.writeback and not options.rank0_only
     shown = connect_or_copy(units, fulls, grads, options)
     key, scopes = object(), dict[Unit, Scope]()
     try:
         show_in_scope(shown, key, options)
-        _open_shown(units, scopes, key, options)
+        _open_shown(units, scopes, key, options, sums)
     except BaseException:  # such as no memory: nothing was opened
         for unit in units:
             _hide_all(unit, key)
@@ -91,10 +93,9 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
 
 
 def _open_shown(
-    units: list[Unit], scopes: dict[Unit, Scope], key: object, options: ScopeOptions
+    units: list[Unit], scopes: dict[Unit, Scope], key: object, options: ScopeOptions, sums: bool
 ) -> None:
     """Let the units' modules hold what their parameters show, and fill ``scopes``."""
-    may_follow = any(node is not None for unit in units for node in unit.graphs.nodes)
     for unit in units:
         before = [None] * len(unit.entries)
         for values, name, index in unit.links.places:
@@ -114,7 +115,7 @@ def _open_shown(
             scope.leaf_versions = scope.outer.leaf_versions  # it shows the outer one's tensors
         if options.with_grads and scope.is_here:
             scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]
-        if may_follow and options.writeback and not options.rank0_only:
+        if sums:
             scope.sums = [sum_bytes(tensor) for tensor in tensors]
         install(unit, tensors)
 

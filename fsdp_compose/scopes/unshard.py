@@ -278,6 +278,7 @@ def _is_written_unseen(entry: Entry, full: torch.Tensor) -> bool:
     """Whether a write through ``.data`` or NumPy, which leaves no version, is in the own slice."""
     bucket, mine = owner_of(entry), to_local(entry.param)
     can_tell = bucket.phase is GATHERED and bucket.mp.gather_codec is None
+    can_tell &= not bucket.residence.is_shared  # else the shard may have been written
     if not can_tell or full.device.type != "cpu" or mine.device.type != "cpu":
         return False
     shown = part_slice(part_of(full).detach(), entry.spec).contiguous()

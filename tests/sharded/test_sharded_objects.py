@@ -365,11 +365,11 @@ def test_collective_budget() -> None:
     def body(rank: int) -> None:
         ps = shard([v for v in examples() if v.numel()], world())
         calls: list[str] = []
-        from fsdp_compose.sharded import reduce
+        from fsdp_compose.sharded import ranks, reduce
 
-        for name in ("reduce_alike", "all_gather_uneven"):
-            real = getattr(reduce, name)
-            setattr(reduce, name, lambda *a, _r=real, _n=name: (calls.append(_n), _r(*a))[1])
+        for module, name in ((reduce, "reduce_alike"), (ranks, "all_gather_uneven")):
+            real = getattr(module, name)
+            setattr(module, name, lambda *a, _r=real, _n=name: (calls.append(_n), _r(*a))[1])
         with torch.no_grad():
             for order in (2, math.inf, 3):
                 calls.clear()
