@@ -190,7 +190,7 @@ class _Known:
     """What a bucket's gradients are called, and who has the rest of them."""
 
     mesh: Mesh
-    places: list[tuple[str, str]]  # unit and name of each
+    specs: list[ShardSpec]  # others, when they are renamed
     names: tuple[str, ...]
     groups: tuple[Group, ...]
     is_plain: bool
@@ -206,14 +206,13 @@ def _know(bucket: Bucket) -> _Known | None:
     Tensor parallelism splits parameters of one bucket in different ways, and complex gradients lie
     in a buffer of real numbers.
     """
-    known, places = _known.get(bucket), list(map(_get_place, bucket.entries))
-    if known is None or known.mesh is not bucket.mesh or known.places != places:
-        specs = [entry.spec for entry in bucket.entries]
+    known, specs = _known.get(bucket), list(map(_get_spec, bucket.entries))
+    if known is None or known.mesh is not bucket.mesh or known.specs != specs:
         is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
         names = tuple(map(describe, specs))
         groups = groups_of_several((bucket.mesh.shard,))
         gaps = tuple(_list_gaps(bucket))
-        known = _known[bucket] = _Known(bucket.mesh, places, names, groups, is_plain, gaps)
+        known = _known[bucket] = _Known(bucket.mesh, specs, names, groups, is_plain, gaps)
     return known if known.is_plain else None
 
 
@@ -230,7 +229,7 @@ def describe(spec: ShardSpec) -> str:
     return f"{spec.fqn!r} (unit {spec.unit!r})"
 
 
-_get_place = attrgetter("spec.unit", "spec.fqn")
+_get_spec = attrgetter("spec")
 _get_residence = attrgetter("_shard_spec.residence")
 
 
