@@ -1,7 +1,7 @@
 """Which of torch's functions called: read from the stack, where torch passes no argument that says.
 
 They are known by their code, or by name where an import would take half a second. Like
-torch_private.py, this file may name what is private to torch; tried on torch 2.11 and 2.13.
+torch_private.py, this file may name what is private to torch; tried on torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
