@@ -226,7 +226,11 @@ class MixedPrecision:
             )
 
     def dtypes_for(self, storage: torch.dtype, replicas: int = 1) -> Dtypes:
-        """What this decides for parameters kept in ``storage``."""
+        """What this decides for parameters kept in ``storage``.
+
+        Args:
+            replicas: ranks over which sums travel behind those between shards.
+        """
         if storage.is_complex:
             return Dtypes(storage, storage.to_real(), storage, storage.to_real())
         if not storage.is_floating_point:
