@@ -142,7 +142,8 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
     settings = [_list_numbers(group) for group in optimizer.param_groups]
     passed_over = _list_without_gradient(optimizer)
     names = [zlib.crc32(f"{unit} {name}".encode()) for unit, name in passed_over]
-    number = hash(frozenset([*[tuple(numbers.values()) for numbers in settings], *names]))
+    values = [tuple(map(_steady, numbers.values())) for numbers in settings]
+    number = hash(frozenset([*values, *names]))
     ref = weakref.ref(optimizer)  # else this holds the weights if no step follows
 
     def by_parameter() -> dict[tuple[str, str], dict[str, str]]:
@@ -185,6 +186,13 @@ def _list_numbers(group: dict[str, Any]) -> dict[str, Any]:
         elif kind is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
             found[name] = value.item()
     return found
+
+
+def _steady(value: Any) -> Any:
+    """``value``, or what has the same hash on every rank: that of NaN follows from its address."""
+    if type(value) is tuple:
+        return tuple(map(_steady, value))
+    return value if value == value else 0x7FF8
 
 
 _NUMBERS = frozenset((int, float, bool))

@@ -176,6 +176,25 @@ def test_the_text_names_what_differs() -> None:
     assert "'w' of unit 'u'" in text and "before step 3" in text
 
 
+@pytest.mark.parametrize("of", [lambda nan: nan, lambda nan: (nan, 0.9)], ids=["alone", "pair"])
+def test_a_setting_that_is_nan_hides_no_other(of: Callable[[float], Any]) -> None:
+    """Python's hash of NaN follows from where it lies, which no two ranks have alike."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = sgd(model.parameters())
+        lie_elsewhere = [float("nan") for _ in range(1 + rank * 100)]
+        optim.param_groups[0]["best"] = of(lie_elsewhere[-1])
+        train(model, [optim], rank, 0)
+        train(model, [optim], rank, 1)
+        optim.param_groups[0]["lr"] = 0.1 + rank
+        train(model, [optim], rank, 2)
+        with pytest.raises(RuntimeError, match=FOUND):
+            train(model, [optim], rank, 3)
+
+    run_ranks(ranks)
+
+
 def test_a_step_keeps_no_model_alive() -> None:
     """What is remembered of a step, until ranks compare, holds neither optimizer nor weights."""
 
