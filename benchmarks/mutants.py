@@ -259,9 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in options.map or ():
         if not (ROOT / folder).exists():
             parser.error(f"--map {folder}: not there; give folders such as tests/core")
-    # What every fork needs: torch, and what it imports on first use.
-
-    import harness  # noqa: F401
+    import torch_first  # noqa: F401  # for all forks; not the package, which each has changed
 
     HOME.mkdir(parents=True, exist_ok=True)
     reach = Reach(HOME / "reach.json", sources(guards=True))

@@ -13,9 +13,8 @@ A rank is a child that closes over whatever `fn` closes over, reports one messag
 waits until every rank has reported (so that no rank meets a closed socket) and leaves through
 `os._exit`: no pytest teardown, no `atexit`, no destructors.
 
-What torch imports on first use (torch._dynamo, by an optimizer step or a checkpoint: 1–3 s) is
-imported here once, and a small model is trained here once, or every rank of every test would pay
-for it.
+What torch imports on first use is imported here once (torch_first.py), and a small model is trained
+here once, or every rank of every test would pay for it.
 """
 
 from __future__ import annotations
@@ -41,21 +40,13 @@ from typing import IO, Any, Literal, NoReturn
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.profiler
-import torch.utils.checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compose
 from fsdp_compose.simulation import SimulationError
 
-with warnings.catch_warnings():  # torch imports it in the first dual level, with a warning
-    warnings.simplefilter("ignore")
-    import torch._decomp.decompositions_for_jvp
+import torch_first  # noqa: F401
 
 __all__ = [
     "BACKEND",

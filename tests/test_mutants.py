@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,22 @@ OUTCOMES = {
     "remove: del number": "",
     "return found -> return None": "of none",
 }
+
+
+def test_forks_have_torch_and_not_the_package() -> None:
+    """In the process of the tool, whose forks import a changed package each."""
+    here = Path(__file__).parent
+    script = "; ".join(
+        [
+            "import sys",
+            f"sys.path[:0] = [{str(here.parent / 'benchmarks')!r}, {str(here)!r}]",
+            "import mutants, torch_first",
+            "print('torch._dynamo' in sys.modules, 'fsdp_compose.core.state' in sys.modules)",
+        ]
+    )
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == ["True", "False"]
 
 
 def check() -> str:

@@ -1,0 +1,19 @@
+"""What torch imports on first use, in an optimizer step or a checkpoint: 1–3 s.
+
+A process that forks others imports it first, or each of them pays for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.profiler
+import torch.utils.checkpoint
+
+with warnings.catch_warnings():  # torch imports it in the first dual level, with a warning
+    warnings.simplefilter("ignore")
+    import torch._decomp.decompositions_for_jvp  # noqa: F401
