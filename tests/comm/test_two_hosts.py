@@ -116,6 +116,39 @@ def test_all_strategies_over_a_cable(hosts: Hosts) -> None:
     run_ranks(ranks, 4, init=False)
 
 
+def count_cable(rank: int) -> int:
+    """Bytes that the cable of this host has carried, both ways."""
+    found = Path("/proc/net/dev").read_text().split(f"cable{rank // 2}:")[1].split()
+    return int(found[0]) + int(found[8])
+
+
+@pytest.mark.parametrize(("name", "times"), [("released", 6), ("kept", 4), ("within hosts", 2)])
+def test_what_the_cable_carries(hosts: Hosts, name: str, times: int) -> None:
+    """Each of two ranks of a host is sent the shards of the other's by itself, and sends its own.
+
+    That is a gather's bytes both ways, and so is a reduction; nothing that is for its own host.
+    """
+    nbytes = 3 * 512 * 512 * 8
+
+    def ranks(rank: int) -> int:
+        with hosts.joined(rank, 4, 29414, 30.0):
+            way = WAYS[name]
+            mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if "within" in name else {}
+            model = seeded(
+                lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+            )
+            fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}), **way, **mesh)
+            dist.barrier()
+            before = count_cable(rank)
+            for _ in range(3):
+                model(torch.ones(1, 512).double()).sum().backward()
+            dist.barrier()
+            return count_cable(rank) - before
+
+    carried = max(run_ranks(ranks, 4, init=False)) / 3  # by who looked before any had begun
+    assert times <= carried / nbytes < times * 1.1, (carried / nbytes, times)
+
+
 def test_a_killed_rank_of_another_host(hosts: Hosts) -> None:
     """It is named at once, by those that it reaches over the cable and in memory."""
 
