@@ -87,6 +87,13 @@ def hosts() -> Iterator[Hosts]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def options_of(name: str) -> dict[str, Any]:
+    """For ``fully_shard``, on four ranks."""
+    way = WAYS[name]
+    is_hybrid = way.get("strategy") in (HYBRID, FUSED)
+    return way | ({"mesh": init_device_mesh("cpu", (2, 2))} if is_hybrid else {})
+
+
 def train(model: nn.Module, *ranks: int) -> None:
     """Two steps of SGD on the data of ``ranks``."""
     optim = sgd(model.parameters())
@@ -104,10 +111,8 @@ def test_all_strategies_over_a_cable(hosts: Hosts) -> None:
 
     def ranks(rank: int) -> None:
         with hosts.joined(rank, 4, 29411, 30.0):
-            for name, way in WAYS.items():
-                is_hybrid = way.get("strategy") in (HYBRID, FUSED)
-                mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if is_hybrid else {}
-                model = by_block(seeded(Tower), **way, **mesh)
+            for name in WAYS:
+                model = by_block(seeded(Tower), **options_of(name))
                 train(model, rank)
                 for key, value in model.state_dict().items():
                     torch.testing.assert_close(value.full_tensor(), wanted[key], msg=name)
@@ -122,7 +127,9 @@ def count_cable(rank: int) -> int:
     return int(found[0]) + int(found[8])
 
 
-@pytest.mark.parametrize(("name", "times"), [("released", 6), ("kept", 4), ("within hosts", 2)])
+@pytest.mark.parametrize(
+    ("name", "times"), [("released", 6), ("kept", 4), ("within hosts", 2), ("state over all", 2)]
+)
 def test_what_the_cable_carries(hosts: Hosts, name: str, times: int) -> None:
     """Each of two ranks of a host is sent the shards of the other's by itself, and sends its own.
 
@@ -132,16 +139,17 @@ def test_what_the_cable_carries(hosts: Hosts, name: str, times: int) -> None:
 
     def ranks(rank: int) -> int:
         with hosts.joined(rank, 4, 29414, 30.0):
-            way = WAYS[name]
-            mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if "within" in name else {}
+            options = options_of(name)
             model = seeded(
                 lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
             )
-            fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}), **way, **mesh)
+            fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}), **options)
+            optim = sgd(model.parameters())
             dist.barrier()
             before = count_cable(rank)
             for _ in range(3):
                 model(torch.ones(1, 512).double()).sum().backward()
+                optim.step()
             dist.barrier()
             return count_cable(rank) - before
 
