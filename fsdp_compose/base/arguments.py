@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from numbers import Real
-from os import PathLike
-from typing import Any
+from os import PathLike, fsdecode
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,11 +48,20 @@ def check_path(where: str, path: object) -> None:
 
     Raises:
         TypeError: it is something else.
-        ValueError: it is empty, which would be the working directory.
+        ValueError: it is empty, which would be the working directory, or a URL, which would be a
+            folder in it.
     """
     check_kind(where, "path", path, (str, PathLike), "a path")
     if path == "":
         raise ValueError(f"{where}: path is ''; wanted a path, or '.' for the working directory.")
+    if _URL.match(fsdecode(cast("str | PathLike[str]", path))):
+        raise ValueError(
+            f"{where}: path is {str(path)!r}, a URL; wanted a path in a file system. Mount what it "
+            "names, or copy to or from a local folder; './' in front makes it a local one."
+        )
+
+
+_URL = re.compile("[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # a drive's name has one letter
 
 
 def check_timeout(where: str, timeout: Any) -> None:
