@@ -25,6 +25,7 @@ from fsdp_compose import (
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import Call, Group, Started
 from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import ordered_group
 from fsdp_compose.comm import transports
 from fsdp_compose.comm.collectives import plan_gather, plan_reduce, reduce_scatter_parts
 from fsdp_compose.comm.messages import post_pairs
@@ -116,6 +117,20 @@ def test_a_smaller_group_serves_its_tensors_device() -> None:
         assert (first.backend, other.backend, other.pg) == ("gloo", "nccl", first.pg)
 
     run_ranks(ranks, 4)
+
+
+def test_a_smaller_group_is_made_by_its_ranks_alone() -> None:
+    """Also in a job whose ranks are bound to devices, which torch would have split the group."""
+
+    def ranks(rank: int) -> None:
+        world: Any = dist.group.WORLD
+        world.bound_device_id = bound = torch.device("cuda", rank)
+        if rank < 2:
+            group: Any = ordered_group([0, 1])
+            assert group.bound_device_id is None  # it was made as in a job without
+        assert world.bound_device_id == bound
+
+    run_ranks(ranks, 3)
 
 
 def test_a_copy_is_not_sent_once_weights_are_written() -> None:
