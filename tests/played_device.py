@@ -65,6 +65,7 @@ class Stream:
 @dataclass
 class Event:
     clock: Clock
+    device: ClassVar[torch.device] = torch.device("cpu")
 
     def query(self) -> bool:
         return False

@@ -28,6 +28,11 @@ class Mark:
     def __del__(self) -> None:
         self.unused.append(self.event)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of its stream."""
+        return self.event.device  # type: ignore[no-any-return]
+
     def query(self) -> bool:
         """Whether the device has passed it."""
         return bool(self.event.query())
@@ -127,6 +132,13 @@ def make_streams(device: torch.device) -> Streams:
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured: the host must not ask what the device has done."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def turn_to(device: torch.device) -> None:
+    """Make ``device`` this thread's current one. In a new thread that is the first of the host, of
+    which a process takes half a gigabyte when it asks there for an event of another device.
+    """
+    torch.accelerator.set_device_index(device)
 
 
 def copy_shard(into: torch.Tensor, shard: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_compose.base.process import here, once
-from fsdp_compose.base.streams import is_capturing
+from fsdp_compose.base.streams import is_capturing, turn_to
 from fsdp_compose.base.torch_private import default_store
 
 WARN_AFTER = 10.0
@@ -87,7 +87,8 @@ class _Watch:
 
     def look(self, now: float) -> None:
         device = self.waits.get(_DEVICE)
-        if device is not None and now - device.since > POST_AFTER and device.is_over():
+        is_old = device is not None and now - device.since > POST_AFTER
+        if device is not None and is_old and self.has_passed(device):
             self.waits.pop(_DEVICE, None)
             newest, self.newest = self.newest, None
             if newest is not None and newest is not device:
@@ -98,6 +99,11 @@ class _Watch:
         self.post(oldest.purpose if oldest is not None and is_long else "")
         if oldest is not None and now - oldest.since > WARN_AFTER and not oldest.was_told:
             tell(oldest, now)
+
+    def has_passed(self, wait: Wait) -> bool:
+        """Whether the device has passed its mark, asked from the thread of the watch."""
+        turn_to(wait.mark.device)
+        return wait.is_over()
 
     def _look_at_threads(self, begun: dict[int, Begun]) -> None:
         for thread in [t for t in self.waits if t != _DEVICE and t not in begun]:

@@ -141,7 +141,9 @@ def test_who_is_absent_is_of_the_present_wait() -> None:
 
 
 class Mark:
-    """As an event on a device's stream."""
+    """As an event on a stream of a device that is not the first of its host."""
+
+    device = torch.device("cuda", 5)
 
     def __init__(self) -> None:
         self.has_passed = False
@@ -150,16 +152,27 @@ class Mark:
         return self.has_passed
 
 
-class Refuses:
+class Refuses(Mark):
     """As an event while another thread captures a graph, which a question would end."""
 
     def query(self) -> bool:
         raise AssertionError("the device is asked")
 
 
+def note_turns(patch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices that threads were to make their current ones, as they come."""
+    turned: list[torch.device] = []
+    patch.setattr(torch.accelerator, "set_device_index", turned.append)
+    return turned
+
+
 def test_the_watch_asks_for_old_marks_alone() -> None:
-    """Of those that come one after another the last is kept, and none once a graph is captured."""
+    """Of those that come one after another the last is kept, and none once a graph is captured.
+
+    It asks on their device: on the first of the host each rank would take memory for that.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        turned = note_turns(patch)
         watch = waiting._Watch()
         patch.setattr(here, "watch", watch)
         patch.setattr(watch, "start", lambda: None)
@@ -170,6 +183,7 @@ def test_the_watch_asks_for_old_marks_alone() -> None:
         watch.look(now + 0.9 * waiting.POST_AFTER)
         with pytest.raises(AssertionError, match="is asked"):
             watch.look(now + 1.1 * waiting.POST_AFTER)
+        assert turned == [Mark.device]
         waiting.forget_marks()
         watch.look(now + 100)
         passed, later = Mark(), Refuses()
@@ -185,6 +199,7 @@ def test_a_device_that_waits_is_told_without_the_host() -> None:
 
     def run(rank: int) -> None:
         heard = be_quick()
+        note_turns(pytest.MonkeyPatch())
         waiting.the_watch().start = lambda: None  # type: ignore[method-assign]
         first, second, third = Mark(), Mark(), Mark()
         for name, mark in (("a", first), ("b", second), ("c", third)):
