@@ -74,6 +74,12 @@ class Event:
         raise AssertionError("the host waits for an event")
 
 
+def wait_for(event: Event) -> None:
+    """The host waits: whatever it issues next, on any stream, is ordered behind."""
+    for stream in Stream.made:
+        stream.wait_event(event)
+
+
 class Device:
     """The streams of a device, as the engine asks for them."""
 

@@ -75,6 +75,7 @@ class Streams:
     reduce: Any
     behind: Any = None  # the event by which a side stream waits for the current one; reused
     unused: list[Any] = field(default_factory=list)  # events of marks that are gone
+    held: list[tuple[torch.Tensor, Mark | None]] = field(default_factory=list)  # see ``hold``
 
     @property
     def current(self) -> Any:
@@ -107,6 +108,16 @@ class Streams:
         """Order the current stream, not the host, behind ``mark``."""
         if mark is not None:
             self.current.wait_event(mark.event)
+
+    def hold(self, tensor: torch.Tensor, mark: Mark | None) -> None:
+        """Keep memory of the current stream that a side stream reads until it comes to ``mark``.
+
+        The next call lets go of it, once the current stream is behind the mark: by then it mostly
+        is. So at most one tensor is kept.
+        """
+        for _, before in self.held:
+            self.wait(before)
+        self.held[:] = [(tensor, mark)]
 
 
 def join_graph(streams: Streams) -> None:

@@ -71,11 +71,10 @@ def start_reduce(bucket: Bucket, unites: bool = True, begins: bool = True) -> Re
     arriving, mesh, streams = bucket.arriving, bucket.mesh, unit.engine.streams
     if bucket in unit.links.reduce_events:
         note_reduction(unit, bucket)
-    factor = unit.switches.divide_factor
     used = comm.Flags(arriving.used, len(bucket.entries), arriving.trained)
     arriving.packed, arriving.used, arriving.trained, arriving.joined = False, 0, 0, False
     bucket.views.sent = None  # no further microbatch reads these weights
-    scale = 1.0 / (mesh.divisor if factor is None else factor)
+    scale = 1.0 / (unit.switches.divide_factor or mesh.divisor)
     reduction = Reduction(unit, bucket, None, scale, used)
     if unites and bucket.users.caller is not None:
         unite_early(bucket, reduction.used)
@@ -245,10 +244,7 @@ def drain(engine: Engine) -> None:
 
 
 def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
-    """Set a reduced gradient, or start copying it to the host.
-
-    The copy runs on the reduce stream, so neither compute nor the host waits for it.
-    """
+    """Set a reduced gradient, or start copying it to the host, for which nothing waits here."""
     offload, arriving, streams = reduction.bucket.offload, reduction.bucket.arriving, engine.streams
     last, scope = reduction.unit.switches.last_backward, streams.beside
     if not offload.shards and (last or not offload.grads):
@@ -264,8 +260,11 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
         _note_waiting(reduction)
         return
     with scope(streams.reduce):
-        grad = copy_to_host(grad, offload.pin_memory)
-        engine.landing.append(Landing(reduction, grad, last, streams.record(streams.reduce)))
+        host, reduction.result = copy_to_host(grad, offload.pin_memory), None
+        mark = streams.record(streams.reduce)
+    if mark is not None and reduction.bucket.mesh.gather_axis.size == 1:  # else the reduce stream's
+        streams.hold(grad, mark)
+    engine.landing.append(Landing(reduction, host, last, mark))
 
 
 def _note_waiting(reduction: Reduction) -> None:
@@ -283,6 +282,7 @@ def land(engine: Engine) -> None:
         grad, arriving = landing.grad, landing.reduction.bucket.arriving
         if landing.mark is not None:
             landing.mark.synchronize()
+            engine.streams.held.clear()
         if arriving.waiting is not None:
             grad, arriving.waiting = arriving.waiting.add_(grad), None
         if landing.is_last:

@@ -9,7 +9,7 @@ from typing import Any
 
 import played_device
 import pytest
-from played_device import watched
+from played_device import wait_for, watched
 
 import fsdp_compose as fc
 from fsdp_compose import Offload, ShardingStrategy
@@ -25,12 +25,6 @@ from models import Tower, by_block, data, seeded, sgd, square
 
 OTHERWISE = ("outside loss", "second order", "interrupt")
 """Operations of programs that do something else under the mode that notes what runs."""
-
-
-def wait_for(event: Any) -> None:
-    """The host waits: whatever it issues next, on any stream, is ordered behind."""
-    for stream in played_device.Stream.made:
-        stream.wait_event(event)
 
 
 def is_stale_read(text: str, gather: int) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from played_device import Device, Event, Stream, watched
+from played_device import Device, Event, Stream, wait_for, watched
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
@@ -378,6 +379,37 @@ def test_the_host_waits_at_the_end_of_a_pass_alone(offload: str) -> None:
             torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
 
     run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_leave_the_device_one_by_one(world: int, accumulates: bool) -> None:
+    """Of those that were sent to the host none stays, but the last one where it was never cut."""
+
+    def ranks(rank: int) -> None:
+        sent: list[StorageWeakRef] = []
+        alive: list[int] = []
+
+        def to_host(grad: Tensor, pin_memory: bool) -> Tensor:
+            alive.append(sum(not storage.expired() for storage in sent))
+            sent.append(StorageWeakRef(grad.untyped_storage()))
+            return grad.clone()
+
+        with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+            patch.setattr(reducing, "copy_to_host", to_host)
+            patch.setattr(Event, "synchronize", wait_for)
+            model = by_block(seeded(Tower), offload_policy=fc.Offload(params=True))
+            for step in range(3):
+                if accumulates:
+                    fc.set_is_last_backward(model, False)
+                    square(model, data(step, rank)).backward()
+                    fc.set_is_last_backward(model, True)
+                square(model, data(step, rank)).backward()
+                model.zero_grad()
+        assert races.found == [] and len(alive) == 3 * len(units(model))
+        assert max(alive) == (world == 1)
+
+    run_ranks(ranks, world)
 
 
 def test_a_captured_step_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
