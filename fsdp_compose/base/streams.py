@@ -31,7 +31,7 @@ class Mark:
     @property
     def device(self) -> torch.device:
         """The device of its stream."""
-        return self.event.device  # type: ignore[no-any-return]
+        return self.event.device
 
     def query(self) -> bool:
         """Whether the device has passed it."""

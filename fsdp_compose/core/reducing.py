@@ -262,8 +262,8 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
     with scope(streams.reduce):
         host, reduction.result = copy_to_host(grad, offload.pin_memory), None
         mark = streams.record(streams.reduce)
-    if mark is not None and reduction.bucket.mesh.gather_axis.size == 1:  # else the reduce stream's
-        streams.hold(grad, mark)
+    if mark and (waiting is not None or reduction.bucket.mesh.gather_axis.size == 1):
+        streams.hold(grad, mark)  # it may be memory of the current stream
     engine.landing.append(Landing(reduction, host, last, mark))
 
 

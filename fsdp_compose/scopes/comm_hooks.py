@@ -239,6 +239,10 @@ class Int8ErrorFeedback:
 
     block: int = 256
     errors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _made: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The ids of those that the hook made."""
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What it read last and did not make."""
 
     def __post_init__(self) -> None:
         wanted = "a number of elements, an int >= 1"
@@ -252,6 +256,17 @@ class Int8ErrorFeedback:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.block = saved["block"]
         self.errors = {key: error.clone() for key, error in saved["errors"].items()}
+        self._made.clear()
+
+    def _replace(self, key: str, error: torch.Tensor) -> None:
+        """Remember ``error``; keep until the next call what the hook read, if it did not make it.
+
+        Where that was loaded or copied it is memory of the stream that did so, which would use it
+        again while that of the hook still reads it.
+        """
+        read = self.errors.get(key)
+        self._kept[key] = None if id(read) == self._made.get(key) else read
+        self.errors[key], self._made[key] = error, id(error)
 
 
 def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> torch.Tensor:
@@ -278,7 +293,7 @@ def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> tor
         decode_blocks(part, into, torch.int8, state.block)
     error = wanted - decoded
     # A gradient that is not finite ends its step, and would be in every later one.
-    state.errors[grads.key] = torch.where(error.isfinite().all(), error, earlier)
+    state._replace(grads.key, torch.where(error.isfinite().all(), error, earlier))
     received = comm.exchange_parts(packed, grads.shard)
     one = cut_by_rank(decoded, ranks)[0]
     total = torch.zeros_like(one)
