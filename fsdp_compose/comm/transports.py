@@ -199,6 +199,11 @@ def _reduce_on_host(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
 def _gather_at_once(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, call: Call
 ) -> Started:
+    if whole.is_cpu and call.group.backend not in _OF_HOSTS and (device := _served(call.group)):
+        there = torch.empty_like(whole, device=device)
+        _order(all_gather_single(call.group.pg, there, own.to(device), GATHER_OPTIONS))
+        whole.copy_(there)
+        return Started()
     work = all_gather_single(call.group.pg, whole, own, GATHER_OPTIONS)
     return Started((work,)) if whole.is_cpu and work is not None else _order(work)
 
@@ -231,7 +236,25 @@ def _reduce_all_at_once(wholes: Tensors, parts: Sequence[Tensors], call: Call) -
 
 
 def _all_reduce_at_once(tensor: torch.Tensor, op: Op, call: Call) -> None:
-    dist.all_reduce(tensor, _OPS[op], group=call.group.pg)
+    is_away = tensor.is_cpu and call.group.backend not in _OF_HOSTS
+    device = _served(call.group) if is_away else None
+    there = tensor if device is None else tensor.to(device)
+    dist.all_reduce(there, _OPS[op], group=call.group.pg)
+    if there is not tensor:
+        tensor.copy_(there)
+
+
+_OF_HOSTS = ("gloo", "fake")
+"""Backends that move what lies on the host."""
+
+
+def _served(group: Group) -> torch.device | None:
+    """Where what lies on the host travels, as numbers of offloaded gradients, if not there.
+
+    A process group of NCCL alone serves no host: ``init_process_group("nccl")``.
+    """
+    served = [part.split(":")[0] for part in dist.get_backend_config(group.pg).split(",")]
+    return None if "cpu" in served or len(served) > 1 else torch.device(served[0])
 
 
 def _exchange_at_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +118,28 @@ def test_a_smaller_group_serves_its_tensors_device() -> None:
         assert (first.backend, other.backend, other.pg) == ("gloo", "nccl", first.pg)
 
     run_ranks(ranks, 4)
+
+
+def test_what_lies_on_the_host_travels_where_nccl_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of offloaded gradients, and slices: groups of NCCL alone serve no host."""
+    moved: list[Tensor] = []
+    served = ["cpu:gloo,meta:nccl", "meta:nccl"]
+    monkeypatch.setattr(dist, "get_backend_config", lambda pg: served[0])
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: moved.append(tensor))
+    monkeypatch.setattr(transports, "all_gather_single", lambda *given: moved.extend(given[1:3]))
+    call = Call(Group(None, 0, 2, "nccl", (0, 1)), 0, "")
+    whole, own = torch.zeros(4, dtype=torch.uint8), torch.ones(2, dtype=torch.uint8)
+    AT_ONCE.all_reduce(own, "sum", call)
+    AT_ONCE.gather(whole, whole.chunk(2), own, call)
+    assert all(map(is_, moved, (own, whole, own)))
+    del served[0], moved[:]
+    for start in (
+        lambda: AT_ONCE.all_reduce(own, "sum", call),
+        lambda: AT_ONCE.gather(whole, whole.chunk(2), own, call),
+    ):
+        with pytest.raises(NotImplementedError, match="copy out of meta"):  # what came back
+            start()
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
 
 
 def test_a_smaller_group_is_made_by_its_ranks_alone() -> None:
