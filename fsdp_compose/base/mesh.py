@@ -286,16 +286,18 @@ QUEUES = ("nccl",)
 def with_own_reductions(mesh: Mesh) -> Mesh:
     """``mesh`` with a communicator for reductions where a gather would wait behind them.
 
-    Every rank of it must call. Parameters that are cut over both axes are gathered over all ranks
-    and reduced over one axis: over two communicators already.
+    Every rank of it must call. Gathers over the other axis of two come before all reductions.
     """
-    shard = mesh.shard
-    if shard.pg is None or mesh.axes is not None or shard.backend not in QUEUES:
+    group = mesh.gather_axis
+    if group.pg is None or group.backend not in QUEUES:
         return mesh
-    known = _subgroups.setdefault(shard.pg, {})
+    known = _subgroups.setdefault(group.pg, {})
     if "reductions" not in known:
-        known["reductions"] = replace(shard, pg=ordered_group(shard.ranks))
-    return replace(mesh, shard=replace(shard, reductions=known["reductions"].pg))
+        known["reductions"] = replace(group, pg=ordered_group(group.ranks))
+    group = replace(group, reductions=known["reductions"].pg)
+    if mesh.axes is None:
+        return replace(mesh, shard=group)
+    return replace(mesh, axes=(group, mesh.axes[1]))
 
 
 def _is_no_member(group: object) -> bool:

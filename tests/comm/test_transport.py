@@ -87,9 +87,18 @@ def test_an_exact_codec_and_a_transport_change_nothing(way: str) -> None:
     run_ranks(ranks, 4)
 
 
-def test_reductions_have_a_communicator_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_reductions_have_a_communicator_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, is_hybrid: bool
+) -> None:
     """Where a communicator works in order, no gather waits behind a reduction."""
+    gathered: set[Any] = set()
     reduced: list[Any] = []
+    gather = transports.all_gather_single
+
+    def all_gather(pg: Any, *given: Any) -> Any:
+        gathered.add(pg)
+        return gather(pg, *given)
 
     def reduce_scatter(pg: Any, own: Tensor, whole: Tensor, options: Any) -> None:
         reduced.append(pg)
@@ -97,15 +106,19 @@ def test_reductions_have_a_communicator_of_their_own(monkeypatch: pytest.MonkeyP
         own.copy_(whole.chunk(2)[dist.get_rank(pg)])
 
     def ranks(rank: int) -> None:
-        wanted, _ = train({}, False)
+        options = {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER} if is_hybrid else {}
+        wanted, _ = train(options, is_hybrid)
         monkeypatch.setattr(mesh, "QUEUES", ("gloo",))
+        monkeypatch.setattr(transports, "all_gather_single", all_gather)
         monkeypatch.setattr(transports, "reduce_scatter_single", reduce_scatter)
-        found, _ = train({"transport": replace(AT_ONCE, may_wait=True)}, False)
-        assert len(set(reduced)) == 1 and reduced[0] is not dist.group.WORLD
+        at_once = {"transport": replace(AT_ONCE, may_wait=True)}
+        found, _ = train(options | at_once, is_hybrid)
+        assert len(set(reduced)) == 1 + is_hybrid  # over each axis
+        assert gathered and reduced[0] not in gathered
         for value, other in zip(found, wanted):
             torch.testing.assert_close(value, other)
 
-    run_ranks(ranks, 2)
+    run_ranks(ranks, 4 if is_hybrid else 2)
 
 
 def test_a_smaller_group_serves_its_tensors_device() -> None:
