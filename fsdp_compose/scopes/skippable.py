@@ -315,7 +315,10 @@ def _are_finite(module: nn.Module, units: list[Unit]) -> bool:
         found = [get_grad(holder_of(param)) for param in parameter_names(module)]
         grads = [grad for grad in found if grad is not None]
         grads += (t for unit in units for bucket in unit.buckets for t in list_waiting(bucket))
-        return all(bool(torch.isfinite(getattr(g, "_local_tensor", g)).all()) for g in grads)
+        flags: dict[torch.device, list[torch.Tensor]] = {}
+        for grad in grads:
+            flags.setdefault(grad.device, []).append(torch.isfinite(_data(grad)).all())
+        return all(bool(torch.stack(found).all()) for found in flags.values())  # each waits once
 
 
 @dataclass(frozen=True)

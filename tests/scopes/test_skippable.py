@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
@@ -170,6 +171,28 @@ def test_earlier_microbatches_stay(keep: Any, at: Any) -> None:
         twin.train(steps=1)
 
     run_ranks(ranks, 4 if keep == "no_all_reduce" else 2)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number of a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_for_all_gradients() -> None:
+    """Whether they are finite is one number, however many parameters there are."""
+
+    def ranks(rank: int) -> None:
+        model, reads = by_block(seeded(Tower)), Reads()
+        with reads, skippable_step(model, finite_gradients=True) as step:
+            square(model, data(0, rank)).backward()
+        assert not step.skipped and reads.count == 1
+
+    run_ranks(ranks, 2)
 
 
 @pytest.mark.parametrize("reason", ["discard", "loss", "gradient", "error"])
