@@ -132,6 +132,12 @@ def resolve_mesh(
         )
     if placement.replicate_only:
         shard, replicate = SELF, shard
+    if device.type != "cpu" and transport is None and "gloo" in (shard.backend, replicate.backend):
+        raise ValueError(
+            f"fully_shard: parameters are on {device}, but the process group serves it by gloo, "
+            "whose messages between ranks cannot read a device's memory. Call init_process_group() "
+            'without a backend, or with "cpu:gloo,cuda:nccl"; or move the module to the CPU.'
+        )
     if transport is not None:
         shard, replicate = (with_transport(group, transport) for group in (shard, replicate))
     if slots is not None:

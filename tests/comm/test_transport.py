@@ -25,6 +25,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import Call, Group, Started
+from fsdp_compose.base.policy import place
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import ordered_group
 from fsdp_compose.comm import transports
@@ -131,6 +132,19 @@ def test_a_smaller_group_serves_its_tensors_device() -> None:
         assert (first.backend, other.backend, other.pg) == ("gloo", "nccl", first.pg)
 
     run_ranks(ranks, 4)
+
+
+def test_gloo_is_refused_for_what_lies_on_a_device() -> None:
+    """It would read the addresses as those of the host."""
+
+    def ranks(rank: int) -> None:
+        device, placement = torch.device("cuda", 0), place(None, None)
+        with pytest.raises(ValueError, match="on cuda:0, but the process group serves it by gloo"):
+            mesh.resolve_mesh(None, device, placement)
+        mesh.resolve_mesh(None, device, placement, AT_ONCE)
+        mesh.resolve_mesh("self", device, placement)
+
+    run_ranks(ranks, 2)
 
 
 def test_what_lies_on_the_host_travels_where_nccl_does(monkeypatch: pytest.MonkeyPatch) -> None:
