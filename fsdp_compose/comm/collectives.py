@@ -367,7 +367,7 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     """
     if group.pg is None:
         return list(parts)
-    own = parts[group.rank]
+    own, group = parts[group.rank], replace(group, pg=group.reductions or group.pg)
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += own.numel() * (group.size - 1)
     received = room_for_parts(parts, group)

@@ -29,7 +29,12 @@ from fsdp_compose.base.policy import place
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import ordered_group
 from fsdp_compose.comm import transports
-from fsdp_compose.comm.collectives import plan_gather, plan_reduce, reduce_scatter_parts
+from fsdp_compose.comm.collectives import (
+    exchange_parts,
+    plan_gather,
+    plan_reduce,
+    reduce_scatter_parts,
+)
 from fsdp_compose.comm.messages import post_pairs
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
@@ -120,6 +125,21 @@ def test_reductions_have_a_communicator_of_their_own(
             torch.testing.assert_close(value, other)
 
     run_ranks(ranks, 4 if is_hybrid else 2)
+
+
+def test_a_hooks_exchange_is_a_reduction() -> None:
+    """As of gradients in int8: no gather waits behind it either."""
+    used: list[Any] = []
+
+    def exchange(outgoing: Any, incoming: Any, call: Call) -> Started:
+        used.append(call.group.pg)
+        return Started()
+
+    pgs: Any = "of gathers", "of reductions"
+    transport, parts = replace(AT_ONCE, exchange=exchange), list(torch.zeros(2, 4).byte())
+    exchange_parts(parts, Group(pgs[0], 0, 2, "nccl", (0, 1), "", "", transport, pgs[1]))
+    exchange_parts(parts, Group(pgs[0], 0, 2, "nccl", (0, 1), "", "", transport))
+    assert used == [pgs[1], pgs[0]]
 
 
 def test_a_smaller_group_serves_its_tensors_device() -> None:
