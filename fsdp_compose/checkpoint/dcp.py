@@ -161,7 +161,7 @@ def _save(
         with SharedErrors(group):
             state = _copy_to_host(state)
     token = broadcast_object(uuid.uuid4().hex[:12], [group])
-    writer = CommittingWriter(path, token, group.size, checksum)
+    writer = CommittingWriter(path, token, group.size, checksum, is_on_host=asynchronous)
     if not asynchronous:
         write_checkpoint(state, writer, group)
         return Saving()

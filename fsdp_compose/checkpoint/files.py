@@ -90,10 +90,20 @@ class _Written:
 
 
 class CommittingWriter(FileSystemWriter):
-    """Writes a save into a folder of its own; the previous checkpoint is whole until the commit."""
+    """Writes a save into a folder of its own; the previous checkpoint is whole until the commit.
 
-    def __init__(self, path: Path, token: str, world_size: int, checksum: bool) -> None:
-        super().__init__(path)
+    Args:
+        is_on_host: what is saved is in host memory. Torch copies ahead from a device otherwise: in
+            a thread from the first one, of which each rank would take half a gigabyte.
+    """
+
+    def __init__(
+        self, path: Path, token: str, world_size: int, checksum: bool, is_on_host: bool = False
+    ) -> None:
+        if is_on_host:
+            super().__init__(path, per_thread_copy_ahead=0)
+        else:
+            super().__init__(path)
         self.root, self.token = Path(path), token
         self.world_size, self.checksum = world_size, checksum
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import (
     BroadcastingTorchSaveReader,
@@ -29,6 +30,22 @@ def writer(path: Path) -> Any:
 
 def reader(path: Path) -> Any:
     return dcp.HuggingFaceStorageReader(path=str(path))
+
+
+def test_a_thread_that_saves_asks_for_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be the first one of the host, on which each rank would take memory."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a device is asked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", refuse)
+    model = by_block(seeded(Tower))
+    fc.save_checkpoint(tmp_path, model, asynchronous=True).wait()
+    with pytest.raises(RuntimeError, match="a device is asked"):
+        fc.save_checkpoint(tmp_path, model)  # from the device that it is on
 
 
 def test_a_slice_of_several_boxes_is_refused(tmp_path: Path) -> None:
