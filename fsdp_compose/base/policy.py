@@ -196,12 +196,13 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         classes: Any = self.full_precision_classes
         listed = not isinstance(classes, type | str) and isinstance(classes, Iterable)
-        if not listed or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        kinds = tuple(classes) if listed else (classes,)  # an iterator is read once
+        if not listed or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in kinds):
             raise ValueError(
                 f"MixedPrecision: full_precision_classes is {classes!r}; wanted a tuple of classes "
                 "of modules, such as (nn.BatchNorm2d,)."
             )
-        object.__setattr__(self, "full_precision_classes", tuple(classes))
+        object.__setattr__(self, "full_precision_classes", kinds)
         check_flags(self, "keep_low_precision_grads", "full_precision_in_eval")
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)

@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_compose.base.arguments import check_function
 from fsdp_compose.base.policy import name_pattern
 from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.plans import list_ignored
 from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
 
 UnitOptions = dict[str, Any]
@@ -74,10 +75,10 @@ def by_class(classes: Classes, **options: Any) -> Policy:
     """
     kinds = _check_classes(classes, "by_class")
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    description = f"by_class({{{names}}})"
+    description, chosen = f"by_class({{{names}}})", _read_options(options, "by_class")
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
-        return isinstance(module, kinds) and (options or True)
+        return isinstance(module, kinds) and (chosen or True)
 
     def start(root: nn.Module) -> Decide:
         if not any(isinstance(module, kinds) for module in root.modules() if module is not root):
@@ -104,6 +105,7 @@ def by_name(*patterns: str, **options: Any) -> Policy:
     if not tests:
         raise TypeError('by_name: got no pattern; wanted names, such as by_name("layers.*").')
     description = f"by_name({', '.join(map(repr, tests))})"
+    given = _read_options(options, "by_name")
 
     def start(root: nn.Module) -> Decide:
         modules = root.named_modules(remove_duplicate=False)
@@ -119,7 +121,7 @@ def by_name(*patterns: str, **options: Any) -> Policy:
                     f"{near(pattern, known)}."
                 )
             chosen |= matching
-        return lambda fqn, module, numel: id(module) in chosen and (options or True)
+        return lambda fqn, module, numel: id(module) in chosen and (given or True)
 
     return Policy(start, description)
 
@@ -264,6 +266,13 @@ def _find_spans(root: nn.Module, order: ExecutionOrder) -> dict[int, tuple[int, 
         key = id(parameters[name])
         spans[key] = (spans.get(key, (position, position))[0], position)
     return spans
+
+
+def _read_options(options: UnitOptions, where: str) -> UnitOptions:
+    """``options`` for all units: an iterator would be at its end after the first of them."""
+    if "ignored" not in options:
+        return options
+    return {**options, "ignored": list_ignored(options["ignored"], where)}
 
 
 def _check_numel(value: Any, where: str) -> None:

@@ -157,6 +157,25 @@ def test_wrong_options_on_every_rank() -> None:
     run_ranks(ranks)
 
 
+def test_iterators_are_read_for_every_unit() -> None:
+    """Where a list is wanted, what can be read once holds for all units too."""
+    kinds: Any = iter([nn.LayerNorm, nn.BatchNorm1d])
+    precise = MixedPrecision(BF16, full_precision_classes=kinds)
+    assert precise.full_precision_classes == (nn.LayerNorm, nn.BatchNorm1d)
+    for by in (lambda **options: wrap.by_class(Block, **options),
+               lambda **options: wrap.by_name("blocks.*", **options)):  # fmt: skip
+        model = Tower(2)
+        norms = [block.norm for block in model.blocks]
+        policy = by(ignored=iter(norms))
+        for _ in range(2):
+            planned = plan(model, world_size=2, units=policy)
+        fully_shard(model, units=policy)
+        assert planned.memory.outside == sum(p.nbytes * 2 for n in norms for p in n.parameters())
+        assert all(type(p) is nn.Parameter for norm in norms for p in norm.parameters())
+    with pytest.raises(TypeError, match="by_class: ignored is a type; wanted a sequence"):
+        wrap.by_class(Block, ignored=nn.LayerNorm)
+
+
 def mixed(**fields: Any) -> dict[str, Any]:
     return {"mp_policy": MixedPrecision(param_dtype=BF16, **fields)}
 
