@@ -22,6 +22,7 @@ Files, each importing only from those above it:
     streams        the gather and reduce streams of a device
     order          in which order things run, expected to repeat
     tree           tensors inside whatever a module takes and returns
+    taken_back     what a forward that is only looked at sets on its modules, undone
     casts          what goes into a unit and comes out, in the dtypes of its policy
     parts          a flat tensor cut by rank
     strides        how a tensor is flattened

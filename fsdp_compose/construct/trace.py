@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.fx import PH  # type: ignore[attr-defined]
 
 from fsdp_compose.base.arguments import check_kind, check_module
+from fsdp_compose.base.taken_back import take_back
 from fsdp_compose.base.tree import map_tensors
 from fsdp_compose.core.state import iter_units
 
@@ -38,6 +39,18 @@ class TracingConfig:
 
     tracer: fx.Tracer | None = None
     concrete_args: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tracer is not None:
+            wanted = "an instance of torch.fx.Tracer, or None"
+            check_kind("TracingConfig", "tracer", self.tracer, fx.Tracer, wanted)
+        _check_names("TracingConfig", "concrete_args", self.concrete_args)
+
+
+def _check_names(where: str, name: str, values: object) -> None:
+    """Raise unless ``values`` are arguments by name, or None."""
+    if values is not None:
+        check_kind(where, name, values, Mapping, "a dictionary of arguments by name, or None")
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,8 @@ def trace_execution_order(
 ) -> ExecutionOrder:
     """Find in which order ``module`` runs its submodules, by ``torch.fx``, before it is sharded.
 
-    Nothing is computed, so that the module may be on the meta device. Tensors in ``args`` and
+    Nothing is computed, so that the module may be on the meta device, and what its forward sets on
+    modules is taken back. Tensors in ``args`` and
     ``kwargs`` only say where a tensor is passed; other values, and the defaults of parameters that
     are not passed, are what control flow sees.
 
@@ -84,6 +98,7 @@ def trace_execution_order(
 
     Raises:
         ValueError: ``module`` is sharded, or its forward cannot be traced.
+        TypeError: an argument is of the wrong type.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -99,13 +114,14 @@ def trace_execution_order(
     if config is not None:
         wanted = "TracingConfig(...) or None"
         check_kind("trace_execution_order", "config", config, TracingConfig, wanted)
+    _check_names("trace_execution_order", "kwargs", kwargs)
     config = config or TracingConfig()
     recorder = _Recorder(module, config.tracer or fx.Tracer())
     try:
         given = args if isinstance(args, tuple | list) else (args,)
         concrete = _concrete(module, tuple(given), dict(kwargs or {}))
         concrete.update(config.concrete_args or {})
-        with recorder.patched(), warnings.catch_warnings():
+        with take_back(module), recorder.patched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             recorder.tracer.trace(module, concrete_args=concrete or None)
     except Exception as error:

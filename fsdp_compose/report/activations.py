@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_compose.base.taken_back import take_back
 from fsdp_compose.base.torch_private import DispatchMode, fused_attention, read_number
 from fsdp_compose.base.tree import find_tensors, map_tensors
 
@@ -74,7 +75,7 @@ def measure_activations(
     try:
         # Replaced by name: a mode of torch functions is not active where backward recomputes.
         fused = patch.object(nn.functional, _ATTENTION, _attend)
-        with torch.device("meta"), torch.enable_grad(), fused, ledger:
+        with take_back(module), torch.device("meta"), torch.enable_grad(), fused, ledger:
             torch.func.functional_call(step, values, args, kwargs)
     except Exception as error:
         raise ValueError(

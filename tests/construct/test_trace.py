@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fsdp_compose import ExecutionOrder, TracingConfig, trace_execution_order, wrap
+from fsdp_compose import (
+    ExecutionOrder,
+    TracingConfig,
+    fully_shard,
+    plan,
+    trace_execution_order,
+    wrap,
+)
 
-from models import WIDTH, Block, Tower, by_block, data
+from models import WIDTH, Block, Tower, by_block, data, seeded
 
 X = data(0, 0, 2, WIDTH, dtype=torch.float32)
 
@@ -252,3 +259,53 @@ def test_execution_order_of_what_cannot_be_traced() -> None:
     config = TracingConfig(Whole())
     policy = wrap.by_execution_order(X, min_numel=WIDTH * WIDTH, config=config)
     assert chosen(DataDependent(), policy) == ["DataDependent", "first"]
+
+
+class Remembering(nn.Module):
+    """A table made in the first forward, a running mean, a count and a log, in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table: Tensor | None = None
+        self.mean: Any = 0.0
+        self.log: list[Any] = [1]
+        self.calls = {"forward": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = x.new_ones(WIDTH) * torch.ones(WIDTH)
+        y = self.linear(x) * self.table
+        self.calls["forward"] += 1
+        self.log.append(y)
+        self.last = x
+        self.mean = 0.9 * self.mean + y.mean()
+        return y - self.mean
+
+
+@pytest.mark.parametrize("how", ["plan", "trace", "policy"])
+def test_what_a_forward_remembers_is_taken_back(how: str) -> None:
+    """A forward that is only looked at leaves no Proxy, and no tensor without memory."""
+    model, other = seeded(Remembering), seeded(Remembering)
+    if how == "plan":
+        plan(model, world_size=2, sample=X)
+    elif how == "trace":
+        trace_execution_order(model, X)
+    else:
+        fully_shard(model, units=wrap.by_execution_order(X, min_numel=1))
+    assert (model.table, model.mean, model.log, model.calls) == (None, 0.0, [1], {"forward": 0})
+    assert not hasattr(model, "last")
+    assert torch.equal(model(X.double()), other(X.double()))
+
+
+def test_wrong_arguments_of_a_trace() -> None:
+    """A class in place of a tracer had its methods exchanged for good."""
+    before, wrong = dict(vars(fx.Tracer)), cast("Any", fx.Tracer)
+    with pytest.raises(TypeError, match=r"TracingConfig: tracer is .*Tracer.*; wanted an instance"):
+        trace_execution_order(Tower(1), X, TracingConfig(tracer=wrong))
+    assert dict(vars(fx.Tracer)) == before
+    wrong = 3
+    with pytest.raises(TypeError, match=r"TracingConfig: concrete_args is 3; wanted a dictionary"):
+        TracingConfig(concrete_args=wrong)
+    with pytest.raises(TypeError, match=r"trace_execution_order: kwargs is 3; wanted a dictionary"):
+        trace_execution_order(Tower(1), X, kwargs=wrong)
