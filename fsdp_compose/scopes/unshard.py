@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_kind, check_module
+from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
@@ -18,7 +19,11 @@ from fsdp_compose.core.gathering import install_leaves, refresh_stale, renew_buc
 from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
-from fsdp_compose.core.guards.forward_writes import leaf_versions_of, versions_at_fill
+from fsdp_compose.core.guards.forward_writes import (
+    forget_written,
+    leaf_versions_of,
+    versions_at_fill,
+)
 from fsdp_compose.core.guards.scope_parameters import (
     as_parameter,
     end_rests,
@@ -251,6 +256,9 @@ def reshard(module: nn.Module) -> None:
                     full._version != before or (is_current and _is_written_unseen(entry, full))
                 ):
                     edited = edited or entry
+                    forget_written(unit)
+                    bucket = owner_of(entry)  # whose next forward is not the one that wrote
+                    bucket.counts = list(map(read_version, bucket.aliases))
                 del full  # which may free a graph that keeps the unit gathered
             if around is not None:
                 around.outer = None
@@ -302,13 +310,12 @@ def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) 
     own_units(module, "prefetch_units")
     wanted = [modules] if isinstance(modules, nn.Module) else modules
     check_kind("prefetch_units", "modules", wanted, Iterable, "a module, or a list of modules")
-    for target in list(wanted):
-        for unit in own_units(target, "prefetch_units"):
-            schedule = unit.engine.schedule
-            schedule.prefetch([unit])
-            is_between = not schedule.active and not unit.engine.tasks
-            if is_between and Hold.PREFETCH in unit.holds:
-                schedule.work.note_kept(unit)  # for a later pass, which looks for writes
+    for unit in [unit for target in wanted for unit in own_units(target, "prefetch_units")]:
+        schedule = unit.engine.schedule
+        schedule.prefetch([unit])
+        is_between = not schedule.active and not unit.engine.tasks
+        if is_between and Hold.PREFETCH in unit.holds:
+            schedule.work.note_kept(unit)  # for a later pass, which looks for writes
 
 
 def reduce_grads(module: nn.Module) -> None:

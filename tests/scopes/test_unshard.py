@@ -160,6 +160,27 @@ def test_writing_after_unshard_is_an_error() -> None:
         assert error is not None and "'head.weight'" in error and "writeback=True" in error
 
 
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_after_such_an_error_the_model_is_as_before(has_graph: bool) -> None:
+    """The next forward has not written, and reads no edit, also where a graph keeps the unit."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.backward(square, 0)
+        twin.step()
+        unshard(twin.model.blocks[0])
+        graph = twin.model.blocks[0].up.weight.sum() if has_graph else None
+        nn.init.zeros_(twin.model.blocks[0].up.weight)
+        with pytest.raises(RuntimeError, match="written between unshard and reshard"):
+            reshard(twin.model.blocks[0])
+        twin.backward(square, 1)
+        twin.step()
+        del graph
+        twin.check()
+
+    run_ranks(check, 2)
+
+
 def test_reshard_releases_what_a_forward_kept() -> None:
     """Reshard releases what a forward without backward kept."""
 
@@ -291,6 +312,9 @@ def test_prefetch_units_gathers_ahead() -> None:
         assert here.traffic.gathers == 3
         twin.step()
         assert_at_rest(twin.model)
+        with pytest.raises(ValueError, match="prefetch_units: LayerNorm is not a unit"):
+            prefetch_units(twin.model, [twin.model.blocks[0], twin.model.blocks[0].norm])
+        assert_at_rest(twin.model)  # of a list with a mistake nothing is gathered
         prefetch_units(twin.model, twin.model)
         twin.backward(square, 1)
         twin.step()
