@@ -257,7 +257,8 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     """Gradient accumulation as one scope: all backwards of a step inside, the step after it.
 
     On leaving, ``.grad`` holds the sum over the backwards, averaged over ranks. When the body
-    raises, gradients that were not reduced are dropped; those already in ``.grad`` stay.
+    raises, gradients that were not reduced are dropped; those already in ``.grad`` stay. What was
+    to wait anyway, as inside ``no_sync``, waits on.
 
     Args:
         module: a unit or a module that contains units.
@@ -295,8 +296,8 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     done = False
     try:
         for unit in units:
-            unit.switches.sync = keep != "unsharded"
-            unit.switches.all_reduce = keep != "no_all_reduce"
+            unit.switches.sync &= keep != "unsharded"
+            unit.switches.all_reduce &= keep != "no_all_reduce"
         yield
         done = True
     finally:

@@ -386,14 +386,15 @@ def test_clearing_what_one_rank_took_part_in(keep: Any, to_none: bool) -> None:
             simulate_ranks(check, 2, part, goes_on)
 
 
-def test_accumulate_reduces_what_it_postponed() -> None:
+@pytest.mark.parametrize("keep", ["sharded", "unsharded", "no_all_reduce"])
+def test_accumulate_reduces_what_it_postponed(keep: Any) -> None:
     """Also where gradients of one unit inside were to wait anyway, which then wait on."""
 
     def run(rank: int) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}), init="broadcast")
         fc.set_requires_gradient_sync(model[0], False)
-        with fc.accumulate(model, "unsharded"):
+        with fc.accumulate(model, keep):
             for _ in range(2):
                 model(torch.ones(1, 2)).sum().backward()
         waiting = fc.pending_gradients(model)
