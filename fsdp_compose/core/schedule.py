@@ -230,14 +230,14 @@ class Schedule(Generic[U, P]):
     def leave_forward(self, unit: U, backward: Backward, training: bool, recomputing: bool) -> None:
         """After forward: release the unit, unless it is kept for its backward."""
         try:
-            kept = unit.switches.keep_after_forward
-            if kept is None:
-                kept = not self.active and backward == "seen"
+            kept, seen = unit.switches.keep_after_forward, backward == "seen"
+            kept = (seen and not self.active) if kept is None else kept
+            ends = training and unit.switches.reshard_after_backward
             if recomputing:
                 self.hold(unit, BACKWARD)  # which is under way; its gradients release the unit
-            elif backward == "hidden" or (kept and (backward == "seen" or not training)):
+            elif backward == "hidden" or (kept and (seen or not ends)):
                 self.keep(unit, KEPT)
-            elif backward == "seen":
+            elif seen:
                 self.work.spread(unit)
         finally:  # without memory for what it spreads, too
             self.drop(unit, FORWARD)

@@ -121,6 +121,38 @@ def test_frozen_units_stay_gathered_until_changed() -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_frozen_encoder_stays_gathered() -> None:
+    """So do units in front of all that is trained, which no backward reaches."""
+
+    def build() -> nn.Module:
+        model = seeded(Tower)
+        for part in (model.first, *model.blocks):
+            part.requires_grad_(False)
+        return model
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, build, by_block, sgd)
+        for block in twin.model.blocks:
+            set_reshard_after_forward(block, False)
+            set_reshard_after_backward(block, False)
+        found = []
+        for seed in range(3):
+            with count_traffic() as traffic:
+                twin.backward(square, seed)
+            twin.step()
+            found.append(traffic.gathers)
+        roots = 2  # the buckets of the root: frozen, and trained
+        assert found == [roots + 3, roots, roots]
+        for model in (twin.model, twin.reference):
+            with torch.no_grad():
+                model.blocks[0].up.weight.mul_(2)
+        twin.backward(square, 3)
+        twin.step()
+        same(twin.model, twin.reference)
+
+    run_ranks(ranks, 2)
+
+
 def test_only_what_trained_is_gathered_again() -> None:
     """In a unit that stays gathered only what trained is gathered again."""
 
