@@ -169,15 +169,24 @@ def _check_static_buffers(found: Any, where: str) -> None:
 
 
 def _check_patterns(plans: Sequence[UnitPlan]) -> None:
-    """Raise for a pattern of names that chose options and matched no parameter."""
+    """Raise for a pattern of names that chose options and matched no parameter.
+
+    Of a dictionary that a policy gives to several units, each has a function of its own.
+    """
+    alike: dict[tuple[str, str], dict[ByName, str]] = {}  # with the first unit that asks it
     for plan in plans:
         for option in (plan.options.mp, plan.options.granularity):
-            if isinstance(option, ByName) and option.unused:
-                pattern = min(option.unused)
-                raise ValueError(
-                    f"fully_shard: {option.option}={{{pattern!r}: ...}} matches no parameter of "
-                    f"unit {plan.name!r} or another; {near(pattern, option.seen)}."
-                )
+            if isinstance(option, ByName):
+                group = alike.setdefault((option.option, repr(option.table)), {})
+                group.setdefault(option, plan.name)
+    for (name, _), group in alike.items():
+        unused = set.intersection(*(option.unused for option in group))
+        if unused:
+            pattern, seen = min(unused), [fqn for option in group for fqn in option.seen]
+            raise ValueError(
+                f"fully_shard: {name}={{{pattern!r}: ...}} matches no parameter of unit "
+                f"{next(iter(group.values()))!r} or another; {near(pattern, seen)}."
+            )
 
 
 def _plan_units(

@@ -118,7 +118,27 @@ def test_names_that_fit_nothing_raise() -> None:
             r"mp_policy=\{'norm\.weight': \.\.\.\} matches no parameter.*blocks\.\d\.norm\.weight",
         ),
         ({"granularity": {"*": "row"}}, r"granularity=\{'\*': \.\.\.\} matches no parameter"),
+        (
+            {"units": wrap.by_class(Block, mp_policy={"**": BF16, "blocks.7.*": BF16})},
+            r"mp_policy=\{'blocks\.7\.\*': \.\.\.\} matches no parameter",
+        ),
     ):
         for attempt in (fully_shard, lambda m, **o: fc.plan(m, world_size=2, **o)):
             with pytest.raises(ValueError, match=text):
                 attempt(Tower(2), **options)
+
+
+def test_a_policy_has_patterns_of_some_of_its_units() -> None:
+    """A dictionary given to several units may name parameters of one of them alone."""
+    options: Any = {"mp_policy": {"blocks.0.up.*": BF16}, "granularity": {"blocks.1.up.*": "row"}}
+    model = fully_shard(Tower(2), units=wrap.by_class(Block, **options))
+    dtypes = {
+        entry.spec.fqn: bucket.mp.param_dtype
+        for unit in units(model)
+        for bucket in unit.buckets
+        for entry in bucket.entries
+    }
+    assert [name for name, dtype in dtypes.items() if dtype] == [
+        "blocks.0.up.weight",
+        "blocks.0.up.bias",
+    ]
