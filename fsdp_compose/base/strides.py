@@ -38,3 +38,10 @@ def flatten(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     flat = tensor.new_empty(tensor.numel())
     flat.as_strided(tensor.shape, strides).copy_(tensor)
     return flat
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` with each element once, where ``expand`` shows some several times."""
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()])]

@@ -24,6 +24,7 @@ from fsdp_compose.base.arguments import check_flag, check_kind, describe_value, 
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Ranks, check_ranks, group_of, group_over
+from fsdp_compose.base.strides import distinct
 from fsdp_compose.base.torch_private import buffer_slots, raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, list_waiting, make_grad_buffer
@@ -338,7 +339,7 @@ class _State:
             for param in parameter_names(module):
                 grad = get_grad(holder_of(param))
                 grads.append((param, grad, None if grad is None else _data(grad).clone()))
-            buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            buffers = [(own, own.clone()) for own in map(distinct, module.buffers())]
             slots = [buffer_slots(submodule) for submodule in module.modules()]
             places = [(values, dict(values)) for values in slots]
             arriving = [

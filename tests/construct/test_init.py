@@ -62,6 +62,34 @@ def test_broadcast_takes_values_from_rank_0(world: int, hybrid: bool, shard: str
     run_ranks(ranks, world)
 
 
+class Shown(nn.Module):
+    """Buffers that ``expand`` shows several times, in part, conjugated and wholly."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        start = torch.arange(3.0) + rank
+        self.register_buffer("whole", start[:1].expand(2, 2))
+        self.register_buffer("rows", start.expand(2, 3))
+        self.register_buffer("turned", (start + 1j * start).conj().view(3, 1).expand(3, 2))
+
+
+@pytest.mark.parametrize("in_inference", [False, True])
+def test_broadcast_of_buffers_that_are_expanded(in_inference: bool) -> None:
+    """Nothing fails once units are built, also where the model was made in inference mode."""
+
+    def ranks(rank: int) -> None:
+        with torch.inference_mode(in_inference):
+            model = nn.Sequential(Shown(rank), Shown(rank + 3))
+        fully_shard(model, units=wrap.by_class(Shown), init="broadcast")
+        for first, part in zip((0, 3), model, strict=True):
+            for name, buffer in Shown(first).named_buffers():
+                mine = part.get_buffer(name)
+                assert torch.equal(mine, buffer) and mine.stride() == buffer.stride(), name
+
+    run_ranks(ranks)
+
+
 def test_broadcast_goes_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def ranks(rank: int) -> list[int]:
         sizes: list[int] = []

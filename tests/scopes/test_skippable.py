@@ -355,7 +355,9 @@ def test_buffers_and_plain_tensors() -> None:
 
     def ranks(rank: int) -> None:
         torch.manual_seed(0)
-        model = fc.fully_shard(Normed().double())
+        model = Normed().double()
+        model.register_buffer("shown", torch.ones(1).expand(6))  # which copy_ does not write
+        fc.fully_shard(model)
         flat = fc.flat_parameters(model)
         optim = torch.optim.SGD(flat, lr=0.1)
         before = [whole(p) for p in model.parameters()]
