@@ -55,3 +55,11 @@ def share_bytes(one: Memory, other: Memory) -> bool:
             return True
         ends[which] = max(ends[which], stop)
     return False
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """What its values take, and the indices of a sparse one."""
+    if tensor.layout is not torch.sparse_coo:
+        return tensor.nbytes
+    found = tensor.detach().coalesce()
+    return found.indices().nbytes + found.values().nbytes

@@ -42,6 +42,6 @@ def flatten(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` with each element once, where ``expand`` shows some several times."""
-    if 0 not in tensor.stride():
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
     return tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()])]

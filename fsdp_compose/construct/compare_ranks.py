@@ -71,9 +71,10 @@ def compare_plans(
         Keys of the values that are on the meta device on some rank, for ``compare_values`` to
         compare once they are materialised.
     """
+    groups = find_groups(mesh)
+    problem = problem or (_find_opaque(plans) if groups else None)
     values = [] if problem else [value for plan in plans for value in values_of(plan)]
     meta = frozenset(value.key for value in values if value.tensor.is_meta)
-    groups = find_groups(mesh)
     if len(groups) > 1 and not _is_ascending(mesh):
         found = _find_other_slices(groups)  # whose ranks all send, those with a problem too
         problem = problem or found
@@ -90,6 +91,23 @@ def compare_plans(
         if value.repeated and value.key not in meta and value.is_verified
     }
     return set(_compare_beside(modules, problem, totals, meta))
+
+
+def _find_opaque(plans: Sequence[UnitPlan]) -> Exception | None:
+    """The error for a buffer that ranks can neither compare nor send; None where there is none."""
+    for plan in plans:
+        for value in () if plan.options.init == "as_is" else values_of(plan):
+            buffer = value.tensor
+            if isinstance(buffer, torch.nn.Parameter):
+                continue
+            if buffer.layout is not torch.strided or buffer.is_quantized:
+                kind = buffer.dtype if buffer.is_quantized else buffer.layout
+                return ValueError(
+                    f"fully_shard: {value.what} is {kind}; wanted a dense buffer for "
+                    f"init={plan.options.init!r}. Build the same on every rank, and pass it in "
+                    'ignored=, or init="as_is".'
+                )
+    return None
 
 
 def _compare_beside(

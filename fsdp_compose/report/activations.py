@@ -54,25 +54,25 @@ def measure_activations(
     Raises:
         ValueError: the forward cannot run without memory.
     """
-    values: dict[str, Tensor] = {}
-    for name, param in module.named_parameters():
-        leaf = torch.empty_like(param, dtype=dtypes.get(name, param.dtype), device="meta")
-        leaf.requires_grad_(param.requires_grad)
-        if param.requires_grad:
-            leaf.register_post_accumulate_grad_hook(_drop_gradient)
-        values[f"model.{name}"] = leaf
-    for name, buffer in module.named_buffers():
-        values[f"model.{name}"] = torch.empty_like(buffer, device="meta")
-
-    def on_meta(value: Tensor) -> Tensor:
-        dtype = inputs if inputs is not None and value.is_floating_point() else value.dtype
-        copy = torch.empty_like(value, dtype=dtype, device="meta")
-        return copy.requires_grad_(value.requires_grad)
-
-    args, kwargs = map_tensors(on_meta, _arguments(sample))
-    ledger = _Ledger([*values.values(), *find_tensors((args, kwargs))[0]])
-    step = _Step(module, ledger)
     try:
+        values: dict[str, Tensor] = {}
+        for name, param in module.named_parameters():
+            leaf = torch.empty_like(param, dtype=dtypes.get(name, param.dtype), device="meta")
+            leaf.requires_grad_(param.requires_grad)
+            if param.requires_grad:
+                leaf.register_post_accumulate_grad_hook(_drop_gradient)
+            values[f"model.{name}"] = leaf
+        for name, buffer in module.named_buffers():
+            values[f"model.{name}"] = torch.empty_like(buffer, device="meta")
+
+        def on_meta(value: Tensor) -> Tensor:
+            dtype = inputs if inputs is not None and value.is_floating_point() else value.dtype
+            copy = torch.empty_like(value, dtype=dtype, device="meta")
+            return copy.requires_grad_(value.requires_grad)
+
+        args, kwargs = map_tensors(on_meta, _arguments(sample))
+        ledger = _Ledger([*values.values(), *find_tensors((args, kwargs))[0]])
+        step = _Step(module, ledger)
         # Replaced by name: a mode of torch functions is not active where backward recomputes.
         fused = patch.object(nn.functional, _ATTENTION, _attend)
         with take_back(module), torch.device("meta"), torch.enable_grad(), fused, ledger:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp_compose.base.memory import nbytes_of
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.base.torch_private import buffer_slots, parameter_slots, raw
 from fsdp_compose.buckets.bucket import Entry, Slot
@@ -151,7 +152,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
                 setattr(records[id(unit)], attribute, [r for r in known if r is not None])
     sharded = {id(entry.param) for unit in units for entry in unit.entries}
     _walk([module], survey, sharded)
-    survey.buffer_bytes = sum(b.nbytes for b in {id(b): b for b in module.buffers()}.values())
+    survey.buffer_bytes = sum(map(nbytes_of, {id(b): b for b in module.buffers()}.values()))
     return survey
 
 
@@ -318,4 +319,7 @@ def _planned_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) ->
                     if buffer is not None and buffer.is_floating_point() and dtype is not None:
                         casts[id(buffer)] = dtype
     found = {id(b): b for module in modules for b in module.buffers()}
-    return sum(b.numel() * casts.get(key, b.dtype).itemsize for key, b in found.items())
+    return sum(
+        b.numel() * casts[key].itemsize if key in casts else nbytes_of(b)
+        for key, b in found.items()
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import ShardingStrategy, fully_shard, undo, wrap
+from fsdp_compose import ShardingStrategy, fully_shard, plan, skippable_step, undo, wrap
 from fsdp_compose.base.group import SELF
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.process import here
@@ -88,6 +89,44 @@ def test_broadcast_of_buffers_that_are_expanded(in_inference: bool) -> None:
                 assert torch.equal(mine, buffer) and mine.stride() == buffer.stride(), name
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "quint8"])
+def test_buffers_that_are_not_dense_are_refused(kind: str) -> None:
+    """Where ranks would compare or send them; otherwise they are as in the plain module."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3))
+        plain, how = torch.eye(3), cast("Any", torch.quantize_per_tensor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch will remove these dtypes
+            is_sparse = kind == "sparse_coo"
+            buffer = plain.to_sparse() if is_sparse else how(plain, 0.1, 0, torch.quint8)
+        model[0].register_buffer("graph", buffer)
+        return model
+
+    def ranks(rank: int) -> None:
+        for init in ("verify", "broadcast"):
+            model = build() if rank else nn.Sequential(nn.Linear(3, 3))
+            with pytest.raises(
+                ValueError, match=rf"buffer '0\.graph' of .* is torch\.{kind}; wanted"
+            ):
+                fully_shard(model, init=init)  # type: ignore[arg-type]
+            assert type(model[0].weight) is nn.Parameter
+        for given in ("ignored", "init"):
+            model = build()
+            options: Any = (
+                {"ignored": [model[0].graph]} if given == "ignored" else {"init": "as_is"}
+            )
+            fully_shard(model, **options)
+            assert plan(model).memory.buffers > 0
+            with skippable_step(model) as step:
+                step.discard("a bad batch")
+            model(torch.ones(2, 3)).sum().backward()
+            assert type(undo(model)[0].weight) is nn.Parameter
+
+    run_ranks(ranks)
+    fully_shard(build())  # alone, with nobody to compare with
 
 
 def test_broadcast_goes_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
