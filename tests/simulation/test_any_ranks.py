@@ -188,6 +188,20 @@ def test_without_it_the_bits_differ() -> None:
     assert len(found) == 2
 
 
+def test_what_changes_memory_alone_keeps_the_bits() -> None:
+    """On as many ranks, where no norm is read, of strategies over one axis all but ``NO_SHARD``."""
+    strategies = (ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1"))
+    chosen: list[Shard] = [
+        fc.fully_shard,
+        *(partial(by_block, granularity=cut) for cut in (1, "row", "tensor")),
+        *(partial(by_block, strategy=strategy) for strategy in strategies),
+        partial(by_block, prefetch=fc.Prefetch(2, 2), static_buffers=True),
+        partial(by_block, offload_policy=Offload(params=True, pin_memory=False)),
+    ]
+    unclipped = partial(train, slots=3, clip=lambda model: None)
+    assert len({hashed for shard in chosen for hashed in simulate(unclipped, 3, shard)}) == 1
+
+
 def test_transports_that_sum_exchange_instead() -> None:
     """As NCCL's, which returns one sum."""
     summing = replace(PAIRS, reduce_scatter=AT_ONCE.reduce_scatter, keeps_parts=False)
