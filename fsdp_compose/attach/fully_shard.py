@@ -148,7 +148,8 @@ def fully_shard(
             meta parameters failed or differs between ranks, after which the model must be built
             again, or loaded: what was on the meta device counts as unwritten, and forward raises.
         RuntimeError: several ranks were launched (``WORLD_SIZE`` in the environment), ``mesh`` is
-            None, and there is no process group.
+            None, and there is no process group; or a parameter of ``module`` is sharded and shown
+            whole now, in a scope or a forward.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

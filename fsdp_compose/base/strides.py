@@ -40,8 +40,13 @@ def flatten(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return flat
 
 
+def shown_once(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """What to index a strided ``tensor`` with to have once what ``expand`` shows several times."""
+    return tuple([slice(None if stride else 1) for stride in tensor.stride()])
+
+
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` with each element once, where ``expand`` shows some several times."""
+    """A view of ``tensor`` with each element once, so that it can be written."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
-    return tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()])]
+    return tensor[shown_once(tensor)]

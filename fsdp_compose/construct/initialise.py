@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.arguments import check_function, check_kind, check_module
 from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.mesh import Mesh
-from fsdp_compose.base.strides import distinct, flatten, storage_order
+from fsdp_compose.base.strides import flatten, shown_once, storage_order
 from fsdp_compose.base.torch_private import (
     buffer_slots,
     non_persistent,
@@ -50,14 +50,18 @@ def broadcast(tensors: Iterable[torch.Tensor], mesh: Mesh, chunk_bytes: int = CH
     """
     if not mesh.groups:
         return
-    given = [distinct(part_of(tensor).detach()) for tensor in tensors if part_of(tensor).numel()]
+    given = [part_of(tensor).detach() for tensor in tensors if part_of(tensor).numel()]
     with torch.inference_mode(any(tensor.is_inference() for tensor in given)):  # to write these
         own = [tensor.resolve_conj().resolve_neg() for tensor in given]
         flats = [flatten(tensor, storage_order(tensor)) for tensor in own]
         _broadcast_flat(flats, mesh, chunk_bytes)
         for tensor, source, flat in zip(given, own, flats, strict=True):
             if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.as_strided(tensor.shape, storage_order(source)))
+                value, once = (
+                    flat.as_strided(tensor.shape, storage_order(source)),
+                    shown_once(tensor),
+                )
+                tensor[once].copy_(value[once])
 
 
 def _broadcast_flat(flats: list[torch.Tensor], mesh: Mesh, chunk_bytes: int) -> None:

@@ -96,6 +96,7 @@ def gathered(
             a parameter was replaced or deleted outside scopes, and ``refresh`` not called since;
             or, on every rank, ranks would write different values, and nothing is written.
         TypeError: ``module`` is none, or a flag is no bool.
+        ValueError: ``writeback`` together with ``with_grads`` and ``rank0_only``.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
