@@ -213,6 +213,14 @@ class MixedPrecision:
                     f"MixedPrecision: {name} is {dtype!r}; wanted a floating-point torch.dtype "
                     "such as torch.bfloat16, or None."
                 )
+        reduce = self.reduce_dtype or self.param_dtype
+        if reduce is not None and reduce.itemsize < 2:
+            said = reduce if self.reduce_dtype is not None else f"None, for param_dtype {reduce}"
+            raise ValueError(
+                f"MixedPrecision: reduce_dtype is {said}, in which gradients cannot be added up; "
+                "wanted a torch.dtype of 16 bits or more, such as torch.bfloat16. To send fewer, "
+                "register_comm_hook(module, Int8ErrorFeedback(), int8_error_feedback_hook)."
+            )
         codec: Any = self.gather_codec
         if codec is not None and not isinstance(codec, GatherCodec):
             raise TypeError(

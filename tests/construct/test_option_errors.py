@@ -78,6 +78,9 @@ VALUES = [
     *(Wrong(lambda k=k: MixedPrecision(**{k: v}), ValueError, (k, "torch.dtype"))
       for k in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
       for v in ("bf16", torch.int8, 16)),
+    *(Wrong(lambda k=k: MixedPrecision(**{k: torch.float8_e5m2}), ValueError,
+            ("reduce_dtype is", "float8_e5m2", "wanted a torch.dtype of 16 bits or more"))
+      for k in ("param_dtype", "reduce_dtype")),
     *(Wrong(lambda v=v: MixedPrecision(cast_forward_inputs=v), ValueError,
             ("cast_forward_inputs", "root")) for v in (1, "outer", None, [])),
     *(Wrong(lambda v=v: MixedPrecision(full_precision_classes=v), ValueError,
