@@ -169,7 +169,8 @@ class MixedPrecision:
             in the dtype they had; the next one in training casts them to ``buffer_dtype`` again.
         full_precision_classes: modules of these classes become units of their own that compute and
             reduce in their parameters' own dtype: what they are given is cast to it, and what they
-            return to ``param_dtype``. Their buffers are not cast.
+            return to ``param_dtype``. Their buffers are not cast. Not of a policy that a function
+            or a dictionary gives to some parameters.
 
     Example:
         >>> policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -232,6 +232,13 @@ def precision_for(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> Mix
             f"fully_shard: mp_policy returned {found!r} for parameter {name!r}; wanted "
             "MixedPrecision(...) or None."
         )
+    if found is not None and found.in_full_precision:
+        raise ValueError(
+            f"fully_shard: mp_policy gives parameter {name!r} full_precision_classes, which choose "
+            "modules, and it is a function or a dictionary, which chooses parameters; wanted "
+            "mp_policy=MixedPrecision(..., full_precision_classes=), or MixedPrecision() for the "
+            'parameters of such modules, as in {"**.norm.*": MixedPrecision(), "**": policy}.'
+        )
     return found or MixedPrecision()
 
 

@@ -151,6 +151,10 @@ def test_full_precision_of_the_sharded_module_itself() -> None:
         model = Tower(1)
         fully_shard(model, mp_policy=MixedPrecision(full_precision_classes=NORMS))
         assert set(units_by_name(model)) == {"Tower"}  # there is no other precision
+        chosen: list[Any] = [{"**": BF16}, lambda name, param: BF16]
+        for by_parameter in chosen:  # which would leave them in low precision
+            with pytest.raises(ValueError, match=r"'first\.weight' full_precision_classes, which"):
+                fully_shard(Tower(1), mp_policy=by_parameter)
         with pytest.raises(ValueError, match="full_precision_classes is"):
             MixedPrecision(full_precision_classes=nn.LayerNorm)  # type: ignore[arg-type]
 
