@@ -98,7 +98,9 @@ def fully_shard(
         reshard_after_forward: release full parameters between forward and backward. None: all but
             the outermost unit's, which backward needs first. A number: spread them over that many
             neighbouring ranks, so that backward gathers from close by (a divisor of the group).
-        mp_policy: dtypes, or a function ``(fqn, parameter)`` that gives them per parameter.
+        mp_policy: dtypes; or a function ``(fqn, parameter)``, or a dictionary by patterns of names,
+            that gives them per parameter. Inputs, outputs and buffers of a unit are cast then as
+            its largest parameter's policy says.
         offload_policy: what lives in host memory; see ``Offload``.
         ignored: parameters and modules to leave alone.
         granularity: how parameters may be cut: 1 (anywhere), a block size in elements, ``"row"``,
