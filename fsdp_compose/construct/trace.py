@@ -116,6 +116,7 @@ def trace_execution_order(
         check_kind("trace_execution_order", "config", config, TracingConfig, wanted)
     _check_names("trace_execution_order", "kwargs", kwargs)
     config = config or TracingConfig()
+    _check_concrete(module, config.concrete_args or {})
     recorder = _Recorder(module, config.tracer or fx.Tracer())
     try:
         given = args if isinstance(args, tuple | list) else (args,)
@@ -190,6 +191,17 @@ class _Recorder:
                     name = self.first_name[self.parameters[source.target]]
                     self.uses.append((self.stack[-1], name))
         return proxy
+
+
+def _check_concrete(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Raise for a value that no parameter of the forward takes, which a trace would not look at."""
+    known = inspect.signature(module.forward).parameters
+    unknown = [name for name in values if name not in known]
+    if unknown and all(found.kind is not found.VAR_KEYWORD for found in known.values()):
+        raise ValueError(
+            f"trace_execution_order: concrete_args has {unknown[0]!r}, which no parameter of "
+            f"{type(module).__name__}.forward takes; wanted some of {list(known)}."
+        )
 
 
 def _concrete(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

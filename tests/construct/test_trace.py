@@ -309,3 +309,6 @@ def test_wrong_arguments_of_a_trace() -> None:
         TracingConfig(concrete_args=wrong)
     with pytest.raises(TypeError, match=r"trace_execution_order: kwargs is 3; wanted a dictionary"):
         trace_execution_order(Tower(1), X, kwargs=wrong)
+    mistyped = TracingConfig(concrete_args={"flga": True})
+    with pytest.raises(ValueError, match=r"'flga', which no parameter of Tower\.forward takes"):
+        trace_execution_order(Tower(1), X, mistyped)
