@@ -214,35 +214,35 @@ class _PolicyWalk:
     plans: list[UnitPlan] = field(default_factory=list)
     names_units: bool = False  # submodules that are units already
 
-    def visit_children(self, name: str, module: nn.Module) -> int:
-        """Choose inside ``module``; returns the parameter elements that no unit took."""
+    def visit_children(self, name: str, module: nn.Module) -> dict[int, int]:
+        """Choose inside ``module``; returns the elements of each parameter that no unit took."""
         if isinstance(module, self.leaves):
             return self.count(module, recurse=True)
-        numel = self.count(module, recurse=False)
+        found = self.count(module, recurse=False)
         for child_name, child in module.named_children():
             if id(child) not in self.seen and id(child) not in self.ignored.modules:
                 self.seen.add(id(child))
-                numel += self.visit(f"{name}.{child_name}" if name else child_name, child)
-        return numel
+                found |= self.visit(f"{name}.{child_name}" if name else child_name, child)
+        return found
 
-    def visit(self, name: str, module: nn.Module) -> int:
-        numel = self.visit_children(name, module)
-        decision = self.decide(self.clean(f"{name}.")[:-1], module, numel)
+    def visit(self, name: str, module: nn.Module) -> dict[int, int]:
+        found = self.visit_children(name, module)
+        decision = self.decide(self.clean(f"{name}.")[:-1], module, sum(found.values()))
         if find_state(module) is not None:
             self.names_units |= bool(decision)
-            return 0
+            return {}
         if not decision:
-            return numel
+            return found
         overrides = decision if isinstance(decision, dict) else {}
         options = _override_options(self.options, overrides, name)
         ignored = self.ignored.and_more(overrides.get("ignored", ()))
         named = self.clean(f"{name}.")[:-1]
         self.plans.append(UnitPlan(named, [module], options, True, ignored=ignored))
-        return 0
+        return {}
 
-    def count(self, module: nn.Module, recurse: bool) -> int:
+    def count(self, module: nn.Module, recurse: bool) -> dict[int, int]:
         params = (p for p in module.parameters(recurse) if id(p) not in self.ignored.params)
-        return sum(0 if is_sharded(p) else numel_of(p) for p in params)
+        return {id(p): 0 if is_sharded(p) else numel_of(p) for p in params}
 
 
 def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:

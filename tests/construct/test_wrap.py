@@ -328,6 +328,16 @@ def test_a_wrong_override_is_an_error_on_all_ranks() -> None:
     assert all(e is not None and "overrides ['wrong']" in e for e in errors)
 
 
+def test_a_policy_counts_a_tied_parameter_once() -> None:
+    def build() -> nn.Module:
+        pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        pair[1].weight = pair[0].weight
+        return nn.Sequential(pair, nn.Linear(8, 8))
+
+    assert units_with(wrap.by_size(17), build()) == {"1"}
+    assert units_with(wrap.by_size(16), build()) == {"0.0", "0.1", "1"}
+
+
 def test_a_policy_counts_without_what_is_ignored() -> None:
     model = Tower(1)
     block = sum(p.numel() for p in model.blocks[0].parameters())
