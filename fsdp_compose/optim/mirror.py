@@ -132,7 +132,7 @@ class Mirror:
         """Settle before autograd itself adds to a gradient, as for a penalty on the weights."""
         settle, nodes = partial(_settle_first, weakref.ref(self)), []
         entries = bucket.entries if entry is None else [entry]
-        with raw(), torch.enable_grad():
+        with raw(), torch.inference_mode(False), torch.enable_grad():
             for own in entries:
                 if requires_grad(own.param):
                     nodes.append(get_gradient_edge(own.param).node)

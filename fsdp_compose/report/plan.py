@@ -91,7 +91,7 @@ def plan(
     static_buffers: bool | int = False,
     optimizer: str | int | torch.optim.Optimizer | None = None,
     backend: str = "nccl",
-    device_memory: str | int | None = None,
+    device_memory: str | float | None = None,
     sample: Any = None,
 ) -> Plan:
     """Say what sharding ``module`` costs, and whether it fits; nothing is changed.
@@ -284,6 +284,8 @@ def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int
     """(tensors per parameter, name)."""
     if optimizer is None:
         return 0, None
+    if isinstance(optimizer, str) and optimizer.isdecimal():  # as the command line has it
+        optimizer = int(optimizer)
     found: Any = optimizer
     if isinstance(found, bool) or not isinstance(found, str | int | torch.optim.Optimizer):
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Container, Sequence
@@ -22,21 +23,21 @@ def size(nbytes: int) -> str:
 
 
 def parse_size(name: str, value: Any) -> int:
-    """Read bytes: a number, or a text such as ``'80GiB'``, ``'16 GB'`` or ``'512MiB'``.
+    """Read bytes: a number, or a text such as ``'80GiB'``, ``'16 GB'`` or ``'17179869184'``.
 
     Raises:
         ValueError: it is neither.
     """
     text = value if isinstance(value, str) else ""
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKMGTP]?)(i?)B\s*", text)
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*(?:([kKMGTP]?)(i?)B)?\s*", text)
     if found:
-        power = " KMGTP".index(found[2].upper() or " ")
+        power = " KMGTP".index((found[2] or " ").upper())
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(
             f'plan: {name} is {value!r}; wanted bytes, as a number or as "80GiB" or "16GB".'
         )
-    return value
+    return int(value)
 
 
 def count(number: int) -> str:

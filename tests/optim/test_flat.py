@@ -59,6 +59,18 @@ def test_training_equals_the_plain_model(world: int, make: str, way: str) -> Non
 
 
 @ways
+def test_made_in_inference_mode(way: str) -> None:
+    """As an evaluation may: they train, and are what is given afterwards."""
+    model = by_block(seeded(Tower))
+    make = flat_parameters if way == "flat" else local_parameters
+    with torch.inference_mode():
+        plain = make(model)
+    square(model, data(0, 0)).backward()
+    torch.optim.SGD(plain, lr=0.1).step()
+    assert all(a is b for a, b in zip(plain, make(model), strict=True))
+
+
+@ways
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "ZERO1"])
 def test_training_under_each_strategy(strategy: str, way: str) -> None:
     def ranks(rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -178,8 +179,16 @@ def test_forwards_that_ask_for_numbers() -> None:
         plan(Tower(), world_size=2, sample="no input")
 
 
+def test_sizes_and_numbers_of_states() -> None:
+    """As a program computes them, and as the command line has them."""
+    for given in ("2048", "2KiB", 2048, 2048.9, "2.048 kB"):
+        assert plan(Tower(), world_size=2, device_memory=given).device_memory == 2048
+    named, counted = (plan(Tower(), world_size=2, optimizer=o).memory for o in ("adamw", "2"))
+    assert named.optimizer == counted.optimizer > 0
+
+
 def test_wrong_questions() -> None:
-    for wrong in ("80 gigs", -1, True, 2.5, "GiB"):
+    for wrong in ("80 gigs", -1, True, math.nan, "GiB"):
         with pytest.raises(ValueError, match=r'device_memory is .*; wanted bytes.*"80GiB"'):
             plan(Tower(), world_size=2, device_memory=wrong)
     with pytest.raises(ValueError, match="sample goes with one module, found 2"):
