@@ -348,12 +348,15 @@ def check_ranks(caller: str, name: str, given: object, whose: str) -> None:
 
     Raises:
         TypeError: it is neither a DeviceMesh nor a process group.
-        ValueError: it was destroyed.
+        ValueError: it was destroyed, or is a mesh of several dimensions.
     """
     if given is not None:
         wanted = f"a DeviceMesh or process group over {whose}"
         check_kind(caller, name, given, (DeviceMesh, dist.ProcessGroup), wanted)
         refuse_ended(given, caller)
+        if isinstance(given, DeviceMesh) and given.ndim > 1:
+            found = f"a mesh of {given.ndim} dimensions, {given.mesh_dim_names or 'without names'}"
+            raise ValueError(f"{caller}: {name} is {found}; wanted {wanted}.")
 
 
 def group_over(ranks: Ranks, device: torch.device) -> Group:

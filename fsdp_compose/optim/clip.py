@@ -66,7 +66,8 @@ def grad_norm(
     Raises:
         RuntimeError: gradients were accumulated without synchronisation and not reduced yet; or
             some are spread over fewer ranks than others and nothing says what the other ranks hold.
-        ValueError: ``norm_type`` is 0 with ``expert_mesh``.
+        ValueError: ``norm_type`` is 0 with ``expert_mesh``, or nan; or a mesh has several
+            dimensions.
         TypeError: an argument is of the wrong type, such as a list of modules.
 
     Example:
@@ -144,7 +145,10 @@ def clip_grad_norm_(
 def _check_arguments(
     caller: str, norm_type: object, expert_mesh: object, pipeline_mesh: object
 ) -> None:
-    check_number(caller, "norm_type", norm_type, "a number, such as 2.0 or math.inf")
+    wanted = "a number, such as 2.0 or math.inf"
+    check_number(caller, "norm_type", norm_type, wanted)
+    if norm_type != norm_type:
+        raise ValueError(f"{caller}: norm_type is {norm_type}; wanted {wanted}.")
     check_ranks(caller, "expert_mesh", expert_mesh, "the experts' ranks, such as mesh['ep']")
     check_ranks(caller, "pipeline_mesh", pipeline_mesh, "the stages' ranks, such as mesh['pp']")
 

@@ -87,7 +87,17 @@ def list_parameters(params: Params, caller: str) -> nn.Module | list[torch.Tenso
             raise TypeError(
                 f"{caller}: module_or_params holds {describe_value(item)}; wanted {wanted}."
             )
+    if not {ShardedParameter, nn.Parameter}.issuperset(map(type, listed)):
+        _refuse_values(listed, caller, wanted)
     return listed
+
+
+def _refuse_values(listed: Sequence[Any], caller: str, wanted: str) -> None:
+    """Raise for gradients themselves, whose own gradients, None, would be a norm of 0."""
+    for item in listed:
+        if is_sharded(item) and not is_sharded_parameter(item) and not item.requires_grad:
+            what = f"what {describe(spec_of(item))} holds or its gradient"
+            raise TypeError(f"{caller}: module_or_params has {what}; wanted {wanted}.")
 
 
 def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[Gradient]:

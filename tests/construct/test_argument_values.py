@@ -41,6 +41,10 @@ def sgd_groups(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
+def grid() -> Any:
+    return dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep"))
+
+
 STATE: Any = {"state": {}, "param_groups": [{"params": ["weight"]}]}
 WRONG = [
     *(Wrong(lambda m, v=v: fc.set_gradient_divide_factor(m, v), kind, "value is")
@@ -51,7 +55,15 @@ WRONG = [
     *(Wrong(lambda m, f=f, v=v: f(m, norm_type=v), TypeError, "norm_type is")
       for f in (fc.grad_norm, lambda m, norm_type: fc.clip_grad_norm_(m, 1.0, norm_type))
       for v in ("inf", None)),
+    *(Wrong(lambda m, v=v: fc.grad_norm(m, v), ValueError, "norm_type is nan; wanted")
+      for v in (float("nan"), torch.tensor(torch.nan))),
     Wrong(lambda m: fc.grad_norm(m, expert_mesh="ep"), TypeError, "expert_mesh is 'ep'"),
+    *(Wrong(lambda m, a=a: fc.grad_norm(m, **{a: grid()}), ValueError,
+            f"{a} is a mesh of 2 dimensions, ('pp', 'ep'); wanted a DeviceMesh or process group")
+      for a in ("expert_mesh", "pipeline_mesh")),
+    *(Wrong(lambda m, v=v: fc.grad_norm(list(map(v, m.parameters()))), TypeError,
+            "has what 'weight' (unit 'Linear') holds or its gradient; wanted a module")
+      for v in (lambda p: p.grad, lambda p: p.detach())),
     Wrong(lambda m: fc.grad_norm(m, pipeline_mesh=2), TypeError, "pipeline_mesh is 2"),
     *(Wrong(lambda m, f=f, v=v: f(v(m)), TypeError, "module_or_params")
       for f in (fc.grad_norm, lambda params: fc.clip_grad_norm_(params, 1.0))
