@@ -95,6 +95,7 @@ def _list_params(params: Any) -> list[Any]:
     is_one = isinstance(params, nn.Module | Tensor | Mapping | str | bytes)
     listed = [] if is_one or not isinstance(params, Iterable) else list(params)
     strange = [item for item in listed if not isinstance(item, Tensor | Mapping | tuple)]
+    strange += [item for item in listed if isinstance(item, Mapping) and "params" not in item]
     if is_one or not isinstance(params, Iterable) or strange:
         what = f"holds {describe_value(strange[0])}" if strange else f"is {describe_value(params)}"
         raise TypeError(f"owner_step: params {what}; wanted {wanted}.")
@@ -201,8 +202,16 @@ class OwnerOptimizer(Optimizer):
         return [matrix.owner for matrix in self._matrices]
 
     def owner_of(self, param: Tensor) -> int:
-        """The rank in the parameter's shard group that owns it."""
-        return next(matrix.owner for matrix in self._matrices if matrix.param is param)
+        """The rank in the parameter's shard group that owns it.
+
+        Raises:
+            ValueError: it is no parameter of this optimizer.
+        """
+        for matrix in self._matrices:
+            if matrix.param is param:
+                return matrix.owner
+        found = describe_value(param)
+        raise ValueError(f"owner_of: param is {found}; wanted a parameter of this optimizer.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is built: ownership is levelled over all parameters."""

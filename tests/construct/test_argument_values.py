@@ -108,7 +108,10 @@ WRONG = [
     Wrong(lambda m: fc.load_optim_state_dict(m, sgd(m), {}, broadcast_from_rank0=1), TypeError,
           "broadcast_from_rank0 is 1; wanted True or False"),
     *(Wrong(lambda m, v=v: fc.owner_step(v(m), sgd_groups), TypeError, "owner_step: params")
-      for v in (lambda m: m, lambda m: m.weight, lambda m: None, lambda m: ["weight"])),
+      for v in (lambda m: m, lambda m: m.weight, lambda m: None, lambda m: ["weight"],
+                lambda m: [{"lr": 0.1}])),
+    *(Wrong(lambda m, v=v: fc.owner_step([m.weight], sgd_groups).owner_of(v(m)), ValueError,
+            "; wanted a parameter of this optimizer") for v in (lambda m: m.bias, lambda m: None)),
     Wrong(lambda m: fc.owner_step([], sgd_groups), ValueError, "params is empty; wanted sharded"),
     *(Wrong(lambda m, v=v: fc.owner_step([m.weight], v), TypeError, "make is")
       for v in (None, lambda: None)),
