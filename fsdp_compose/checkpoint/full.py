@@ -381,5 +381,5 @@ def read_for(stored: Stored, current: Any) -> Tensor:
     if spec.parallel is not None and spec.parallel.splits:
         return tag(whole_slice(stored.read_all(), spec).clone(), spec)
     if storage_dims(spec) == list(range(len(spec.shape))):
-        return tag(stored.read(spec.start, spec.stop), spec)
+        return tag(stored.read_part(spec.start, spec.stop), spec)
     return tag(own_slice(stored.read_all(), spec).clone(), spec)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils.parametrizations import weight_norm
 
 import fsdp_compose as fc
+from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 
 from harness import run_ranks, simulate_ranks
 from saved import equal
@@ -87,6 +90,40 @@ def test_names_that_a_saving_hook_made_are_no_places(tmp_path: Path, name: str) 
         assert torch.equal(model.weight.full_tensor(), plain.weight)
 
     simulate_ranks(run)
+
+
+WRONG_READS: dict[str, Callable[[Tensor], Any]] = {
+    "a Tensor of torch.float32, of shape (1,)": lambda run: run[:1],
+    "a Tensor of torch.float64, of shape (8,)": lambda run: run.double(),
+    "a Tensor of torch.float32, of shape (1, 8)": lambda run: run[None],
+    "NoneType": lambda run: None,
+}
+
+
+@pytest.mark.parametrize("found", WRONG_READS)
+def test_formats_whose_reads_are_wrong(tmp_path: Path, found: str) -> None:
+    """One element for eight was spread over them all; nothing is written."""
+    fc.save_full(tmp_path, nn.Linear(4, 4))
+
+    def read(path: Path) -> dict[str, fc.Stored]:
+        def change(stored: fc.Stored) -> fc.Stored:
+            def part(first: int, last: int) -> Any:
+                run = stored.read(first, last)
+                return WRONG_READS[found](run) if len(run) == 8 else run
+
+            return replace(stored, read=part)
+
+        return {name: change(stored) for name, stored in SAFETENSORS.read(path).items()}
+
+    def run(rank: int) -> None:
+        model = fc.fully_shard(nn.Linear(4, 4), init="broadcast")
+        before = model.weight.full_tensor()
+        text = f"gave {found}; wanted a Tensor of torch.float32, of shape (8,)"
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            fc.load_full(tmp_path, model, format=replace(SAFETENSORS, read=read))
+        assert torch.equal(model.weight.full_tensor(), before)
+
+    simulate_ranks(run, 2)
 
 
 def save_models(folder: Path, *seeds: int) -> None:

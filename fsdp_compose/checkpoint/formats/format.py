@@ -51,7 +51,22 @@ class Stored:
         return self.numel * self.dtype.itemsize
 
     def read_all(self) -> Tensor:
-        return self.read(0, self.numel).view(self.shape)
+        return self.read_part(0, self.numel).view(self.shape)
+
+    def read_part(self, first: int, last: int) -> Tensor:
+        """What ``read`` gives, which may be of a format of the user's own.
+
+        Raises:
+            RuntimeError: it is not that many elements of the dtype.
+        """
+        found: object = self.read(first, last)
+        wanted = f"a Tensor of {self.dtype}, of shape {(last - first,)}"
+        what = type(found).__name__
+        if isinstance(found, Tensor):
+            what = f"a Tensor of {found.dtype}, of shape {tuple(found.shape)}"
+            if what == wanted:
+                return found
+        raise RuntimeError(f"Stored.read({first}, {last}) gave {what}; wanted {wanted}.")
 
 
 def accept_any(name: str, outline: Outline) -> None:
