@@ -58,7 +58,9 @@ class RunOtherUnit:
     """The rank's ``call``-th forward of ``unit`` runs ``instead`` first, which other ranks do not.
 
     Attributes:
-        unit, instead: full names of units of one model, as errors print them; "" is the root.
+        unit, instead: full names of units of one model, as errors print them; that of the
+            outermost is its class, such as "Sequential".
+        call: counted from 0.
     """
 
     rank: int

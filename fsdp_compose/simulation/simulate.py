@@ -227,7 +227,8 @@ class _Run:
         """In place of torch's: a program may make the group that it has already, once."""
         if self.network.rank in self.unclaimed:
             self.unclaimed.remove(self.network.rank)
-            dist.destroy_process_group()
+            if dist.is_initialized():  # the program may have ended it
+                dist.destroy_process_group()
         for name in ("store", "rank", "world_size", "init_method"):
             kwargs.pop(name, None)
         self.torch_init(*args, **kwargs)
@@ -288,8 +289,25 @@ def _check(size: int, seed: int, faults: Sequence[Fault]) -> None:
         check_kind(
             "simulate", "an item of faults", fault, get_args(Fault), "a fault of simulation.faults"
         )
+        for name, given in vars(fault).items():
+            kind, wanted = _FIELDS[name]
+            check_kind("simulate", f"{name} of {fault}", given, kind, wanted)
+            if name in ("event", "call", "seconds") and not given >= 0:
+                raise ValueError(f"simulate: {name} of {fault} is {given}; wanted {wanted}.")
         if not 0 <= fault.rank < size:
             raise ValueError(
                 f"simulate: {fault} is for rank {fault.rank}, and there are {size} ranks, numbered "
                 "from 0."
             )
+
+
+_FIELDS: dict[str, tuple[Any, str]] = {
+    "rank": (int, "the number of a rank, an int"),
+    "event": (int, "how many communications the rank begins before, an int, 0 or more"),
+    "call": (int, "how many forwards of the unit are before, an int, 0 or more"),
+    "seconds": ((int, float), "seconds, a number, 0 or more"),
+    "error": (Exception, "an exception, such as RuntimeError('lost')"),
+    "unit": (str, "the name of a unit"),
+    "instead": (str, "the name of a unit"),
+}
+"""What the fields of faults are."""

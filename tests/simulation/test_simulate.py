@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import re
@@ -287,9 +288,15 @@ def main() -> float:
     return total.item()
 
 
+def end_first() -> float:
+    dist.destroy_process_group()
+    return main()
+
+
 def test_a_program_may_make_its_group() -> None:
-    """What a launcher starts runs as it is."""
+    """What a launcher starts runs as it is, also one that ends the group that it has first."""
     assert simulate(main, 3) == [3.0] * 3
+    assert simulate(end_first, 2) == [2.0] * 2
 
 
 def failing(where: int) -> None:
@@ -436,6 +443,15 @@ def test_bad_arguments_are_named() -> None:
         simulate(main, 0)
     with pytest.raises(ValueError, match="is for rank 2, and there are 2 ranks"):
         simulate(main, 2, faults=[KillRank(2, 0)])
+    wrong: Any = [KillRank(0, -1), DelayRank(0, 0, math.nan), RunOtherUnit(0, "0", "1", -1)]
+    for fault in wrong:
+        with pytest.raises(ValueError, match=r"of \w+\(rank=0.* is .*; wanted .*, 0 or more"):
+            simulate(main, 2, faults=[fault])
+    text: Any = "0"
+    wrong = [KillRank(text, 0), KillRank(0, text), RaiseError(0, 0, text), DelayRank(0, 0, text)]
+    for fault in wrong:
+        with pytest.raises(TypeError, match=r"simulate: \w+ of \w+\(rank=.*; wanted "):
+            simulate(main, 2, faults=[fault])
     with pytest.raises(SimulationError, match="is in a simulation already"):
         simulate(lambda: simulate(main, 2), 2)
 
