@@ -61,6 +61,7 @@ STATES: Mapping[str, int] = {
     "sgd": 0,
     "sgd_momentum": 1,
     "adagrad": 1,
+    "asgd": 1,
     "lion": 1,
     "muon": 1,
     "rmsprop": 1,
@@ -69,6 +70,8 @@ STATES: Mapping[str, int] = {
     "nadam": 2,
     "radam": 2,
     "adamax": 2,
+    "adadelta": 2,
+    "rprop": 2,
     "adam_amsgrad": 3,
     "adamw_amsgrad": 3,
 }
@@ -297,12 +300,12 @@ def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int
             raise ValueError(f"plan: optimizer is {optimizer}; wanted a number of tensors >= 0.")
         return optimizer, f"{optimizer} tensors per parameter"
     if isinstance(optimizer, torch.optim.Optimizer):
-        settings: dict[str, Any] = optimizer.defaults
+        has = lambda key: any(group.get(key) for group in optimizer.param_groups)  # noqa: E731
         name = type(optimizer).__name__.lower()
         if name in ("sgd", "rmsprop"):
-            more = [key for key in ("momentum", "centered") if settings.get(key)]
+            more = list(filter(has, ("momentum", "centered")))
             return STATES[name] + len(more), " with ".join([name, *more])
-        if settings.get("amsgrad"):
+        if has("amsgrad"):
             name = f"{name}_amsgrad"
     else:
         name = optimizer.lower()

@@ -315,6 +315,10 @@ def test_optimizer_state(optimizer: Any, tensors: int) -> None:
     [
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD([{"params": p, "momentum": 0.9}], lr=0.1),
+        torch.optim.Adadelta,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
         lambda p: torch.optim.AdamW(p),
         lambda p: torch.optim.AdamW(p, amsgrad=True),
         lambda p: torch.optim.Adagrad(p),
