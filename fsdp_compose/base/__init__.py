@@ -2,6 +2,7 @@
 
 Files, each importing only from those above it:
 
+    environment    what is read of the environment, without torch
     process        what a process has one of, and why
     lazy           imports the package's public names on first use
     loops          loops over many tensors that run in C

@@ -8,7 +8,6 @@ plain view that needs them; see ``once``.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-_OFF = ("", "0", "false", "no", "off")
+from fsdp_compose.base.environment import wants_debugging
 
 
 @dataclass
@@ -62,10 +61,6 @@ class Clock:
     thread: Callable[..., Any] = threading.Thread
 
 
-def _wants_debugging() -> bool:
-    return os.environ.get("FSDP_COMPOSE_DEBUG", "").lower() not in _OFF
-
-
 @dataclass(eq=False)
 class Process:
     """The state of one process, which is one rank.
@@ -100,7 +95,7 @@ class Process:
     looks: dict[int, Callable[[], None]] = field(default_factory=dict)
     saves: list[Any] = field(default_factory=list)
     pytrees: set[type] = field(default_factory=set)
-    is_debugging: bool = field(default_factory=_wants_debugging)
+    is_debugging: bool = field(default_factory=wants_debugging)
     retrained: int = 0
     installed: set[Callable[[], object]] = field(default_factory=set)
     clock: Clock = Clock()

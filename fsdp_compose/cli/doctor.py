@@ -15,6 +15,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
+from fsdp_compose.base.environment import wants_debugging
 from fsdp_compose.cli.launch import AGENT_STORE, free_port
 
 State = Literal["ok", "note", "wrong"]
@@ -126,7 +127,8 @@ def check_network() -> Iterator[Finding]:
     names = [name for _, name in socket.if_nameindex()]
     yield Finding("ok", f"interfaces: {', '.join(names)}")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        wanted = [n.lstrip("^=") for n in os.environ.get(variable, "").split(",") if n]
+        value = os.environ.get(variable, "")  # NCCL takes ^a,b for all but those
+        wanted = [n.lstrip("=") for n in value.split(",") if n and value[0] != "^"]
         unknown = [n for n in wanted if not any(name.startswith(n) for name in names)]
         if unknown:
             cure = f"set it to one of {', '.join(names)}, or unset it"
@@ -160,7 +162,7 @@ def _check_launch() -> Iterator[Finding]:
             except OSError as error:
                 cure = "another job has it; choose another MASTER_PORT, or end that job"
                 yield Finding("wrong", f"port {port} cannot be used: {error}", cure)
-    if os.environ.get("FSDP_COMPOSE_DEBUG"):
+    if wants_debugging():
         yield Finding(
             "note", "FSDP_COMPOSE_DEBUG is set: every collective is compared, which costs"
         )

@@ -208,6 +208,18 @@ def test_doctor_says_what_is_wrong(
         assert word in printed, printed
 
 
+def test_doctor_reads_variables_as_they_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's list of interfaces that are left out may name some that are not there; 0 is off."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker9,eth99")
+    monkeypatch.setenv("FSDP_COMPOSE_DEBUG", "0")
+    said = " ".join(finding.what for finding in doctor.check_network())
+    assert "which is not there" not in said and "DEBUG" not in said
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=docker9")
+    monkeypatch.setenv("FSDP_COMPOSE_DEBUG", "1")
+    said = " ".join(finding.what for finding in doctor.check_network())
+    assert "NCCL_SOCKET_IFNAME names 'docker9', which is not there" in said and "DEBUG is" in said
+
+
 def test_doctor_takes_the_port_of_an_ended_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system remembers its connections for a minute; a port that is listened on is taken."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -209,7 +209,9 @@ def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
                     for bucket in unit.gathered
                     if shard_of(bucket).numel()
                 }
-            members.append(_raw_member(param, names, pieces, f"parameter {position} of {number}"))
+            members.append(
+                _raw_member(param, names, pieces, f"parameter {position} of group {number}")
+            )
         found.append(members)
     return found
 
