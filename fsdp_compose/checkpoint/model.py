@@ -298,12 +298,19 @@ def write(
 
 
 def _name_versions(module: nn.Module, versions: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Versions of submodules by the paths that they have in ``module``, whatever wraps them."""
+    """Versions of submodules by the paths that they have in ``module``, whatever wraps them.
+
+    Torch notes there that a load was told to assign, and would do so in every later one.
+    """
     clean = name_cleaner(module)
     known = {clean(f"{path}.")[:-1]: version for path, version in versions.items()}
     paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
     found = ((path, known.get(clean(f"{path}.")[:-1])) for path in paths)
-    return OrderedDict((path, version) for path, version in found if version is not None)
+    return OrderedDict(
+        (path, {k: v for k, v in version.items() if k != "assign_to_params_buffers"})
+        for path, version in found
+        if version is not None
+    )
 
 
 @dataclass(frozen=True)

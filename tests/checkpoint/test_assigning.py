@@ -47,6 +47,22 @@ def test_an_ignored_parameter_stays_ignored(tmp_path: Path) -> None:
     simulate_ranks(body)
 
 
+def test_state_that_was_assigned_before() -> None:
+    """Torch notes ``assign`` in the dictionary; another model's parameters stay what they are."""
+
+    def body(rank: int) -> None:
+        given = seeded(Scaled, 1).state_dict()
+        seeded(Scaled).load_state_dict(given, assign=True)
+        model = fc.fully_shard(seeded(Scaled))
+        params = list(model.parameters())
+        fc.load_state_dict(model, given)
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert torch.equal(fc.state_dict(model)["layer.weight"], given["layer.weight"])
+        model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
+
+    simulate_ranks(body)
+
+
 def test_cast_buffers_stay_cast_and_are_saved_whole() -> None:
     """With ``buffer_dtype`` forward finds the dtype it wants, and a full dict has the plain one."""
     half = fc.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
