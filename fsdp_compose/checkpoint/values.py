@@ -116,6 +116,8 @@ def describe_unreadable(value: Any) -> str | None:
         return "is on the meta device, where it has no numbers; give a tensor that has them"
     if local.layout is not torch.strided:
         return f"has layout {local.layout}; wanted a dense tensor, such as to_dense() gives"
+    if local.is_quantized:
+        return "is quantized; wanted its numbers, such as dequantize() gives"
     return None
 
 

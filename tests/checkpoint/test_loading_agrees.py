@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import fsdp_compose as fc
 
 from harness import simulate_ranks
 from models import Tower, adamw, by_block, data, mesh_of_replicas, seeded, square, two_blocks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 
 HYBRID = fc.ShardingStrategy.HYBRID_SHARD
 NAME = "first.weight"
@@ -95,9 +98,11 @@ WAYS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
     "broadcast": lambda model, given: fc.load_state_dict(model, given, broadcast_from_rank0=True),
 }
 
+quantize = partial(torch.quantize_per_tensor, scale=0.1, zero_point=0, dtype=torch.qint8)
 UNREADABLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "meta": (lambda value: value.to("meta"), "is on the meta device, where it has no numbers"),
     "sparse": (Tensor.to_sparse, "has layout torch.sparse_coo; wanted a dense tensor"),
+    "quantized": (lambda value: quantize(value.float()), "is quantized; wanted its numbers"),
 }
 
 
