@@ -20,6 +20,7 @@ from models import (
     Block,
     Twin,
     data,
+    square,
     train_twin,
     units,
 )
@@ -353,3 +354,43 @@ def test_hooks_on_outputs_run_beside_the_units_own() -> None:
     assert (len(module.seen), len(later), len(removed)) == (1, 1, 0)
     for param, grad in zip(model.parameters(), wanted, strict=True):
         assert torch.equal(param.grad.full_tensor(), grad)
+
+
+class Projected(nn.Linear):
+    """Its output, of a bias and three dimensions, is a view, as torch makes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(x))
+
+
+class Adding(nn.Module):
+    """Adds to the outputs of its layers in place, from some step on."""
+
+    in_place = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Projected(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            out = layer(x[None])
+            assert out._is_view()
+            x = (out.add_(x) if self.in_place else out + x)[0]
+        return x
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_outputs_that_are_views_written_in_place(first: int) -> None:
+    def train(rank: int) -> None:
+        shard = lambda m: fully_shard(m, units=wrap.by_class({Projected}))  # noqa: E731
+        twin = Twin(rank, 2, Adding, shard)
+        for seed in range(4):
+            for model in twin.model, *twin.plain:
+                model.in_place = seed >= first
+            twin.backward(square, seed)
+            assert {unit.checks.entrance for unit in units(twin.model)} == {"outputs"}
+            twin.step()
+        twin.check()
+
+    run_ranks(train)

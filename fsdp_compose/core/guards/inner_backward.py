@@ -24,6 +24,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import (
     forward_hook_tables,
     forward_level,
+    gradient_hooks,
     graph_task_id,
     hook_for_good,
     made_at,
@@ -147,6 +148,8 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
             if start >= 0 and made_at(node) < start:
                 continue  # an input passed through: its gradient comes after the unit's backward
             hook_for_good(tensor, trigger)
+            if (base := tensor._base) is not None:
+                _watch_base(unit, base, trigger)
             watched = True
     if watched and not torch.is_grad_enabled() and graph_task_id() == -1:
         unit.run.live = _list_read(unit)  # for parts of it that backward recomputes
@@ -172,6 +175,14 @@ def watch_outputs(unit: Unit, output: Any) -> Backward:
             stacklevel=2,
         )
     return "hidden"
+
+
+def _watch_base(unit: Unit, base: torch.Tensor, trigger: Callable[[torch.Tensor], None]) -> None:
+    """Hook what an output is a view of: an output that is written in place loses its own hook."""
+    node, start = base.grad_fn, opened_at(unit)
+    is_inside = node is not None and 0 <= start <= made_at(node)
+    if is_inside and trigger not in (gradient_hooks(base) or ()):
+        hook_for_good(base, trigger)
 
 
 def _list_read(unit: Unit) -> Live:
