@@ -6,6 +6,7 @@ Files, each importing only from those above it:
     process        what a process has one of, and why
     lazy           imports the package's public names on first use
     loops          loops over many tensors that run in C
+    tracked        objects among all that Python's garbage collector knows
     weak_list      a list that keeps nothing alive
     weak_set       a set that keeps nothing alive and has an order
     wording        how errors and reports word what they list

@@ -8,7 +8,6 @@ which comes before, is an error too: the norm would differ between ranks.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compose.base.attributes import requires_grad
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots, raw
+from fsdp_compose.base.tracked import find_tracked, tracked_kinds
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
@@ -129,13 +129,13 @@ def _find_names(params: list[torch.Tensor]) -> Iterator[str | None]:
     """What to call each; None for one that DistributedDataParallel averages."""
     owners: dict[int, str] = {}
     averaged: set[int] = set()
-    for item in gc.get_objects():
-        kind = type(item)
-        if issubclass(kind, nn.Module):
-            slots = parameter_slots(item)
-            owners.update({id(p): f"{kind.__name__}.{name}" for name, p in slots.items()})
-            if issubclass(kind, DistributedDataParallel):
-                averaged.update(map(id, item.parameters()))
+    modules = [kind for kind in tracked_kinds() if issubclass(kind, nn.Module)]
+    for module in find_tracked(*modules):
+        kind = type(module)
+        slots = parameter_slots(module)
+        owners.update({id(p): f"{kind.__name__}.{name}" for name, p in slots.items()})
+        if issubclass(kind, DistributedDataParallel):
+            averaged.update(map(id, module.parameters()))
     for param in params:
         name = owners.get(id(param), "a parameter")
         yield None if id(param) in averaged else f"{name} of shape {tuple(param.shape)}"

@@ -27,6 +27,7 @@ from fsdp_compose.base.torch_private import (
     tensor_use_count,
     untraced,
 )
+from fsdp_compose.base.tracked import find_tracked
 from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
@@ -82,9 +83,11 @@ def _watch(units: Iterable[Unit], generations: Sequence[int] = ()) -> None:
     spans = [span for span in spans if span[0] < span[1]]
     if not spans:
         return
-    # Only tensors are kept: a kept list of all objects would be in itself, a cycle that lives on.
     weights: set[int] = set()
-    tensors = [v for g in generations or (None,) for v in gc.get_objects(g) if type(v) is Tensor]
+    if generations:
+        tensors = [v for g in generations for v in gc.get_objects(g) if type(v) is Tensor]
+    else:
+        tensors = find_tracked(Tensor)
     for value, count in zip(tensors, list(map(getrefcount, tensors)), strict=True):
         node = _node_of(value)
         if node is None:

@@ -12,7 +12,6 @@ gathered it reads as before, and otherwise it raises an error that names the uni
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections import Counter
@@ -32,6 +31,7 @@ from fsdp_compose.base.torch_private import (
     raw,
     storage_use_count,
 )
+from fsdp_compose.base.tracked import find_tracked, tracked_kinds
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
@@ -193,10 +193,8 @@ def _guard_views(engine: Engine, found: dict[int, Bucket]) -> set[Bucket]:
     others = any(count_users(bucket) > users[key] for key, bucket in found.items())
     if not others and not any(_bucket_of(tensor, found) for tensor in shared):
         return set()
-    objects = gc.get_objects()
-    kinds = set(filter(_is_looked_at, set(map(type, objects))))
-    tensors = [value for value in objects if type(value) in kinds and id(value) not in known]
-    del objects
+    kinds = filter(_is_looked_at, tracked_kinds())
+    tensors = [value for value in find_tracked(*kinds) if id(value) not in known]
     references = list(map(getrefcount, tensors))
     parts = Counter(id(part_of(value)) for value in tensors if isinstance(value, DTensor))
     guarded: set[Bucket] = set()

@@ -18,6 +18,7 @@ from fsdp_compose import (
     reshard,
     unshard,
 )
+from fsdp_compose.base import tracked
 from fsdp_compose.core.guards import kept_tensors, kept_views
 from fsdp_compose.core.guards.kept_views import KeptView
 
@@ -222,16 +223,16 @@ def test_memory_is_looked_through_where_it_has_users(monkeypatch: pytest.MonkeyP
     """At the end of each pass that kept a view, so that reading it raises; a view is no graph."""
     looks: list[int] = []
     inside: list[tuple[int, Any]] = []
-    find, watch = kept_views.gc.get_objects, kept_views.watch_inside
+    find, watch = tracked.gc.get_referrers, kept_views.watch_inside
 
     def note(watched: Any) -> None:
         inside.append((dist.get_rank(), list(watched)))
         watch(watched)
 
     monkeypatch.setattr(
-        kept_views.gc,
-        "get_objects",
-        lambda age=None: (age is None and looks.append(dist.get_rank())) or find(age),
+        tracked.gc,
+        "get_referrers",
+        lambda *kinds: looks.append(dist.get_rank()) or find(*kinds),
     )
     monkeypatch.setattr(kept_views, "watch_inside", note)
 

@@ -177,12 +177,12 @@ def test_nothing_is_looked_for_without_a_reason(monkeypatch: pytest.MonkeyPatch)
     """The tensors of the process are looked through in the first steps alone."""
 
     def ranks(rank: int) -> None:
-        from fsdp_compose.core.guards import kept_views
+        from fsdp_compose.base import tracked
 
         looks: list[int] = []
-        find = kept_views.gc.get_objects
-        look = lambda age=None: looks.append(1) or find(age)  # noqa: E731
-        monkeypatch.setattr(kept_views.gc, "get_objects", look)
+        find = tracked.gc.get_referrers
+        look = lambda *kinds: looks.append(1) or find(*kinds)  # noqa: E731
+        monkeypatch.setattr(tracked.gc, "get_referrers", look)
         model = by_block(seeded(Tower))
         for step in range(3):
             square(model, data(step, rank)).backward()

@@ -21,6 +21,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
+from fsdp_compose.base import tracked
 from fsdp_compose.core.guards import kept_tensors, kept_views
 from fsdp_compose.core.guards.kept_views import KeptView
 
@@ -351,11 +352,11 @@ def test_changing_graphs_are_not_always_looked_into(
 ) -> None:
     """After so many kinds of graphs a forward costs what it did, except in debug mode."""
     looks: list[int] = []
-    find = kept_views.gc.get_objects
+    find = tracked.gc.get_referrers
     monkeypatch.setattr(
-        kept_views.gc,
-        "get_objects",
-        lambda age=None: (age is None and looks.append(0)) or find(age),
+        tracked.gc,
+        "get_referrers",
+        lambda *kinds: looks.append(0) or find(*kinds),
     )
 
     def ranks(rank: int) -> None:
@@ -430,11 +431,11 @@ def test_an_early_exit_looks_through_nothing(
 ) -> None:
     """A forward that is left early by an exception, as to read features, stays fast."""
     looks: list[int] = []
-    find = kept_views.gc.get_objects
+    find = tracked.gc.get_referrers
     monkeypatch.setattr(
-        kept_views.gc,
-        "get_objects",
-        lambda age=None: (age is None and looks.append(0)) or find(age),
+        tracked.gc,
+        "get_referrers",
+        lambda *kinds: looks.append(0) or find(*kinds),
     )
 
     class Stop(Exception):
