@@ -40,23 +40,12 @@ from fsdp_compose.core.schedule import Backward, Expected, Hold, Schedule, Work
 from fsdp_compose.sharded import STATE_KEY
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ChosenGradients:
-    """A scope in which only ``entries`` receive gradients; see scopes/chosen_gradients.py."""
+    """Only ``entries`` receive gradients; see scopes/chosen_gradients.py."""
 
-    units: list[Unit]
     entries: frozenset[Entry]
     results: dict[Entry, torch.Tensor] | None  # for the caller; None: for ``.grad``
-    outer: list[ChosenGradients | None] = field(default_factory=list)
-
-    def __enter__(self) -> None:
-        self.outer = [unit.run.chosen for unit in self.units]
-        for unit in self.units:
-            unit.run.chosen = self
-
-    def __exit__(self, *_: object) -> None:
-        for unit, outer in zip(self.units, self.outer, strict=True):
-            unit.run.chosen = outer
 
 
 @dataclass(eq=False, repr=False)

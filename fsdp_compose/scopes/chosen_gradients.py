@@ -36,7 +36,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = tuple([leaf_of(t) if is_connected(t) else t for t in kwargs["inputs"]])
     units, entries = _find_units(given)
     inputs = (*given, *(unit.links.anchor for unit in units))
-    with ChosenGradients(units, frozenset(entries.values()), None):
+    with _chosen(units, entries.values(), None):
         return _backward(func, args, {**kwargs, "inputs": inputs})
 
 
@@ -78,7 +78,7 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     anchors = [unit.links.anchor for unit in units]
     changed = {"allow_unused": True, "materialize_grads": False}
     results: dict[Entry, torch.Tensor] = {}
-    with ChosenGradients(units, frozenset(entries.values()), results), _summed(entries.values()):
+    with _chosen(units, entries.values(), results), _summed(entries.values()):
         found = _grad(func, (args[0], (*inputs, *anchors)), {**kwargs, **changed})
     grads = []
     for index, source in enumerate(inputs):
@@ -100,12 +100,27 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @contextmanager
+def _chosen(
+    units: list[Unit], entries: Iterable[Entry], results: dict[Entry, torch.Tensor] | None
+) -> Iterator[None]:
+    """Scope in which only ``entries`` of ``units`` receive gradients, and no later backward."""
+    chosen, outer = ChosenGradients(frozenset(entries), results), [u.run.chosen for u in units]
+    try:  # an interrupt here leaves no unit without its gradients
+        for unit in units:
+            unit.run.chosen = chosen
+        yield
+    finally:
+        for unit, before in zip(units, outer, strict=True):
+            unit.run.chosen = before
+
+
+@contextmanager
 def _summed(entries: Iterable[Entry]) -> Iterator[None]:
     """Scope in which autograd leaves hooks to the caller, who runs them on the whole gradient."""
     hooks = [entry.spec.hooks for entry in entries]
-    for hook in hooks:
-        hook.is_summed = True
     try:
+        for hook in hooks:
+            hook.is_summed = True
         yield
     finally:
         for hook in hooks:

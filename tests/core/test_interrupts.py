@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,19 @@ from torch.testing import assert_close
 from fsdp_compose import fully_shard, wrap
 
 from harness import simulate_ranks
-from models import WIDTH, Tower, assert_at_rest, by_block, data, seeded, sgd, square, whole
+from models import (
+    WIDTH,
+    Tower,
+    Twin,
+    assert_at_rest,
+    by_block,
+    data,
+    seeded,
+    sgd,
+    square,
+    units,
+    whole,
+)
 
 
 class Catching(nn.Module):
@@ -180,3 +194,26 @@ def test_a_step_inside_a_forward() -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+def test_an_interrupt_as_autograd_grad_begins() -> None:
+    """The units that it had been told of go on to get gradients in later steps."""
+
+    def stop(frame: Any, event: str, value: Any) -> Any:
+        if "fsdp_compose" not in Path(frame.f_code.co_filename).parts:
+            return None
+        told = [unit.run.chosen is not None for unit in units(twin.model)]
+        if any(told) and not all(told):
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return stop
+
+    twin = Twin(0, 1, Tower)
+    loss = square(twin.model, data(0, 0))
+    sys.settrace(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            torch.autograd.grad(loss, list(twin.model.parameters()))
+    finally:
+        sys.settrace(None)
+    twin.train()
