@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -19,7 +20,18 @@ from fsdp_compose import (
 )
 
 from harness import run_ranks, simulate_ranks
-from models import WIDTH, Twin, assert_at_rest, data, mesh_of_replicas, seeded, sgd, square, whole
+from models import (
+    WIDTH,
+    Twin,
+    assert_at_rest,
+    data,
+    mesh_of_replicas,
+    seeded,
+    sgd,
+    square,
+    units,
+    whole,
+)
 
 CHUNKS = 3
 
@@ -217,3 +229,17 @@ def test_a_unit_is_begun_without_gradients(way: str) -> None:
         twin.train(lambda model, x: square(model, x) + square(model, x * 2))
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_has_one_unit_of_its_modules(tied: bool) -> None:
+    """Each of them asks for a copy of its unit, while those of the others are under way."""
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, lambda: Headed(tied), together, sgd)
+        twin.model = copy.deepcopy(twin.model)
+        twin.optim = sgd(twin.model.parameters())
+        assert len(units(twin.model)) == 2
+        twin.train(lambda model, x: square(lambda y: model(y, skips=False), x))
+
+    run_ranks(check, 2)

@@ -16,8 +16,10 @@ from fsdp_compose.core.records import Switches
 
 def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
     """An independent unit over the copies that ``memo`` has or makes of the modules."""
-    unit.checks.copies += 1
     modules = [copy.deepcopy(ref(), memo) for ref in unit.modules]
+    if id(unit) in memo:  # one of them is copied with the unit that it is in, which is this one
+        return memo[id(unit)]
+    unit.checks.copies += 1
     buckets = [copy_bucket(bucket, memo) for bucket in unit.buckets]
     copied: dict[int, Entry] = memo.setdefault(id(Entry), {})
     for old, new in zip(unit.buckets, buckets, strict=True):
