@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,11 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compose import (
     ShardingStrategy,
+    gathered,
 )
 from fsdp_compose.base.process import here
 
 from autograd_steps import STRATEGIES, Forward, agree, fulls, leaves
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     SHARDS,
     WIDTH,
@@ -178,3 +181,33 @@ def test_a_unit_that_calls_itself_under_a_transform(shard: str, frozen: bool) ->
         assert_at_rest(twin.model)
 
     run_ranks(ranks)
+
+
+def hooked_blocks() -> nn.Module:
+    """Blocks with a forward hook on a layer inside, as adapters and feature extraction have."""
+    model = two_blocks()
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(lambda layer, args: (0.5 * args[0],))
+        block.up.register_forward_hook(lambda layer, args, output: output + 0.1 * args[0].sum())
+    return model
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_transforms_over_layers_with_hooks(kind: str) -> None:
+    """And over the tensors of a scope, after a step on tensors made of the parameters."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, hooked_blocks)
+        for scaled in (True, False):
+            twin.train(lambda model, x: square(scale_of(model) if scaled else model, x), steps=1)
+            with gathered(twin.model):
+                agree(twin, TRANSFORMS[kind])
+            agree(twin, TRANSFORMS[kind])
+        twin.train()
+
+    run = run_ranks if kind in ("jvp", "jacfwd", "hessian") else simulate_ranks  # no forward mode
+    run(ranks)
+
+
+def scale_of(model: nn.Module) -> Any:
+    return lambda x: functional_call(model, {n: 2 * p for n, p in model.named_parameters()}, x)

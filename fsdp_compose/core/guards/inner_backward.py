@@ -30,6 +30,7 @@ from fsdp_compose.base.torch_private import (
     made_at,
     next_node_number,
     remove_forward_hooks,
+    transforms_active,
     untraced,
 )
 from fsdp_compose.base.tree import find_tensors
@@ -111,8 +112,11 @@ def watch_given(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _watch(values: Any) -> None:
-    """Watch the tensors in ``values`` for all units whose forwards are under way."""
-    if not torch.is_grad_enabled():
+    """Watch the tensors in ``values`` for all units whose forwards are under way.
+
+    Under a transform of ``torch.func`` units compute on buffers that live as long as its graph.
+    """
+    if not torch.is_grad_enabled() or transforms_active():
         return
     for engine in here.engines.values():
         _watch_tensors(engine.schedule.active, find_tensors(values)[0])

@@ -115,8 +115,8 @@ def _show_in_backward(
 
     That recomputes parts of it that were checkpointed, in the same dtypes.
     """
-    if all(map(is_, read, opened.tensors)):
-        return  # nothing was cast
+    if all(map(is_, read, opened.tensors)) or transforms_active():
+        return  # nothing was cast, or nothing can be recomputed
     ref = weakref.ref(unit)
 
     def restore() -> None:
