@@ -98,6 +98,9 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     settle_plain_gradients(units)
     groups = dict.fromkeys(g for u in units for b in u.gathered for g in b.mesh.groups)
     meet_to_call("refresh", groups)
+    for unit in units:
+        if unit.checks.watch is not None:  # it holds modules that were taken out
+            unit.checks.watch.children.clear()
     problem: Exception | None = None
     survey: list[_Change] = []
     try:

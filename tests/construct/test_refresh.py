@@ -447,6 +447,36 @@ def test_what_was_taken_out_is_the_callers_alone() -> None:
     simulate_ranks(check, 2)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_one_of_several_modules_is_replaced(held: bool) -> None:
+    """The unit lets go of it, once nobody holds it, and a copy of the model trains."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+
+    def shard(model: nn.Module) -> nn.Module:
+        fully_shard([model[1], model[2]])
+        return fully_shard(model)
+
+    def check(rank: int) -> None:
+        twin = Twin(rank, 2, build, shard)
+        twin.train(steps=1)
+        old, weight = twin.model[2], twin.model[2].weight
+        twin.model[2], plain = (seeded(lambda: nn.Linear(WIDTH, 2).double()) for _ in range(2))
+        for replica in twin.plain:
+            replica[2] = plain
+        if not held:
+            del old
+        refresh(twin.model)
+        assert is_sharded(weight) is held
+        old = None
+        twin.model = copy.deepcopy(twin.model)
+        twin.optim, twin.plain_optim = (adamw(m.parameters()) for m in (twin.model, twin.reference))
+        twin.train()
+
+    run_ranks(check, 2)
+
+
 class Named(nn.Module):
     """A dense layer and this rank's expert, by its number."""
 
